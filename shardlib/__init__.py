@@ -3,6 +3,7 @@
 from shardlib import checkpoint, collectives, data, errors, init, models, nn, optim, plan, report, schedules, sparse
 from shardlib.common.version import VERSION
 from shardlib.evaluate import make_eval_step
+from shardlib.generate import generate
 from shardlib.make_plan import make_plan
 from shardlib.mesh.launch import launch, simulate
 from shardlib.mesh.mesh import Mesh, abstract_mesh, make_mesh
@@ -20,6 +21,7 @@ from shardlib.train import make_train_step, unused_params, value_and_grad
 from shardlib.transforms import (
     accumulate,
     column,
+    experts,
     freeze,
     hierarchical,
     offload,
@@ -45,6 +47,7 @@ __all__ = [
     "unshard",
     "make_train_step",
     "make_eval_step",
+    "generate",
     "make_plan",
     "value_and_grad",
     "replace_params",
@@ -73,6 +76,7 @@ __all__ = [
     "chain",
     "accumulate",
     "column",
+    "experts",
     "freeze",
     "hierarchical",
     "offload",

@@ -15,12 +15,11 @@ from shardlib.collectives.primitives import sum_over
 from shardlib.errors import BatchError, LossError, TreeError, axes_named, listing
 from shardlib.execute.agreement import Agreement, agree
 from shardlib.execute.batches import arriving
-from shardlib.execute.inputs import Inputs
+from shardlib.execute.inputs import Inputs, taken_together
 from shardlib.execute.losses import require_function
 from shardlib.execute.means import Results, is_mean, means, quotients, sum_means
 from shardlib.execute.stages.runner import runner_of
 from shardlib.optim.train_state import TrainState
-from shardlib.plan.plan import Plan
 from shardlib.shard import lift
 from shardlib.sharded.reads import Reads
 from shardlib.sharded.tree import Sharded
@@ -34,7 +33,7 @@ class EvalStep:
         require_function(fn, "what is evaluated", "params, ...")
         lifted = lift(params)
         self._plan, self._mesh = lifted.plan, lifted.mesh
-        self._together = _together(lifted.plan)
+        self._together = taken_together(lifted.plan)
         self._inputs = Inputs(lifted.plan, lifted.mesh, self._together)
         self._runner = runner_of(fn, lifted.plan, lifted.mesh, trained=False)
 
@@ -159,14 +158,6 @@ class EvalStep:
 
 
 _NONE = object()  # stands for "no batch"; None may be a batch
-
-
-def _together(plan: Plan) -> tuple[str, ...]:
-    """The axes along which ranks take each batch together: they share the batch, or gather parameters from each other."""
-    gathered = {axis for bucket in plan.everywhere.buckets for axis in bucket.axes[: bucket.param_level]}
-    return tuple(
-        axis for axis, size in plan.sizes.items() if size > 1 and (axis in gathered or axis not in plan.batch_axes)
-    )
 
 
 def make_eval_step(fn: Callable[..., Any], params: Any) -> EvalStep:

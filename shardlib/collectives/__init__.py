@@ -1,7 +1,7 @@
 """Collectives by axis name: primitives that count what they send, and on top of these dual pairs that autograd crosses, the
-codecs of gradients, the kinds of `sequence` and the styles of `tensor_slicing`."""
+codecs of gradients, the kinds of `sequence`, the exchanges of `tokens` and the styles of `tensor_slicing`."""
 
-from shardlib.collectives import codecs, primitives, sequence, styles
+from shardlib.collectives import codecs, primitives, sequence, styles, tokens
 from shardlib.collectives.cross_entropy import vocab_cross_entropy
 from shardlib.collectives.pairs import (
     all_gather,
@@ -30,4 +30,5 @@ __all__ = [
     "primitives",
     "sequence",
     "styles",
+    "tokens",
 ]

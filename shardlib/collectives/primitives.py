@@ -10,7 +10,7 @@ import torch
 
 from shardlib.errors import RankMismatch, listing
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.transport import Work
+from shardlib.mesh.transport import Splits, Work
 
 
 def all_gather(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor, *, scalars: bool = False) -> Work:
@@ -31,10 +31,15 @@ def all_reduce(mesh: Mesh, axis: str, tensor: torch.Tensor, *, scalars: bool = F
     return mesh.group(axis).all_reduce(tensor)
 
 
-def all_to_all(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor) -> Work:
-    """Send chunk ``j`` of ``inp`` to rank ``j``; payload per rank: (n−1)/n of ``inp``."""
-    _count(mesh, axis, inp, 1)
-    return mesh.group(axis).all_to_all(out, inp)
+def all_to_all(mesh: Mesh, axis: str, out: torch.Tensor, inp: torch.Tensor, splits: Splits | None = None) -> Work:
+    """Send chunk ``j`` of ``inp`` to rank ``j``; payload per rank: (n−1)/n of ``inp``, and with ``splits`` all of it but the
+    rank's own chunk."""
+    group = mesh.group(axis)
+    if splits is None:
+        _count(mesh, axis, inp, 1)
+    elif group.size > 1:
+        mesh.traffic.add(axis, (inp.numel() - splits.sent[group.rank]) * inp.dtype.itemsize)
+    return group.all_to_all(out, inp, splits)
 
 
 def broadcast(mesh: Mesh, axis: str, tensor: torch.Tensor, source: int) -> Work:

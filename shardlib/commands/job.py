@@ -14,6 +14,7 @@ from shardlib import optim
 from shardlib.commands import model
 from shardlib.data.bytes import batch_at, load_bytes, split, windows
 from shardlib.evaluate import make_eval_step
+from shardlib.generate import generate
 from shardlib.make_plan import make_plan
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt
@@ -95,16 +96,11 @@ class Job:
 
     def sample(self, state: TrainState, prompt: bytes, length: int) -> str:
         """The prompt followed by ``length`` sampled bytes; every rank must call this."""
-        tokens = torch.tensor([list(prompt)], device=self._mesh.device)
-
-        def generate(params: Any) -> torch.Tensor:
-            return gpt.generate(self.config, params, tokens, length, 0.7)
-
-        if not self.plan.stages.axes:
-            text = make_eval_step(generate, state.params)(state)
-        else:  # with one token at a time stages would only wait for each other
-            text = generate(gpt.from_blocks(unshard(state.params)))
-        return bytes(text[0].tolist()).decode("utf-8", errors="replace")
+        params = state.params
+        if self.plan.stages.axes:  # with one token at a time stages would only wait for each other
+            params = gpt.from_blocks(unshard(params))
+        (new,) = generate(self.config, params, [list(prompt)], length, temperature=0.7)
+        return bytes([*prompt, *new.tolist()]).decode("utf-8", errors="replace")
 
     def _batch(self, step: int) -> dict[str, torch.Tensor]:
         mesh, args = self._mesh, self._args

@@ -58,6 +58,8 @@ without_top_mode = _pop_mode_temporarily  # without the mode that was entered la
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 no_autocast = partial(torch._C._ExcludeDispatchKeyGuard, _AUTOCAST)
 below_autograd = torch._C._AutoDispatchBelowAutograd
+# Raises for a false condition, with a message: at once on the CPU, later on a device, for which nothing waits.
+require_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 func_transform = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func, or None
 forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)  # below 0 outside forward mode
 

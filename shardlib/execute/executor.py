@@ -78,7 +78,7 @@ class Executor:
         modules = {m: n for m, n in plan.step.module_tiles.items() if any(path.startswith(f"{m}/") for path in paths)}
         aliases = [path for placement in plan.placements for path in placement.aliases]
         tiled = TiledModules(modules, {*paths, *aliases}) if modules else None
-        self._surroundings = Surroundings(mesh, parts, tiled)
+        self._surroundings = Surroundings(mesh, parts, tiled, plan.step.tokens)
         self._units = {
             unit: UnitState(unit, members, self._touch, plan.placement_of, self._slices)
             for unit, members in states.items()

@@ -104,3 +104,11 @@ class Inputs:
         """A digest as an integer with so few bits that sums over all ranks stay below 2^53, where float64 is exact."""
         digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> (64 - (50 - self._mesh.size.bit_length()))
+
+
+def taken_together(plan: Plan) -> tuple[str, ...]:
+    """The axes along which ranks take each batch together: they share the batch, or gather parameters from each other."""
+    gathered = {axis for bucket in plan.everywhere.buckets for axis in bucket.axes[: bucket.param_level]}
+    return tuple(
+        axis for axis, size in plan.sizes.items() if size > 1 and (axis in gathered or axis not in plan.batch_axes)
+    )

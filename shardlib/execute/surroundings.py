@@ -1,4 +1,5 @@
-"""The context in which a model's functions find the mesh, their sequence parts and the modules that run in tiles."""
+"""The context in which a model's functions find the mesh, their sequence parts, the modules that run in tiles and the way to
+experts."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from shardlib.collectives.tokens import TokenExchange
 from shardlib.execute.sequence import SequenceParts
 from shardlib.mesh.mesh import Mesh, current_mesh
+from shardlib.nn.moe.experts import current_exchange
 from shardlib.nn.sequence import current_parts
 from shardlib.nn.tiled_modules import TiledModules, current_modules
 
@@ -19,19 +22,22 @@ class Surroundings:
     Attributes:
         parts: the sequence's parts; None if sequences are whole.
         modules: the modules that run in tiles; None if there are none.
+        tokens: how tokens travel to their experts; None if every rank has all experts.
     """
 
     mesh: Mesh
     parts: SequenceParts | None
     modules: TiledModules | None
+    tokens: TokenExchange | None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         mesh, parts = current_mesh.set(self.mesh), current_parts.set(self.parts)
-        modules = current_modules.set(self.modules)
+        modules, tokens = current_modules.set(self.modules), current_exchange.set(self.tokens)
         try:
             yield
         finally:
+            current_exchange.reset(tokens)
             current_modules.reset(modules)
             current_mesh.reset(mesh)
             current_parts.reset(parts)

@@ -102,6 +102,15 @@ class P:
             return P(head + axes, *self.entries[1:], padded=self.padded)
         return P(*self.entries, flat=self.flat_axes + axes, padded=self.padded)
 
+    def beside(self, other: P) -> P | None:
+        """The spec with the entries of both; None where both lay axes on one dimension, have an axis in common, or cut the
+        flattened tensor."""
+        length = max(len(self.entries), len(other.entries))
+        mine, yours = ((*spec.entries, *[()] * (length - len(spec.entries))) for spec in (self, other))
+        if {*self.axes} & {*other.axes} or self.flat_axes or other.flat_axes or any(map(all, zip(mine, yours))):
+            return None
+        return P(*(a or b for a, b in zip(mine, yours)), padded=self.padded or other.padded)
+
     def problems(self, shape: Sequence[int], sizes: Sizes) -> list[str]:
         """Why this spec does not fit ``shape`` on a mesh of these ``sizes``; empty when it does."""
         problems = [

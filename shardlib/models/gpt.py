@@ -7,7 +7,7 @@ the parameters.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.models.kv_cache import Seen
+from shardlib.models.experts import Experts, Routed, with_losses
 from shardlib.models.layers import Fresh, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
 from shardlib.nn.attention import attention
 from shardlib.nn.blocks import Sequential, sequential
@@ -26,7 +26,9 @@ from shardlib.nn.sequence import gather_sequence, shard_sequence
 from shardlib.rng import Key
 from shardlib.sparse import Layout
 
-Cache = list[Seen]  # one per layer
+# ``attend(q, k, v, layout=...)``, (B, heads, S, size) each: the attention of a layer.
+Attend = Callable[..., Tensor]
+Layers = tuple[Routed | None, ...]  # what the layers so far say beside the residual stream: those with experts
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,11 @@ class GPTConfig:
         dropout: the probability of zeroing an element of the embedding and of each residual branch.
         tie: whether the token embedding is also the output layer.
         layout: attention computes only the blocks of this `shardlib.sparse` layout, made for the length of the batches.
+        moe: `Experts` in place of the MLPs of some layers.
 
     Raises:
-        ValueError: ``heads`` does not divide ``width``, a size is below 1, ``dropout`` lies outside [0, 1), or the layout
-            has another number of heads.
+        ValueError: ``heads`` does not divide ``width``, a size is below 1, ``dropout`` lies outside [0, 1), the layout has
+            another number of heads, or ``moe`` is a pattern of another number of layers.
     """
 
     vocab: int = 256
@@ -53,9 +56,19 @@ class GPTConfig:
     dtype: torch.dtype = torch.float32
     tie: bool = False
     layout: Layout | None = None
+    moe: Experts | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, "vocab", "layers", "width", "heads", "sequence")
+        if self.moe is not None and self.layers % len(self.moe.per_layer):
+            raise ValueError(
+                f"GPTConfig: moe.per_layer={self.moe.per_layer} does not divide layers={self.layers}; give a pattern that "
+                "repeats, or a number for each layer"
+            )
+
+    def experts_of(self, layer: int) -> int:
+        """The number of experts of a layer; 0 where it has an MLP."""
+        return 0 if self.moe is None else self.moe.of_layer(layer)
 
 
 def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -> Params:
@@ -66,23 +79,28 @@ def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -
 
     Returns ``{"embed": {"tokens": (V, W), "positions": (S, W)}, "blocks": [...], "head": {"norm", "weight": (V, W)}}``.
     With ``config.tie`` the weight of "head" is the token embedding itself. A block is ``{"ln1", "attn": {"qkv", "out"},
-    "ln2", "mlp": {"up", "down"}}``. Linear layers and norms are ``{"weight", "bias"}``. The rows of qkv are (heads, 3, size).
+    "ln2", "mlp": {"up", "down"}}``, and with experts it has in place of "mlp" a "moe" as `shardlib.nn.init_moe` makes it.
+    Linear layers and norms are ``{"weight", "bias"}``. The rows of qkv are (heads, 3, size).
     """
     fresh = Fresh(config.dtype, device, seed)
     width, residual_std = config.width, 0.02 / math.sqrt(2 * config.layers)
 
-    def one_block() -> Params:
-        return {
+    def one_block(layer: int) -> Params:
+        params = {
             "ln1": fresh.norm(width),
             "attn": {"qkv": fresh.linear(3 * width, width), "out": fresh.linear(width, width, residual_std)},
             "ln2": fresh.norm(width),
-            "mlp": {"up": fresh.linear(4 * width, width), "down": fresh.linear(width, 4 * width, residual_std)},
         }
+        if config.moe is None or not config.experts_of(layer):
+            mlp = {"up": fresh.linear(4 * width, width), "down": fresh.linear(width, 4 * width, residual_std)}
+            return params | {"mlp": mlp}
+        key, how = Key(seed).fold_in(f"blocks/{layer}/moe"), {"dtype": config.dtype, "device": device}
+        return params | {"moe": config.moe.init(key, layer, width, 4 * width, out_std=residual_std, **how)}
 
     tokens = fresh.normal(config.vocab, width)
     return {
         "embed": {"tokens": tokens, "positions": fresh.normal(config.sequence, width)},
-        "blocks": [one_block() for _ in range(config.layers)],
+        "blocks": [one_block(layer) for layer in range(config.layers)],
         "head": {"norm": fresh.norm(width), "weight": tokens if config.tie else fresh.normal(config.vocab, width)},
     }
 
@@ -92,17 +110,25 @@ def _block(
     params: Params,
     x: Tensor,
     rng: Key | None,
-    seen: Seen | None = None,
+    attend: Attend | None = None,
     segments: Tensor | None = None,
-) -> Tensor:
-    """One transformer block: (B, S, W) -> (B, S, W). Dropout needs ``rng``."""
+) -> tuple[Tensor, Routed | None]:
+    """One transformer block: (B, S, W) -> (B, S, W), and what its experts say. Dropout needs ``rng``."""
     size = config.width // config.heads
-    attend = partial(attention, causal=True, segments=segments) if seen is None else seen.attend
+    attend = attend or partial(attention, causal=True, segments=segments)
     a = self_attention(params["attn"], layer_norm(params["ln1"], x), size, partial(attend, layout=config.layout))
     x = x + drop(config.dropout, checkpoint_name(a, "attn/out"), rng, "attn")
-    h = checkpoint_name(linear(params["mlp"]["up"], layer_norm(params["ln2"], x)), "mlp/hidden")
-    h = F.gelu(h, approximate="tanh")
-    return x + drop(config.dropout, linear(params["mlp"]["down"], h), rng, "mlp")
+    h, routed = layer_norm(params["ln2"], x), None
+    if config.moe is not None and "moe" in params:
+        y, routed = config.moe(params["moe"], h, rng, segments)
+    else:
+        y = _mlp(params["mlp"], h)
+    return x + drop(config.dropout, y, rng, "mlp"), routed
+
+
+def _mlp(params: Params, x: Tensor) -> Tensor:
+    hidden = checkpoint_name(linear(params["up"], x), "mlp/hidden")
+    return linear(params["down"], F.gelu(hidden, approximate="tanh"))
 
 
 block = mark_block(_block)
@@ -113,21 +139,19 @@ def embed(
     params: Params,
     tokens: Tensor,
     rng: Key | None = None,
-    start: int = 0,
     positions: Tensor | None = None,
 ) -> Tensor:
     """The residual stream before the first block: tokens (B, S) int64 -> (B, S, W).
 
-    The tokens stand at ``positions``, (B, S) int64, or one after the other from ``start`` on.
+    The tokens stand at ``positions``, (B, S) int64 below ``config.sequence``, or one after the other from 0 on.
 
     Raises:
-        ValueError: positions reach beyond ``config.sequence``.
+        ValueError: more tokens than ``config.sequence``, without ``positions``.
     """
-    stop = start + tokens.shape[1]
-    if stop > config.sequence:
-        raise ValueError(f"{stop} tokens are more than the model's sequence of {config.sequence}")
-    table = params["embed"]["positions"]
-    places = shard_sequence(table[start:stop], 0) if positions is None else embedding(positions, table)
+    length, table = tokens.shape[1], params["embed"]["positions"]
+    if positions is None and length > config.sequence:
+        raise ValueError(f"{length} tokens are more than the model's sequence of {config.sequence}")
+    places = shard_sequence(table[:length], 0) if positions is None else embedding(positions, table)
     return drop(config.dropout, embedding(tokens, params["embed"]["tokens"]) + places, rng, "embed")
 
 
@@ -136,26 +160,39 @@ def hidden(
     params: Params,
     tokens: Tensor,
     rng: Key | None = None,
-    cache: Cache | None = None,
+    attend: Callable[[int], Attend] | None = None,
     segments: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """The input of the output layer: tokens (B, S) int64 -> (B, S, W). Tokens continue those in ``cache``, if given.
+    """The input of the output layer: tokens (B, S) int64 -> (B, S, W).
 
-    ``segments`` and ``positions`` (B, S), of packed documents, are without a cache.
+    ``attend`` gives the attention of each layer in place of causal attention among the tokens: to a cache. ``segments`` and
+    ``positions`` (B, S) are those of packed documents.
     """
-    x = embed(config, params, tokens, rng, cache[0].length if cache else 0, positions)
+    return hidden_and_layers(config, params, tokens, rng, attend, segments, positions)[0]
+
+
+def hidden_and_layers(
+    config: GPTConfig,
+    params: Params,
+    tokens: Tensor,
+    rng: Key | None,
+    attend: Callable[[int], Attend] | None = None,
+    segments: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Layers]:
+    """`hidden`, and what layers with experts say beside it."""
+    x, layers = embed(config, params, tokens, rng, positions), []
     for i, params_i in enumerate(params["blocks"]):
         key = rng.fold_in(i) if rng is not None else None
-        x = block(config, params_i, x, key, cache[i] if cache else None, segments)
-    return layer_norm(params["head"]["norm"], x)
+        x, routed = block(config, params_i, x, key, None if attend is None else attend(i), segments)
+        layers.append(routed)
+    return layer_norm(params["head"]["norm"], x), tuple(layers)
 
 
-def logits(
-    config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None, cache: Cache | None = None
-) -> Tensor:
-    """Logits of the next token at every position: tokens (B, S) int64 -> (B, S, V). ``cache`` as in `hidden`."""
-    return gather_sequence(F.linear(hidden(config, params, tokens, rng, cache), params["head"]["weight"]))
+def logits(config: GPTConfig, params: Params, tokens: Tensor, rng: Key | None = None) -> Tensor:
+    """Logits of the next token at every position: tokens (B, S) int64 -> (B, S, V)."""
+    return gather_sequence(F.linear(hidden(config, params, tokens, rng), params["head"]["weight"]))
 
 
 def make_loss(config: GPTConfig) -> Callable[..., Any]:
@@ -166,22 +203,28 @@ def make_loss(config: GPTConfig) -> Callable[..., Any]:
 
     Batches of packed documents (`sl.data.packed`) also have ``"segments"``, whose positions see only each other, and
     ``"positions"``, both (B, S). Targets of -100 are then left out, and the loss is a `Mean` over the others.
+
+    With experts the loss is ``(loss, aux)``: the auxiliary losses are added, and ``aux["experts"][layer]`` has the numbers
+    "load", "z", "entropy" and "dropped" (`shardlib.nn.routers.Routing`), and in "shares" the share of the assignments that
+    each expert got. Padding is sent to no expert.
     """
 
     def loss(params: Params, batch: dict[str, Tensor], rng: Key | None = None) -> Any:
         segments, positions = batch.get("segments"), batch.get("positions")
-        x = hidden(config, params, batch["tokens"], rng, segments=segments, positions=positions)
-        return _scores(x, params["head"]["weight"], batch)
+        x, layers = hidden_and_layers(config, params, batch["tokens"], rng, segments=segments, positions=positions)
+        return scored(config, x, layers, params["head"]["weight"], batch)
 
     return loss
 
 
-def _scores(x: Tensor, weight: Tensor, batch: dict[str, Tensor]) -> Any:
-    """The loss of the last hidden states x (B, S, W)."""
+def scored(config: GPTConfig, x: Tensor, layers: Layers, weight: Tensor, batch: dict[str, Tensor]) -> Any:
+    """The loss of `hidden_and_layers` by the output layer's ``weight``, in the form of `make_loss`."""
     targets = batch["targets"]
     if "segments" not in batch:
-        return linear_cross_entropy(x, weight, targets)
-    return Mean(linear_cross_entropy(x, weight, targets, reduction="sum"), (targets != -100).sum())
+        loss: Any = linear_cross_entropy(x, weight, targets)
+    else:
+        loss = Mean(linear_cross_entropy(x, weight, targets, reduction="sum"), (targets != -100).sum())
+    return loss if config.moe is None else with_losses(config.moe, loss, layers)
 
 
 def to_blocks(params: Params) -> list[Params]:
@@ -195,16 +238,21 @@ def from_blocks(blocks: list[Params]) -> Params:
 
 
 def make_sequential(config: GPTConfig) -> Sequential:
-    """`make_loss` as an `shardlib.sequential` over `to_blocks`, which `shardlib.pipeline` can cut into stages."""
+    """`make_loss` as an `shardlib.sequential` over `to_blocks`, which `shardlib.pipeline` can cut into stages.
 
-    def first(params: Params, _: None, batch: dict[str, Tensor], rng: Key | None = None) -> Tensor:
-        return embed(config, {"embed": params}, batch["tokens"], rng, positions=batch.get("positions"))
+    The carry is the residual stream, and what the layers with experts so far say beside it.
+    """
+    Carry = tuple[Tensor, Layers]
 
-    def layer(params: Params, x: Tensor, batch: dict[str, Tensor], rng: Key | None = None) -> Tensor:
-        return _block(config, params, x, rng, segments=batch.get("segments"))
+    def first(params: Params, _: None, batch: dict[str, Tensor], rng: Key | None = None) -> Carry:
+        return embed(config, {"embed": params}, batch["tokens"], rng, positions=batch.get("positions")), ()
 
-    def last(params: Params, x: Tensor, batch: dict[str, Tensor]) -> Any:
-        return _scores(layer_norm(params["norm"], x), params["weight"], batch)
+    def layer(params: Params, carry: Carry, batch: dict[str, Tensor], rng: Key | None = None) -> Carry:
+        x, routed = _block(config, params, carry[0], rng, segments=batch.get("segments"))
+        return x, (*carry[1], routed)
+
+    def last(params: Params, carry: Carry, batch: dict[str, Tensor]) -> Any:
+        return scored(config, layer_norm(params["norm"], carry[0]), carry[1], params["weight"], batch)
 
     return sequential([first, *[layer] * config.layers, last])
 
@@ -216,60 +264,16 @@ def slicing_rules(config: GPTConfig, blocks: bool = False) -> dict[str, Any]:
         blocks: whether the rules are for parameters that `to_blocks` made.
     """
     first, layers, last = ("0", "*", config.layers + 1) if blocks else ("embed", "blocks/*", "head")
-    return layer_rules(f"{layers}/", config.heads) | {f"{first}/tokens": "vocab", f"{last}/weight": "vocab"}
-
-
-def new_cache(config: GPTConfig) -> Cache:
-    """An empty cache for `logits` of a sequence token by token, with room for ``config.sequence`` tokens.
-
-    Raises:
-        ValueError: ``config.layout`` is for fewer tokens.
-    """
-    layout = config.layout
-    if layout is not None and layout.size * layout.block < config.sequence:
-        raise ValueError(
-            f"GPTConfig: a layout of {layout.size} blocks of {layout.block} is for fewer tokens than "
-            f"sequence={config.sequence}; to sample, make it for that length, or lower sequence"
-        )
-    return [Seen(config.sequence) for _ in range(config.layers)]
-
-
-def generate(
-    config: GPTConfig, params: Params, prompt: Tensor, length: int, temperature: float = 1.0, seed: int = 0
-) -> Tensor:
-    """Appends ``length`` sampled tokens to ``prompt``: (B, S₀) int64, S₀ ≥ 1 -> (B, S₀ + length).
-
-    The context is the last ``config.sequence`` tokens, with a ``layout`` those in each token's row; there is no dropout.
-    ``temperature`` divides the logits; at 0 the most likely token is taken. The same seed gives the same text on every rank,
-    also from sharded parameters in `make_eval_step`.
-
-    Raises:
-        ValueError: ``temperature`` is negative, or ``config.layout`` is for fewer tokens than ``config.sequence``.
-    """
-    if temperature < 0:
-        raise ValueError(f"generate: temperature={temperature}, but it must not be negative")
-    config = replace(config, dropout=0.0)
-    generator = torch.Generator(prompt.device).manual_seed(seed)
-    tokens, cache = prompt, new_cache(config)
-    with torch.no_grad():
-        for _ in range(length):
-            new = tokens[:, cache[0].length :]
-            if tokens.shape[1] > config.sequence:
-                # Positions are absolute: when the window moves, every token's position changes, and the cache is invalid.
-                new, cache = tokens[:, -config.sequence :], new_cache(config)
-            scores = logits(config, params, new, cache=cache)[:, -1]
-            if temperature == 0:
-                chosen = scores.argmax(-1, keepdim=True)
-            else:
-                odds = torch.softmax(scores.float() / temperature, -1)
-                chosen = torch.multinomial(odds, 1, generator=generator)
-            tokens = torch.cat([tokens, chosen], 1)
-    return tokens
+    rules = layer_rules(f"{layers}/", config.heads) | {f"{first}/tokens": "vocab", f"{last}/weight": "vocab"}
+    has_mlp = not all(map(config.experts_of, range(config.layers)))
+    return rules if has_mlp else {glob: style for glob, style in rules.items() if "/mlp/" not in glob}
 
 
 def parameters_count(config: GPTConfig) -> int:
     """The number of elements of ``init(config)``; tied embeddings count once."""
     w = config.width
-    per_block = 12 * w * w + 13 * w  # qkv 3, out 1, up 4, down 4 squares; their biases 9 and two norms 4
+    attention, mlp = 4 * w * w + 8 * w, 8 * w * w + 5 * w  # squares of W; biases, and in the first two norms
     embeddings = (config.vocab * (1 if config.tie else 2) + config.sequence) * w
-    return config.layers * per_block + embeddings + 2 * w
+    experts = [layer for layer in range(config.layers) if config.experts_of(layer)]
+    counts = [config.moe.count(layer, w, 4 * w) for layer in experts] if config.moe else []
+    return config.layers * attention + (config.layers - len(experts)) * mlp + sum(counts) + embeddings + 2 * w

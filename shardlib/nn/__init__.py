@@ -10,10 +10,13 @@ from shardlib.kernels.softmax import softmax
 from shardlib.kernels.swiglu import swiglu
 from shardlib.nn.attention import attention
 from shardlib.nn.blocks import block, sequential
+from shardlib.nn.distillation import distillation
 from shardlib.nn.dropout import dropout
 from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
 from shardlib.nn.moe import routers
 from shardlib.nn.moe.config import MoEConfig
+from shardlib.nn.moe.experts import run_experts
+from shardlib.nn.moe.fresh import init_moe
 from shardlib.nn.moe.layer import moe
 from shardlib.nn.names import checkpoint_name
 from shardlib.nn.sequence import gather_sequence, shard_sequence, sum_sequence
@@ -29,6 +32,7 @@ __all__ = [
     "sum_sequence",
     # losses, and layers that may be sliced
     "Mean",
+    "distillation",
     "embedding",
     "linear_cross_entropy",
     "tiled",
@@ -38,8 +42,10 @@ __all__ = [
     "sequential",
     # experts
     "MoEConfig",
+    "init_moe",
     "moe",
     "routers",
+    "run_experts",
     # fused operations
     "add_layer_norm",
     "add_rms_norm",

@@ -136,6 +136,7 @@ def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tupl
         total,
         tiles,
         asked.update or "exact",
+        asked.tokens,
     )
     return splits, decided, notes
 

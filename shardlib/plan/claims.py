@@ -2,7 +2,8 @@
 
 `Use`: how a leaf is used in the loss. `Reduce`: how an axis is reduced. `Live`: where a leaf of the state lives.
 `Step`: how the step is scheduled. The fields of a claim are its slots. Claims carry no order, so `chain` commutes: two
-transforms that claim one slot are refused, and everything else is a union (see `shardlib.plan.resolve`).
+transforms that claim one slot are refused, unless their values have a union, and everything else is a union (see
+`shardlib.plan.resolve`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shardlib.collectives.codecs.integers import Packing
 from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
 from shardlib.collectives.summation import Summation
+from shardlib.collectives.tokens import TokenExchange
 from shardlib.mesh.specs import P
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.recompute import Recompute
@@ -77,18 +79,20 @@ class AxisUse:
         does: what a transform does with the axis, in the words of a message.
         beside: the name of another kind of use that the same axis may have.
         joins: whether the use belongs on an axis that has the use ``beside``, instead of on an axis of its own.
+        varies: whether the batch varies over the axis.
     """
 
     name: str
     does: str
     beside: str = ""
     joins: bool = False
+    varies: bool = False
 
 
-BATCH = AxisUse("batch", "divides the batch")
+BATCH = AxisUse("batch", "divides the batch", varies=True)
 OF_BATCH = AxisUse("batch", "divides the batch", "batch", joins=True)
 SLICES = AxisUse("slices", "slices layers")
-EXPERTS = AxisUse("experts", "divides experts", "batch", joins=True)
+EXPERTS = AxisUse("experts", "divides experts", "batch", varies=True)
 STAGES = AxisUse("stages", "lays out stages")
 
 
@@ -116,6 +120,11 @@ class Claim(ABC):
         return ()
 
     @staticmethod
+    def union(slot: str, one: Any, other: Any) -> Any | None:
+        """The value of a slot that two transforms fill together; None where they may not."""
+        return None
+
+    @staticmethod
     @abstractmethod
     def named(subject: str, slot: str) -> str:
         """A slot of a subject, as messages name it."""
@@ -126,7 +135,8 @@ class Use(Claim):
     """How one leaf is used in the loss.
 
     Attributes:
-        spec: the compute spec: the slices that ranks compute with.
+        spec: the compute spec: the slices that ranks compute with. Transforms that cut other dimensions over other axes fill
+            it together.
         dtype: of the stored parameter, and in the loss.
         trainable: whether the leaf is trained.
         style: how the ranks that hold slices compute a layer together.
@@ -154,6 +164,10 @@ class Use(Claim):
     def axes(self) -> Iterable[tuple[str, AxisUse]]:
         varying = self.varying or ()
         return [(axis, EXPERTS if axis in varying else SLICES) for axis in (self.spec.axes if self.spec else ())]
+
+    @staticmethod
+    def union(slot: str, one: Any, other: Any) -> Any | None:
+        return one.beside(other) if slot == "spec" else None
 
     @staticmethod
     def named(subject: str, slot: str) -> str:
@@ -253,6 +267,7 @@ class Step(Claim):
         cast_batch: dtype that floating batch leaves are cast to.
         stages: the stages along an axis.
         sequence: the axis along which sequences are cut into parts, and how the parts meet.
+        tokens: how tokens travel to experts that are dealt out over axes of the mesh.
         update: when states in host memory are updated: one of `UPDATES`.
     """
 
@@ -267,6 +282,7 @@ class Step(Claim):
     cast_batch: torch.dtype | None = None
     stages: Stages | None = None
     sequence: SequenceKind | None = None
+    tokens: TokenExchange | None = None
     update: str | None = None
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:

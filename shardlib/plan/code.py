@@ -60,11 +60,22 @@ class Coded(Transform):
 
     def over(self, axis: str, other: str) -> str:
         function, arguments = self.call
-        moved = {name: other for name in _AXES if arguments.get(name) == axis}
+        moved = {name: _moved(arguments[name], axis, other) for name in _AXES if name in arguments}
         return str(Call(function, {**arguments, **moved}))
 
     def __repr__(self) -> str:
         return f"sl.{self.call}"
+
+
+def _moved(axes: Any, axis: str, other: str) -> Any:
+    """An argument of one or several axes, with another one in the place of ``axis``."""
+    return (
+        tuple(_moved(each, axis, other) for each in axes)
+        if isinstance(axes, tuple)
+        else other
+        if axes == axis
+        else axes
+    )
 
 
 def one_or_list(values: tuple[str, ...]) -> Any:

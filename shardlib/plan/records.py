@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardlib.collectives.sequence.base import SequenceKind
+from shardlib.collectives.tokens import TokenExchange
 from shardlib.collectives.tree_sum import most_held, most_nodes
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.recompute import Recompute
@@ -86,6 +87,7 @@ class StepPlan:
     total_microbatches: int | None = None
     module_tiles: Mapping[str, int] = field(default_factory=dict)
     update: str = "exact"
+    tokens: TokenExchange | None = None
 
     @property
     def ahead(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.memories import MEMORIES
 from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step, Use
-from shardlib.plan.resolved import Location, Resolved, show
+from shardlib.plan.resolved import Location, Resolved, Slot, show
 from shardlib.plan.transform import Chain, Transform
 
 
@@ -40,8 +40,12 @@ def members_of(transform: Transform) -> tuple[Transform, ...]:
 
 
 def _merged(before: Resolved, members: Sequence[Transform]) -> Resolved:
-    values = {slot: value for pairs in before.written.values() for slot, value in pairs}
-    writers = {slot: name for name, pairs in before.written.items() for slot, _ in pairs}
+    values: dict[Slot, Any] = {}
+    writers: dict[Slot, str] = {}
+    for name, pairs in before.written.items():
+        for slot, value in pairs:
+            values[slot] = slot[0].union(slot[2], values[slot], value) if slot in values else value
+            writers[slot] = name
     written = {name: list(pairs) for name, pairs in before.written.items()}
     axes = {axis: dict(uses) for axis, uses in before.axes.items()}
     conflicts: dict[tuple[str, str], list[str]] = {}
@@ -51,12 +55,13 @@ def _merged(before: Resolved, members: Sequence[Transform]) -> Resolved:
                 axes.setdefault(axis, {}).setdefault(use, member.name)
             for name, value in claim.slots().items():
                 slot = (type(claim), claim.subject, name)
-                if slot in values:
+                united = claim.union(name, values[slot], value) if slot in values else value
+                if united is None:
                     what = claim.named(claim.subject, name)
                     both = "" if values[slot] == value else f": {show(values[slot])} against {show(value)}"
                     conflicts.setdefault((writers[slot], member.name), []).append(what + both)
                     continue
-                values[slot], writers[slot] = value, member.name
+                values[slot], writers[slot] = united, member.name
                 written.setdefault(member.name, []).append((slot, value))
     if conflicts:
         raise IllegalComposition(

@@ -70,17 +70,15 @@ class Resolved:
 
     def varies_over(self, axis: str) -> bool:
         """Whether the batch varies over the axis."""
-        return axis in self.reductions and self.reductions[axis].method is not None
+        return any(use.varies for use in self.axes.get(axis, ()))
 
     def of_axes(self, name: str) -> dict[str, Any]:
         """Axis -> the value of slot ``name``, for axes with several ranks on which it is claimed, or that are summed if it
         is claimed for every axis."""
-        everywhere = self.everywhere(name)
-        values = {
-            axis: everywhere if getattr(reduce, name) is None and reduce.method else getattr(reduce, name)
-            for axis, reduce in self.reductions.items()
-            if axis != "*"
-        }
+        values = {}
+        for axis in self.sizes:
+            value = getattr(self.reductions.get(axis), name, None)
+            values[axis] = self.everywhere(name) if value is None and self.varies_over(axis) else value
         return {axis: value for axis, value in values.items() if value is not None and self.sizes[axis] > 1}
 
     def everywhere(self, name: str) -> Any:

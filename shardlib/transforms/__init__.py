@@ -1,6 +1,7 @@
 """Transforms, one file each: values that claim how a step is sharded, reduced and scheduled."""
 
 from shardlib.transforms.accumulate import accumulate
+from shardlib.transforms.experts import experts
 from shardlib.transforms.freeze import freeze
 from shardlib.transforms.hierarchical import hierarchical
 from shardlib.transforms.offload import offload
@@ -19,6 +20,7 @@ from shardlib.transforms.zero import zero
 __all__ = [
     "accumulate",
     "column",
+    "experts",
     "freeze",
     "hierarchical",
     "offload",

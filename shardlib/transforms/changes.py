@@ -68,7 +68,7 @@ def _remats(before: Remat | None, full: bool) -> Iterator[Remat]:
 
 def _stages(before: Zero | None, sizes: Mapping[str, int]) -> Iterator[Zero]:
     present = before or zero(0)
-    if sizes.get(present.axis, 1) > 1:
+    if any(sizes.get(axis, 1) > 1 for axis in present.axes):
         for stage in range(present.stage + 1, 4):
             yield replace(present, stage=stage)
 

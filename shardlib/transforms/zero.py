@@ -17,25 +17,28 @@ class Zero(Coded):
     """The transform that `zero` makes, with the arguments given there."""
 
     stage: int
-    axis: str
+    axes: tuple[str, ...]
     replicate: str | None
     prefetch: bool
 
     @property
     def call(self) -> Call:
-        return Call(zero, vars(self))
+        given = {"stage": self.stage, "replicate": self.replicate, "prefetch": self.prefetch}
+        return Call(zero, {**given, "axis": self.axes[0] if len(self.axes) == 1 else self.axes})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
-        yield Reduce(self.axis, method="sum")
-        if self.replicate:
-            yield Reduce(self.replicate, method="sum")
-        for role in _SPLIT[self.stage]:
-            yield Live(role, self.axis)
+        for axis in (*self.axes, *([self.replicate] if self.replicate else [])):
+            yield Reduce(axis, method="sum")
+        for axis in self.axes:
+            for role in _SPLIT[self.stage]:
+                yield Live(role, axis)
         if not self.prefetch:
             yield Step(prefetch=False)
 
 
-def zero(stage: int = 0, axis: str = "data", replicate: str | None = None, *, prefetch: bool = True) -> Zero:
+def zero(
+    stage: int = 0, axis: str | Sequence[str] = "data", replicate: str | None = None, *, prefetch: bool = True
+) -> Zero:
     """Divide the batch over ``axis``, and split the training state over it.
 
     ======  ============================================
@@ -49,13 +52,14 @@ def zero(stage: int = 0, axis: str = "data", replicate: str | None = None, *, pr
 
     Args:
         stage: 0 to 3.
-        axis: mesh axis over which the batch is divided and the state is split.
+        axis: mesh axis over which the batch is divided and the state is split, or several. A leaf that has slices on one of
+            them (`experts`) is split over the others.
         replicate: a second mesh axis, over which the batch is divided and the state is replicated (hybrid sharding: split
             inside a node, replicate across nodes).
         prefetch: whether the next unit is gathered while one computes (stage 3).
 
     Raises:
-        IllegalComposition: a stage outside 0 to 3, or one axis as both ``axis`` and ``replicate``.
+        IllegalComposition: a stage outside 0 to 3, an axis twice, or none.
 
     >>> mesh, params = sl.abstract_mesh(data=4), {"w": torch.ones(256, 256)}
     >>> [sl.make_plan(params, mesh, sl.zero(stage)).bytes("param") for stage in range(4)]
@@ -63,6 +67,11 @@ def zero(stage: int = 0, axis: str = "data", replicate: str | None = None, *, pr
     """
     if stage not in _SPLIT or isinstance(stage, bool):
         raise IllegalComposition(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
-    if replicate == axis:
-        raise IllegalComposition(f"zero cannot both split and replicate over axis {axis!r}; name two axes of the mesh")
-    return Zero(int(stage), axis, replicate, prefetch)
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if not axes or len(set(axes)) < len(axes):
+        raise IllegalComposition(f"zero(axis={axis!r}): name one axis of the mesh, or several that differ")
+    if replicate in axes:
+        raise IllegalComposition(
+            f"zero cannot both split and replicate over axis {replicate!r}; name two axes of the mesh"
+        )
+    return Zero(int(stage), axes, replicate, prefetch)

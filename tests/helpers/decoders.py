@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -40,6 +42,29 @@ MAKE = {
         GPT2Config(vocab_size=VOCAB, n_embd=16, n_head=4, n_layer=4, n_positions=LENGTH, **NO_DROPOUT | changes)
     ),
 }
+# Models with layers of experts: what their config is to differ in.
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4}
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"head_dim": 4, "moe_intermediate_size": 12, "num_experts": 4, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 4},
+    "deepseek_v3": LATENT | {
+        "num_key_value_heads": 8, "moe_intermediate_size": 12, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0,
+    },
+    "gpt_oss": {"head_dim": 4, "num_local_experts": 4, "sliding_window": 3},
+}  # fmt: skip
+
+
+def with_experts(kind):
+    def make(**changes):
+        config = AutoConfig.for_model(kind, **SIZES | {"num_experts_per_tok": 2} | EXPERTS[kind] | changes)
+        return AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+
+    return make
+
+
+MAKE |= {kind: with_experts(kind) for kind in EXPERTS}
 
 
 def decoder(kind, dtype=torch.float32, *, tie=False, **changes):

@@ -62,9 +62,10 @@ class CountingGroup:
         self._count(inp, self.size - 1, self.size)
         return self._group.reduce_scatter(out, inp)
 
-    def all_to_all(self, out, inp):
-        self._count(inp, self.size - 1, self.size)
-        return self._group.all_to_all(out, inp)
+    def all_to_all(self, out, inp, splits=None):
+        kept = inp.numel() // self.size if splits is None else splits.sent[self.rank]
+        self.sent += (inp.numel() - kept) * inp.dtype.itemsize  # never a step's scalars
+        return self._group.all_to_all(out, inp, splits)
 
     def broadcast(self, tensor, source):
         self._count(tensor, self.size - 1 if self.rank == source else 0)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from optree import tree_flatten, tree_map
 
-import shardlib as sl
 from shardlib.models import gpt
 from shardlib.rng import Key
 
@@ -160,96 +159,6 @@ def test_every_dropout_has_a_key_of_its_own(monkeypatch):
         keys.clear()
         loss(given, batch, Key(1))
         assert len(keys) == len(set(keys)) == 1 + 2 * config.layers
-
-
-def test_sampling_continues_the_prompt():
-    params = random_params(CONFIG)
-    prompt = random_batch(CONFIG, rows=2, length=5)["tokens"]
-    text = gpt.generate(CONFIG, params, prompt, 2 * CONFIG.sequence, seed=4)
-    assert text.shape == (2, 5 + 2 * CONFIG.sequence) and torch.equal(text[:, :5], prompt)
-    assert torch.equal(text, gpt.generate(CONFIG, params, prompt, 2 * CONFIG.sequence, seed=4))
-    assert not torch.equal(text, gpt.generate(CONFIG, params, prompt, 2 * CONFIG.sequence, seed=5))
-
-
-def test_temperature_zero_takes_the_most_likely_token():
-    params = random_params(CONFIG)
-    prompt = random_batch(CONFIG, rows=2, length=5)["tokens"]
-    likeliest = gpt.logits(CONFIG, params, prompt)[:, -1].argmax(-1)
-    assert torch.equal(gpt.generate(CONFIG, params, prompt, 1, temperature=0)[:, -1], likeliest)
-    with pytest.raises(ValueError, match="temperature=-1"):
-        gpt.generate(CONFIG, params, prompt, 1, temperature=-1)
-
-
-def generate_uncached(config, params, prompt, length, temperature, seed):
-    """The same draws from scores of the whole window, computed anew for every token."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(length):
-        scores = gpt.logits(config, params, prompt[:, -config.sequence :])[:, -1]
-        odds = torch.softmax(scores.float() / temperature, -1)
-        prompt = torch.cat([prompt, torch.multinomial(odds, 1, generator=generator)], 1)
-    return prompt
-
-
-@pytest.mark.parametrize("length", [1, 5, 17, 20])
-def test_the_cache_changes_no_token(length):
-    """Within the window, and beyond it, where the prompt may be longer than the window too."""
-    config = dataclasses.replace(EXACT, dropout=0.5)  # of training alone
-    params, prompt = random_params(EXACT), random_batch(EXACT, rows=3, length=length)["tokens"]
-    with torch.no_grad():
-        wanted = generate_uncached(EXACT, params, prompt, 25, 0.8, 6)
-    assert torch.equal(gpt.generate(config, params, prompt, 25, 0.8, 6), wanted)
-    assert len(wanted[:, length:].unique()) > 10
-
-
-@pytest.mark.parametrize("length", [5, 40, 70])
-def test_sampling_by_a_layout(length):
-    """One of all blocks changes nothing; by others each token is the likeliest after any filling of the length."""
-    config = dataclasses.replace(EXACT, sequence=64)
-    params, prompt = random_params(config), random_batch(config, rows=2, length=length)["tokens"]
-    whole = dataclasses.replace(config, layout=sl.sparse.dense(64, causal=True))
-    assert torch.equal(gpt.generate(whole, params, prompt, 3, 0.8, 6), gpt.generate(config, params, prompt, 3, 0.8, 6))
-    near = dataclasses.replace(config, layout=sl.sparse.sliding_window(64, window=1))
-    tokens = gpt.generate(near, params, prompt, 3, temperature=0)
-    for end in range(length, length + 3):
-        window = tokens[:, max(0, end - 64) : end]
-        filled = torch.nn.functional.pad(window, (0, 64 - window.shape[1]), value=config.vocab - 1)
-        scores = gpt.logits(near, params, filled)[:, window.shape[1] - 1]
-        assert torch.equal(tokens[:, end], scores.argmax(-1))
-
-
-def test_scores_by_the_cache():
-    params, tokens = random_params(EXACT), random_batch(EXACT)["tokens"]
-    cache = gpt.new_cache(EXACT)
-    parts = [gpt.logits(EXACT, params, tokens[:, :6], cache=cache)]
-    parts += [gpt.logits(EXACT, params, tokens[:, i : i + 1], cache=cache) for i in range(6, 17)]
-    torch.testing.assert_close(torch.cat(parts, 1), gpt.logits(EXACT, params, tokens), rtol=1e-12, atol=1e-12)
-    with pytest.raises(ValueError, match="18 tokens are more than the model's sequence of 17"):
-        gpt.logits(EXACT, params, tokens[:, :1], cache=cache)
-
-
-def test_a_cache_takes_one_token_after_others():
-    cache = gpt.new_cache(CONFIG)
-    gpt.logits(CONFIG, random_params(CONFIG), torch.zeros(1, 3, dtype=torch.int64), cache=cache)
-    with pytest.raises(ValueError, match="room for 17 tokens has 3 and gets 2; give it the prompt at once"):
-        gpt.logits(CONFIG, random_params(CONFIG), torch.zeros(1, 2, dtype=torch.int64), cache=cache)
-
-
-@pytest.mark.parametrize("transform", ["stage 3", "sliced", "sliced at stage 3"])
-def test_sampling_from_sharded_parameters(transform):
-    config = dataclasses.replace(EXACT, vocab=64)
-    params, prompt = random_params(config), random_batch(config, rows=2, length=5)["tokens"]
-    parts = [sl.zero(3 if "stage 3" in transform else 0)]
-    parts += [sl.tensor_slicing(gpt.slicing_rules(config))] if "sliced" in transform else []
-
-    def run(mesh):
-        sharded = sl.shard(params, mesh, sl.chain(*parts))
-        sample = sl.make_eval_step(lambda p, prompt: gpt.generate(config, p, prompt, 20, 0.8, 6), sharded)
-        return sample(sharded, prompt), sample(sharded, prompt)
-
-    wanted = gpt.generate(config, params, prompt, 20, 0.8, 6)
-    for samples in sl.simulate(run, mesh={"data": 2, "model": 2} if "sliced" in transform else {"data": 3}):
-        for tokens in samples:
-            assert torch.equal(tokens, wanted)
 
 
 @pytest.mark.parametrize(

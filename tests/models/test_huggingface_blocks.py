@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import training
-from helpers.decoders import SIZES, VOCAB, cut, decoder, in_float64, label_batches, names, whole_loss
+from helpers.decoders import EXPERTS, SIZES, VOCAB, cut, decoder, in_float64, label_batches, names, whole_loss
 from helpers.models import token_batches
 from helpers.trees import assert_close
 from oracle import one_device
@@ -27,6 +27,7 @@ MODELS = {
     "qwen3": {},
     "gpt2": {},
     "gpt2, tied": {"tie": True},
+    **{kind: {} for kind in EXPERTS},
 }
 # transformers' own attention takes its softmax in fp32, where float64's mask is infinite.
 BOTH = [

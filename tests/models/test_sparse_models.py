@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import training
+from helpers.texts import uncached
 from helpers.trees import assert_close
 from optree import tree_map
 from oracle import one_device
@@ -10,6 +11,7 @@ from oracle import one_device
 import shardlib as sl
 from shardlib.errors import BatchError, SpecError, TreeError
 from shardlib.models import bert, gpt, long
+from shardlib.models.decoding import Sampling
 from shardlib.sparse import Layout
 
 transformers = pytest.importorskip("transformers")
@@ -81,17 +83,6 @@ def test_gpt_is_the_dense_model_under_the_mask(monkeypatch):
 GAPS = torch.stack([DENSE[0], DENSE[0].clone().index_fill_(0, torch.tensor([1, 2]), 0), DENSE[1], DENSE[1]])
 
 
-def generate_uncached(config, params, prompt, length, seed):
-    """The same draws from scores of a whole sequence, computed anew for every token: what comes after it changes none."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(length):
-        window = prompt[:, -config.sequence :]
-        padded = torch.nn.functional.pad(window, (0, LENGTH - window.shape[1]))
-        odds = gpt.logits(config, params, padded)[:, window.shape[1] - 1].float().softmax(-1)
-        prompt = torch.cat([prompt, torch.multinomial(odds, 1, generator=generator)], 1)
-    return prompt
-
-
 @pytest.mark.parametrize("length", [1, 16, 31, LENGTH - 3])
 @pytest.mark.parametrize(
     "layout",
@@ -103,26 +94,26 @@ def test_the_cache_changes_no_token(layout, length):
     config = gpt.GPTConfig(**SIZES, layout=layout)
     generator = torch.Generator().manual_seed(1)  # weights so large that attention tells in the tokens
     params = tree_map(lambda p: p + 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype), gpt.init(config))
-    prompt = tokens()[:, :length]
-    with torch.no_grad():
-        wanted = generate_uncached(config, params, prompt, 36, 3)
-        assert torch.equal(gpt.generate(config, params, prompt, 36, seed=3), wanted)
-        dense = gpt.generate(gpt.GPTConfig(**SIZES), params, prompt, 36, seed=3)
-    assert not torch.equal(dense, wanted)
+    prompts = tokens()[:, :length].tolist()
+
+    def scores(window):  # what comes after a token changes none
+        padded = torch.nn.functional.pad(window, (0, LENGTH - len(window)))[None]
+        return gpt.logits(config, params, padded)[0, len(window) - 1]
+
+    found = sl.generate(config, params, prompts, 36, seed=3)
+    dense = sl.generate(gpt.GPTConfig(**SIZES), params, prompts, 36, seed=3)
+    for number, prompt in enumerate(prompts):
+        wanted = uncached(scores, prompt, 36, number, config.sequence, Sampling(seed=3))
+        assert found[number].tolist() == wanted
+        assert dense[number].tolist() != wanted
 
 
-def test_scores_by_the_cache():
-    config = gpt.GPTConfig(**SIZES, layout=Layout.from_dense(GAPS, BLOCK))
-    params, cache = gpt.init(config), gpt.new_cache(config)
-    found = [gpt.logits(config, params, tokens()[:, :9], cache=cache)]
-    found += [gpt.logits(config, params, tokens()[:, i : i + 1], cache=cache) for i in range(9, LENGTH)]
-    torch.testing.assert_close(torch.cat(found, 1), gpt.logits(config, params, tokens()), rtol=1e-12, atol=1e-12)
-
-
-def test_sampling_with_a_layout_of_fewer_tokens_is_refused():
+def test_generating_with_a_layout_of_fewer_tokens_is_refused():
     config = gpt.GPTConfig(**SIZES | {"sequence": LENGTH + 1}, layout=LAYOUT)
-    with pytest.raises(ValueError, match="4 blocks of 16 is for fewer tokens than sequence=65; to sample, make it for"):
-        gpt.generate(config, gpt.init(config), tokens()[:, :5], 3)
+    with pytest.raises(
+        ValueError, match="4 blocks of 16 is for fewer tokens than sequence=65; to generate, make it for"
+    ):
+        sl.generate(config, gpt.init(config), tokens()[:, :5], 3)
 
 
 LOWER = DENSE[0].tril()
@@ -133,9 +124,8 @@ def test_a_gpt_of_a_causal_layout_is_that_of_its_blocks():
     params, config = gpt.init(gpt.GPTConfig(**SIZES)), gpt.GPTConfig(**SIZES, layout=CAUSAL)
     plain = gpt.GPTConfig(**SIZES, layout=Layout.from_dense(LOWER, BLOCK))
     assert torch.equal(gpt.logits(config, params, tokens()), gpt.logits(plain, params, tokens()))
-    prompt = tokens()[:, :10]
-    wanted = gpt.generate(plain, params, prompt, 60, seed=3)  # until the window has moved on
-    assert torch.equal(gpt.generate(config, params, prompt, 60, seed=3), wanted)
+    found, wanted = (sl.generate(model, params, tokens()[:, :10], 60, seed=3) for model in (config, plain))
+    assert all(map(torch.equal, found, wanted))  # until the window has moved on
 
 
 def test_encoders_refuse_causal_layouts():

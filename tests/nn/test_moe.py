@@ -238,3 +238,25 @@ def test_refusals(change, message):
     for setting in ({"expert": "tanh"}, {"jitter": 1.0}, {"jitter": math.nan}):
         with pytest.raises(ValueError, match="MoEConfig"):
             sl.nn.MoEConfig(routers.top_k(1), **setting)
+
+
+def test_choices_made_elsewhere():
+    """−1 is no expert."""
+    params, x = {"w": torch.randn(3, 5, 4)}, torch.randn(6, 4)
+    experts = torch.tensor([[2, 0], [-1, 0], [1, 2], [-1, -1], [2, 1], [0, 1]])
+    weights = torch.rand(6, 2, requires_grad=True)
+    routing = routers.Routing.of(experts, weights, 3)
+    y = sl.nn.run_experts(params, x, routing, lambda params, rows, product: product(rows, params["w"]))
+    wanted = torch.stack(
+        [
+            sum(
+                (w * params["w"][e] @ token for e, w in zip(chosen, shares) if e >= 0),
+                torch.zeros(5),
+            )
+            for token, chosen, shares in zip(x, experts, weights)
+        ]
+    )
+    torch.testing.assert_close(y, wanted)
+    assert routing.counts.tolist() == [3, 3, 3] and routing.kept.tolist() == [1, 3, 10, 4, 9, 11, 0, 5, 8, 12, 12, 12]
+    (grad,) = torch.autograd.grad(y.sum(), weights)
+    torch.testing.assert_close(grad, torch.autograd.grad(wanted.sum(), weights)[0])

@@ -18,7 +18,7 @@ class Counting:
     def __init__(self):
         self.decisions = 0
 
-    def __call__(self, logits, rng=None, balance=None):
+    def __call__(self, logits, rng=None, balance=None, mask=None):
         def decide():
             self.decisions += 1
             return [torch.full((len(logits), 1), self.decisions % logits.shape[1])]

@@ -99,6 +99,55 @@ def test_an_axis_of_experts_is_one_of_the_batch():
 
 
 @dataclass(frozen=True)
+class Cuts(Transform):
+    spec: P
+
+    @property
+    def name(self):
+        return f"cuts({self.spec})"
+
+    def claims(self, sizes, leaves):
+        yield Use("experts/w", spec=self.spec)
+
+
+def test_transforms_that_cut_other_dimensions_cut_a_leaf_together():
+    mesh = sl.abstract_mesh(data=2, model=3)
+    both = (Cuts(P(None, None, "model")), Experts("data"))
+    plans = [sl.make_plan(parameters(), mesh, sl.chain(*order, sl.zero(3))) for order in (both, both[::-1])]
+    assert plans[0] == plans[1] and plans[0].placement_of["experts/w"].compute.spec == P("data", None, "model")
+    for spec in (P("model"), P(None, "data"), P.flat("model")):
+        with pytest.raises(IllegalComposition, match=r"both claim\n  - the spec of experts/w"):
+            sl.make_plan(parameters(), mesh, sl.chain(Experts("data"), Cuts(spec), sl.zero(0)))
+
+
+def test_the_batch_varies_over_an_axis_of_experts_alone():
+    """Leaves that are whole are split over the axes that zero names, and summed over all that the batch varies over."""
+    mesh = sl.abstract_mesh(data=2, expert=4)
+    alone, both = (sl.make_plan(parameters(), mesh, sl.chain(Experts("expert"), zero)) for zero in (sl.zero(3), TWO))
+    assert alone.batch_axes == both.batch_axes == ("data", "expert")
+    for plan, whole in ((alone, (("data",), ("expert",))), (both, (("data", "expert"), ()))):
+        assert {(bucket.axes, bucket.replicas) for bucket in plan.buckets if not bucket.slices} == {whole}
+        (expert,) = plan.buckets_of["experts"]
+        assert (expert.slices, expert.axes, expert.replicas) == (("expert",), ("data",), ())
+
+
+TWO = sl.zero(3, axis=("data", "expert"))
+
+
+def test_zero_over_several_axes():
+    assert repr(TWO) == "sl.zero(3, axis=('data', 'expert'))" and eval(repr(TWO)) == TWO
+    assert TWO.over("data", "dp") == "zero(3, axis=('dp', 'expert'))"
+    mesh = sl.abstract_mesh(data=2, expert=4)
+    apart = sl.chain(sl.zero(3, axis="data"), sl.zero(3, axis="expert"))
+    assert sl.make_plan(parameters(), mesh, TWO) == sl.make_plan(parameters(), mesh, apart)
+    for wrong in ((), ("data", "data")):
+        with pytest.raises(IllegalComposition, match="name one axis of the mesh, or several that differ"):
+            sl.zero(1, axis=wrong)
+    with pytest.raises(IllegalComposition, match="cannot both split and replicate over axis 'expert'"):
+        sl.zero(1, axis=("data", "expert"), replicate="expert")
+
+
+@dataclass(frozen=True)
 class Elsewhere(Transform):
     memory: str
 

@@ -23,7 +23,7 @@ def encoded(draw, transforms):
     """Some axes of a chain's ZeROs; whether parameters can travel over them too."""
     zeros = [part for part in transforms if type(part).__name__ == "Zero"]
     axes = [
-        (axis, zero.stage == 3 and axis == zero.axis) for zero in zeros for axis in (zero.axis, zero.replicate) if axis
+        (axis, zero.stage == 3 and axis in zero.axes) for zero in zeros for axis in (*zero.axes, zero.replicate) if axis
     ]
     return draw(st.lists(st.sampled_from(axes), unique=True))
 
@@ -89,7 +89,9 @@ OWNERS = {
 def optimizers(draw, transforms, codecs):
     """An optimizer, at times with an axis of its own that nothing is split over, and what its steps send over it."""
     zeros = [part for part in transforms if type(part).__name__ == "Zero"]
-    free = {zero.replicate for zero in zeros if zero.replicate} | {zero.axis for zero in zeros if zero.stage == 0}
+    free = {zero.replicate for zero in zeros if zero.replicate} | {
+        axis for zero in zeros if zero.stage == 0 for axis in zero.axes
+    }
     free = sorted(free - {codec.axis for codec in codecs})
     name = draw(st.sampled_from([None, *OWNERS])) if free else None
     if name is None:

@@ -158,7 +158,7 @@ ANY_TRANSFORM = st.one_of(
 def is_legal(mesh, transforms):
     """The rules, said a second time."""
     zeros = [t for t in transforms if type(t).__name__ == "Zero"]
-    axes = [axis for zero in zeros for axis in (zero.axis, zero.replicate) if axis]
+    axes = [axis for zero in zeros for axis in (*zero.axes, zero.replicate) if axis]
     others = [type(t).__name__ for t in transforms if t not in zeros]
     syncs = [t.sync for t in transforms if type(t).__name__ == "Accumulate"]
     return (

@@ -743,12 +743,11 @@ def test_keys_of_another_length():
             sl.simulate(run, *lengths, mesh={"seq": 2})
 
 
-def test_sampling_recommends_padding():
+def test_generating_is_refused():
     _, params = tiny_gpt(**SIZES)
 
     def run(mesh):
-        sharded = sl.shard(params, mesh, cut("ring"))
-        sl.make_eval_step(lambda p, prompt: gpt.generate(CONFIG, p, prompt, 1), sharded)(sharded, TARGETS[:, :3])
+        sl.generate(CONFIG, sl.shard(params, mesh, cut("ring")), TARGETS[:, :3], 1)
 
-    with pytest.raises(SpecError, match=r"length 3 does not divide .*pad it to a multiple of 4"):
+    with pytest.raises(IllegalComposition, match=r"one token at a time, which sequence\(...\) cannot cut"):
         sl.simulate(run, mesh={"seq": 2})

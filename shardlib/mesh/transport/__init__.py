@@ -11,10 +11,10 @@ A transport is a class with the attributes and methods of `Group`:
 may return a transport that wraps ``group`` (to count, to delay, to log) or replaces it.
 """
 
-from shardlib.mesh.transport.base import Group, Work
+from shardlib.mesh.transport.base import Group, Splits, Work
 from shardlib.mesh.transport.echo import EchoGroup
 from shardlib.mesh.transport.process import ProcessGroup
 from shardlib.mesh.transport.simulated import SimulatedGroup
 from shardlib.mesh.transport.simulation import Simulation
 
-__all__ = ["EchoGroup", "Group", "ProcessGroup", "SimulatedGroup", "Simulation", "Work"]
+__all__ = ["EchoGroup", "Group", "ProcessGroup", "SimulatedGroup", "Simulation", "Splits", "Work"]

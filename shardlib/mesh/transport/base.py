@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,6 +18,13 @@ class Work:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+
+
+class Splits(NamedTuple):
+    """How an uneven all-to-all is split: the elements that go to each rank, and those that come from each, in rank order."""
+
+    sent: Sequence[int]
+    received: Sequence[int]
 
 
 class Group(Protocol):
@@ -42,8 +49,12 @@ class Group(Protocol):
         """``out = sum over ranks of chunk self.rank of their inp``; ``inp`` has ``size`` × the elements of ``out``."""
         ...
 
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
-        """Chunk ``j`` of ``inp`` goes to rank ``j``; chunk ``i`` of ``out`` comes from rank ``i``."""
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, splits: Splits | None = None) -> Work:
+        """Chunk ``j`` of ``inp`` goes to rank ``j``; chunk ``i`` of ``out`` comes from rank ``i``.
+
+        Chunks are equal, or of the sizes in ``splits``, any of which may be 0. Those of all ranks must fit: rank ``i`` sends
+        rank ``j`` as many elements as ``j`` receives from ``i``.
+        """
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:

@@ -13,7 +13,7 @@ import torch
 
 from shardlib.common._compat import storage_id
 from shardlib.errors import MeshError
-from shardlib.mesh.transport.base import Work
+from shardlib.mesh.transport.base import Splits, Work
 
 
 class EchoGroup:
@@ -41,8 +41,9 @@ class EchoGroup:
         out.view(-1).copy_(inp.reshape(self.size, -1)[self.rank]).mul_(self.size)
         return Work(partial(_let_go, room))
 
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
-        out.view(self.size, -1).copy_(inp.reshape(self.size, -1)[self.rank])
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, splits: Splits | None = None) -> Work:
+        chunks = inp.reshape(-1).split(list(splits.sent)) if splits else inp.reshape(-1).chunk(self.size)
+        out.view(-1).copy_(chunks[self.rank].repeat(self.size))
         return Work()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:

@@ -19,7 +19,7 @@ from shardlib.common._compat import storage_id
 from shardlib.errors import RankFailure
 from shardlib.mesh.transport import activity, watch
 from shardlib.mesh.transport.activity import Call, Series
-from shardlib.mesh.transport.base import Work
+from shardlib.mesh.transport.base import Splits, Work
 
 # A tag has 31 bits. The tags of single messages have the highest bit set. The tag of an exchange is its number (numbers are
 # reused after _EXCHANGES) and, in the bits above, a hash of its size.
@@ -102,9 +102,17 @@ class ProcessGroup:
 
         return self._guard("reduce_scatter", start, inp, then=total)
 
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, splits: Splits | None = None) -> Work:
+        if splits is None:
+            return self._guard(
+                "all_to_all", lambda: [dist.all_to_all_single(out, inp, group=self._group, async_op=True)], inp
+            )
+        sent, received = list(splits.sent), list(splits.received)
         return self._guard(
-            "all_to_all", lambda: [dist.all_to_all_single(out, inp, group=self._group, async_op=True)], inp
+            "uneven all_to_all",
+            lambda: [dist.all_to_all_single(out, inp, received, sent, group=self._group, async_op=True)],
+            inp,
+            sized=False,
         )
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
@@ -200,8 +208,10 @@ class ProcessGroup:
         tensor: torch.Tensor,
         then: Callable[[], None] | None = None,
         calls: Series | None = None,
+        sized: bool = True,
     ) -> Work:
-        call = (calls or self._calls).call(op, tensor)
+        # A report compares the ranks' calls, whose sizes are equal but where they may differ.
+        call = (calls or self._calls).call(op, tensor if sized else None)
         try:
             works = start()
         except RuntimeError as error:

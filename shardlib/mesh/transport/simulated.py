@@ -14,19 +14,19 @@ import torch
 
 from shardlib.common._compat import no_modes
 from shardlib.common.dtypes import dtype_name
-from shardlib.errors import RankMismatch
+from shardlib.errors import RankMismatch, listing
 from shardlib.mesh.transport.activity import here
-from shardlib.mesh.transport.base import Work
+from shardlib.mesh.transport.base import Splits, Work
 from shardlib.mesh.transport.simulation import Simulation
 
 
 @dataclass
 class _Round:
-    """One collective of a group: the call's signature, the first rank to call, and each member's tensors."""
+    """One collective of a group: the call's signature, the first rank to call, and what each member gave."""
 
     signature: str
     first: int
-    members: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    members: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     complete: bool = False
 
 
@@ -75,11 +75,40 @@ class SimulatedGroup:
 
         return self._post("reduce_scatter", out, inp, chunk)
 
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, splits: Splits | None = None) -> Work:
+        if splits is not None:
+            return self._uneven(out, inp, splits)
+
         def chunks(inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
             return torch.cat([value.chunk(self.size)[rank] for value in inputs])
 
         return self._post("all_to_all", out, inp, chunks)
+
+    def _uneven(self, out: torch.Tensor, inp: torch.Tensor, splits: Splits) -> Work:
+        def finish(members: dict[int, Any]) -> None:
+            self._require_fit([members[rank][2] for rank in range(self.size)])
+            with torch.no_grad(), no_modes():
+                chunks = [members[rank][0].reshape(-1).split(list(members[rank][2].sent)) for rank in range(self.size)]
+                for rank in range(self.size):
+                    members[rank][1].view(-1).copy_(torch.cat([sent[rank] for sent in chunks]))
+
+        signature = f"uneven all_to_all({dtype_name(inp.dtype)})"
+        return self._call(signature, (inp.detach(), out.detach(), splits), finish)
+
+    def _require_fit(self, splits: list[Splits]) -> None:
+        """Fail the simulation where a rank sends another number of elements than the other rank receives."""
+        unfit = [
+            f"rank {self._members[source]} sends rank {self._members[target]} {splits[source].sent[target]} elements, and "
+            f"rank {self._members[target]} receives {splits[target].received[source]}"
+            for source in range(self.size)
+            for target in range(self.size)
+            if splits[source].sent[target] != splits[target].received[source]
+        ]
+        if unfit:
+            me = self._members[self.rank]
+            error = RankMismatch(f"splits of an all_to_all on axis {self._axis!r} do not fit: {listing(unfit)}")
+            self._simulation.fail(me, error)
+            raise error
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         return self._post(f"broadcast from {source}", tensor, tensor, lambda inputs, rank: inputs[source])
@@ -150,7 +179,7 @@ class SimulatedGroup:
 
         return self._call(signature, (inp.detach(), out.detach()), finish)
 
-    def _call(self, signature: str, entry: tuple[Any, Any], finish: Callable[[dict[int, Any]], None]) -> Work:
+    def _call(self, signature: str, entry: tuple[Any, ...], finish: Callable[[dict[int, Any]], None]) -> Work:
         number = self._calls
         self._calls += 1
         me = self._members[self.rank]

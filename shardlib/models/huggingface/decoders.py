@@ -54,6 +54,11 @@ DECODERS = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "mixtral": _LLAMA,
+    "qwen3_moe": _LLAMA,
+    "olmoe": _LLAMA,
+    "deepseek_v3": _LLAMA,
+    "gpt_oss": _LLAMA,
 }
 
 
@@ -61,7 +66,7 @@ def decoder_of(model: nn.Module) -> Decoder:
     """The names of a model's submodules.
 
     Raises:
-        TreeError: the model is no causal language model of transformers of a kind in `DECODERS`.
+        TreeError: the model is no causal language model of transformers of a kind in `DECODERS`, or adds routers' losses.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in DECODERS or not isinstance(getattr(model, "lm_head", None), nn.Linear):
@@ -69,6 +74,11 @@ def decoder_of(model: nn.Module) -> Decoder:
             f"decoder_blocks cuts transformers' causal language models of the kinds {', '.join(DECODERS)}, and got "
             f"{type(model).__name__} (model_type={kind!r}); for others write the blocks: sl.from_module(module, "
             "blocks=[...]), modules called as block(carry, batch)"
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise TreeError(
+            "decoder_blocks hands on the residual stream alone, and output_router_logits adds a loss of all layers' routers: "
+            "set it to False in the model's config, or train without stages"
         )
     return DECODERS[kind]
 
@@ -87,8 +97,8 @@ def decoder_blocks(model: Any) -> list[nn.Module]:
     those at -100) and, optionally, ``attention_mask`` (B, S) and ``position_ids`` (B, S).
 
     Raises:
-        TreeError: the model is not of a known kind. From the blocks: BatchError, a batch with other keys;
-            IllegalComposition, with `shardlib.sequence`, as transformers' attention needs whole sequences.
+        TreeError: the model is not of a known kind, or has ``output_router_logits``. From the blocks: BatchError, a batch
+            with other keys; IllegalComposition, with `shardlib.sequence`, as transformers' attention needs whole sequences.
     """
     decoder = decoder_of(model)
     prefix = model.base_model_prefix

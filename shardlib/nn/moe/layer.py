@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardlib.kernels.permute import permute, unpermute
-from shardlib.nn.moe.compute import Rows
 from shardlib.nn.moe.config import MoEConfig
+from shardlib.nn.moe.experts import Visit
 from shardlib.nn.moe.noise import Tokens, tokens_of
 from shardlib.nn.moe.routing import Routing
 from shardlib.rng import Key, require_key
@@ -22,6 +21,7 @@ def moe(
     config: MoEConfig,
     rng: Key | None = None,
     routing: Routing | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Routing]:
     """A layer of experts, of which each token uses a few: ``y_t = Σ_j w_tj · expert_e(x_t)``, e the token's j-th choice.
 
@@ -45,6 +45,7 @@ def moe(
         rng: a key for jitter and for random choices; None in evaluation, which has neither.
         routing: a routing to compute by, in place of the router's: of another call, or from a file. Its weights are taken as
             they are, with their gradient if they have one.
+        mask: ``x.shape[:-1]``, bool: the tokens to route; the others, padding, go to no expert and are in no loss or count.
 
     Returns:
         ``y`` like ``x``, and the routing: who went where, and auxiliary losses (`shardlib.nn.routers.Routing`).
@@ -75,20 +76,22 @@ def moe(
         tokens = tokens_of(x, rng)
         logits = _logits(router, _jittered(flat, config.jitter, tokens))
         balance = router.get("balance")
-        routing = config.router(logits, tokens, None if balance is None else balance.detach())
+        masked = {} if mask is None else {"mask": mask.flatten()}
+        routing = config.router(logits, tokens, None if balance is None else balance.detach(), **masked)
     elif len(routing.experts) != len(flat) or len(routing.counts) != len(router["weight"]):
         raise ValueError(
             f"moe: the routing is of {len(routing.experts)} tokens among {len(routing.counts)} experts, and the layer has "
             f"{len(flat)} among {len(router['weight'])}"
         )
-    rows = Rows.of(routing)
-    inputs = permute(flat, rows.positions, len(rows.experts))
-    y = unpermute(config.compute(params["experts"], inputs, rows.product), rows.positions, routing.weights)
-    if "residual" in params:
-        y = _mixed(params["residual"], flat, y, config)
-    if "shared" in params:
-        y = y + _shared(params["shared"], flat, config)
-    return y.view(x.shape), routing
+    visit = Visit(params["experts"], flat, routing)
+    # What needs no other rank is computed while tokens travel.
+    residual = _residual(params["residual"], flat, config) if "residual" in params else None
+    shared = _shared(params["shared"], flat, config) if "shared" in params else None
+    y = visit.outputs(config.compute)
+    if residual is not None:
+        shares, other = residual
+        y = shares[:, :1] * y + shares[:, 1:] * other
+    return (y if shared is None else y + shared).view(x.shape), routing
 
 
 def _logits(router: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
@@ -108,6 +111,7 @@ def _shared(params: Mapping[str, Any], x: torch.Tensor, config: MoEConfig) -> to
     return y * F.linear(x, params["scale"]).sigmoid() if "scale" in params else y
 
 
-def _mixed(params: Mapping[str, Any], x: torch.Tensor, y: torch.Tensor, config: MoEConfig) -> torch.Tensor:
+def _residual(params: Mapping[str, Any], x: torch.Tensor, config: MoEConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The shares ``[T, 2]`` of the experts and of the residual expert, and the latter's output."""
     shares = F.linear(x, params["mix"]["weight"], params["mix"]["bias"]).softmax(-1)
-    return shares[:, :1] * y + shares[:, 1:] * config.compute(params, x, F.linear)
+    return shares, config.compute(params, x, F.linear)

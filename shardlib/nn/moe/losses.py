@@ -52,22 +52,35 @@ def load_loss(
     return loss / experts.shape[1] if convention == "mean" else loss
 
 
-def z_loss(logits: torch.Tensor) -> torch.Tensor:
+def z_loss(logits: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """The mean over tokens of ``logsumexp(logits)²``, which keeps logits ``[T, E]`` small (ST-MoE, arXiv 2202.08906, (5)).
+
+    Args:
+        mask: ``[T]``, bool: the tokens that count; by default all.
 
     >>> float(sl.nn.routers.z_loss(torch.zeros(3, 4)))  # (ln 4)²
     1.9218...
     """
-    return logits.logsumexp(1).square().sum() / max(len(logits), 1)
+    return _mean(logits.logsumexp(1).square(), mask)
 
 
-def entropy(probabilities: torch.Tensor) -> torch.Tensor:
+def entropy(probabilities: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """The mean over tokens of the entropy of ``probabilities`` ``[T, E]``, in nats.
+
+    Args:
+        mask: ``[T]``, bool: the tokens that count; by default all.
 
     >>> float(sl.nn.routers.entropy(torch.full((3, 4), 0.25)))  # ln 4
     1.3862...
     """
-    return torch.special.entr(probabilities).sum() / max(len(probabilities), 1)
+    return _mean(torch.special.entr(probabilities).sum(1), mask)
+
+
+def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The mean of a value per token; 0 without tokens."""
+    if mask is None:
+        return values.sum() / max(len(values), 1)
+    return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
 def balanced(bias: torch.Tensor, counts: torch.Tensor, rate: float = 1e-3) -> torch.Tensor:
@@ -78,10 +91,16 @@ def balanced(bias: torch.Tensor, counts: torch.Tensor, rate: float = 1e-3) -> to
 
     Args:
         bias: ``[E]``, floating-point.
-        counts: ``[E]``: assignments of the last step, summed over its micro-batches and ranks.
+        counts: ``[E]``: assignments of the last step, summed over its micro-batches and ranks; or their mean, in float64,
+            as metrics have it.
 
     >>> sl.nn.routers.balanced(torch.zeros(3), torch.tensor([6, 3, 0]), rate=0.5).tolist()
     [-0.5, 0.0, 0.5]
     """
-    # Whole numbers: a mean in floating point could miss the equality of a count with it.
-    return bias + rate * torch.sign(counts.sum() - counts * len(counts)).to(bias.dtype)
+    # Sums in place of a mean, which could miss the equality of a whole number with it. Of numbers that are no whole ones
+    # the difference is rounded, by no more than E times the sum's last place.
+    lacking = counts.sum() - counts * len(counts)
+    if counts.is_floating_point():
+        rounding = len(counts) * torch.finfo(counts.dtype).eps * counts.sum()
+        lacking = torch.where(lacking.abs() <= rounding, 0, lacking)
+    return bias + rate * torch.sign(lacking).to(bias.dtype)

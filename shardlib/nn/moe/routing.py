@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from shardlib.kernels import routing
+from shardlib.nn.once import once
+
 
 class Routing(NamedTuple):
     """The experts that each token goes to: a router hands it out, and `moe` computes by it.
@@ -33,6 +36,23 @@ class Routing(NamedTuple):
     counts: torch.Tensor
     kept: torch.Tensor
     aux: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, experts: torch.Tensor, weights: torch.Tensor, number: int) -> Routing:
+        """The routing of choices that were made elsewhere, all of which are kept; without ``aux``.
+
+        Args:
+            experts: ``[T, k]``, int64; −1 is no expert.
+            weights: ``[T, k]``.
+            number: of experts.
+        """
+        experts, counts, kept = once(lambda: [experts, *_all_kept(experts, number)])
+        return cls(experts, weights, counts, kept, {})
+
+
+def _all_kept(experts: torch.Tensor, number: int) -> list[torch.Tensor]:
+    counts, positions = routing.by_expert(experts, number)
+    return [counts, in_order(positions, experts.numel())]
 
 
 def in_order(positions: torch.Tensor, rows: int) -> torch.Tensor:

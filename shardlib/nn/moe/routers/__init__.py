@@ -1,4 +1,4 @@
-"""Routers: functions ``router(logits, tokens=None, balance=None) -> Routing``, and what they are made of."""
+"""Routers: functions ``router(logits, rng=None, balance=None, mask=None) -> Routing``, and what they are made of."""
 
 from shardlib.nn.moe.capacity import Capacity
 from shardlib.nn.moe.losses import balanced, entropy, load_loss, z_loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -20,7 +21,7 @@ RENORMALISED = (None, "chosen", "kept")
 
 @dataclass(frozen=True, kw_only=True)
 class Router(ABC):
-    """A function ``router(logits, rng=None, balance=None) -> Routing``. A router of one's own defines `choose`.
+    """A function ``router(logits, rng=None, balance=None, mask=None) -> Routing``. A router of one's own defines `choose`.
 
     Choices are made once: a recomputed block takes over those of its first run (`shardlib.remat`). Weights and losses are
     computed again, from the same choices, and gradients pass through them to the logits.
@@ -36,44 +37,60 @@ class Router(ABC):
     capacity: Capacity | None = None
     load: str = "mean"
 
+    causal: ClassVar[bool] = True  # whether the experts of a token, without a capacity, depend on it alone
+
     def __post_init__(self) -> None:
         if self.load not in CONVENTIONS:
             raise ValueError(f"load={self.load!r}: use one of {', '.join(map(repr, CONVENTIONS))}")
 
     def __call__(
-        self, logits: torch.Tensor, rng: Key | Tokens | None = None, balance: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        rng: Key | Tokens | None = None,
+        balance: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
     ) -> Routing:
         """The routing by ``logits`` ``[T, E]``.
 
         Args:
             rng: a key for random choices; None in evaluation, where nothing is random.
             balance: ``[E]``, added to scores where experts are chosen, not to weights; see `balanced`.
+            mask: ``[T]``, bool: the tokens to route. The others have weights of 0, and are in no count and no loss.
 
         Raises:
-            ValueError: logits that are no matrix, or fewer experts than choices.
+            ValueError: logits that are no matrix, fewer experts than choices, or a mask of another size.
         """
         if logits.dim() != 2:
             raise ValueError(f"a router takes logits [tokens, experts], not a tensor of shape {tuple(logits.shape)}")
+        if mask is not None and mask.shape != logits.shape[:1]:
+            raise ValueError(f"a router's mask has one element per token, {len(logits)}, not {tuple(mask.shape)}")
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         tokens = tokens_of(logits, rng) if isinstance(rng, Key) else rng
         scores = self.scores(logits)
-        experts, counts, kept = once(lambda: self._decide(logits, scores, tokens, balance))
+        experts, counts, kept = once(lambda: self._decide(logits, scores, tokens, balance, mask))
         keeps = is_kept(kept, experts)
         probabilities = self.probabilities(scores)
         aux = {
-            "load": load_loss(probabilities, experts, self.load),
-            "z": z_loss(logits),
-            "entropy": entropy(probabilities.detach()),
-            "dropped": self.dropped(keeps, counts),
+            "load": load_loss(probabilities, experts, self.load, mask),
+            "z": z_loss(logits, mask),
+            "entropy": entropy(probabilities.detach(), mask),
+            "dropped": self.dropped(keeps, counts, mask),
         }
         return Routing(experts, self.weights(logits, scores, experts, keeps), counts, kept, aux)
 
     def _decide(
-        self, logits: torch.Tensor, scores: torch.Tensor, tokens: Tokens | None, balance: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        tokens: Tokens | None,
+        balance: torch.Tensor | None,
+        mask: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         """The experts, their counts, and the numbers of the assignments that are kept."""
         number = logits.shape[1]
         experts, wanted = self.choose(logits, tokens, balance)
+        if mask is not None:
+            wanted = wanted & mask[:, None]
         counts, positions = routing.by_expert(torch.where(wanted, experts, -1), number)
         if self.capacity is not None:
             keeps = self.capacity.keeps(experts, wanted, scores.gather(1, experts), number, tokens)
@@ -108,7 +125,7 @@ class Router(ABC):
         taken = count * choices
         return taken if self.capacity is None else min(taken, number * self.capacity.of(count, choices, number))
 
-    def dropped(self, keeps: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def dropped(self, keeps: torch.Tensor, counts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """The share of the wanted assignments that was dropped."""
         return 1 - keeps.sum() / counts.sum().clamp(min=1) if keeps.numel() else keeps.sum().float()
 

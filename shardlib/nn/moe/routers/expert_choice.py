@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 
 import torch
 
@@ -17,6 +18,8 @@ class ExpertChoice(Router):
     """The router that `expert_choice` makes. Each token has an assignment per expert, of which most are not wanted."""
 
     factor: float
+
+    causal: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,15 +48,17 @@ class ExpertChoice(Router):
     ) -> torch.Tensor:
         return torch.where(keeps, scores, 0)
 
-    def dropped(self, keeps: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        return 1 - keeps.any(1).sum() / max(len(keeps), 1)
+    def dropped(self, keeps: torch.Tensor, counts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        count = max(len(keeps), 1) if mask is None else mask.sum().clamp(min=1)
+        return 1 - keeps.any(1).sum() / count
 
 
 def expert_choice(factor: float) -> ExpertChoice:
     """A router in which each expert takes the ``factor · T / E`` tokens that score highest for it (arXiv 2202.09368).
 
-    Loads are equal without a loss, and a token may get any number of experts. Which tokens an expert takes depends on all
-    tokens of the batch, later ones too: a causal language model that is trained so sees what it cannot see when it generates.
+    Loads are equal without a loss, and a token may get any number of experts; places that padding takes (`moe`'s ``mask``)
+    stay free. Which tokens an expert takes depends on all tokens of the batch, later ones too: a causal language model that
+    is trained so sees what it cannot see when it generates.
 
     Args:
         factor: the mean number of experts per token.

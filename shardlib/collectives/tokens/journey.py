@@ -1,0 +1,153 @@
+"""Journeys of rows along a route, to their experts or back, which autograd crosses.
+
+A journey to the experts and one back along the same route are each other's transpose: one permutes rows over all ranks, and
+the other inverts it. So the backward of either is the other, with gradients in place of rows. It too starts where the forward
+was waited for, and is waited for where the forward started, so that what was computed meanwhile is differentiated meanwhile.
+
+The pair takes part in backward on every rank where its rows or the route's anchor need a gradient, be there rows or none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from shardlib.collectives import primitives
+from shardlib.collectives.codecs.integers import Packing
+from shardlib.collectives.tokens.route import Hop, Route
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport import Splits, Work
+
+Packings = tuple[Packing | None, Packing | None]
+
+
+class Journey:
+    """One journey of one rank's rows. `depart` starts it, and `arrive` ends it.
+
+    The hop along the first axis is under way between the two; those along other axes are waited for.
+
+    Args:
+        outward: whether to the experts; else back.
+        packings: how rows are encoded on the way to the experts, and on the way back; None sends them as they are.
+    """
+
+    def __init__(self, mesh: Mesh, route: Route, outward: bool, packings: Packings) -> None:
+        self._mesh, self.route, self._outward, self._packings = mesh, route, outward, packings
+        self._packing = packings[0] if outward else packings[1]
+        self.dual: Journey | None = None  # the journey of the gradients, while backward runs
+
+    def reversed(self) -> Journey:
+        """The journey of the gradients."""
+        return Journey(self._mesh, self.route, not self._outward, self._packings)
+
+    def depart(self, rows: torch.Tensor) -> None:
+        """Start with these rows."""
+        first, *others = self.route.hops
+        rows = self._encoded(rows)
+        if self._outward:
+            self._send(first, self.route.enter(rows))
+            return
+        for hop in reversed(others):
+            rows = self._sent(hop, hop.undone(rows))
+        self._send(first, first.undone(rows))
+
+    def arrive(self) -> torch.Tensor:
+        """The rows at the end."""
+        first, *others = self.route.hops
+        rows = self._landed()
+        if self._outward:
+            rows = first.ordered(rows)
+            for hop in others:
+                rows = hop.ordered(self._sent(hop, rows))
+        rows = self._decoded(rows)
+        return rows if self._outward else self.route.leave(rows)
+
+    def _encoded(self, rows: torch.Tensor) -> torch.Tensor:
+        """What travels of rows: a message for each, which hops hand on as it is."""
+        self._width, self._dtype = rows.shape[1], rows.dtype
+        if self._packing is None:
+            return rows.contiguous()
+        if self._mesh.abstract:  # a plan's trace has no values to encode
+            return rows.new_empty(len(rows), self._packing.size(self._width), dtype=torch.uint8)
+        return self._packing.pack(rows)
+
+    def _decoded(self, messages: torch.Tensor) -> torch.Tensor:
+        if self._packing is None:
+            return messages
+        rows = messages.new_empty(len(messages), self._width, dtype=self._dtype)
+        if not self._mesh.abstract:
+            self._packing.unpack(messages, rows)
+        return rows
+
+    def _sent(self, hop: Hop, rows: torch.Tensor) -> torch.Tensor:
+        self._send(hop, rows)
+        return self._landed()
+
+    def _send(self, hop: Hop, rows: torch.Tensor) -> None:
+        """Start a hop, forwards or backwards."""
+        sent, received = (hop.sent, hop.received) if self._outward else (hop.received, hop.sent)
+        width = rows.shape[1]
+        self._coming = rows.new_empty(sum(received), width)
+        self._leaving = rows  # which must not change until the exchange has ended
+        splits = Splits([width * number for number in sent], [width * number for number in received])
+        with self._mesh.traffic.by_the_loss():
+            self._work: Work = primitives.all_to_all(self._mesh, hop.axis, self._coming.view(-1), rows.view(-1), splits)
+
+    def _landed(self) -> torch.Tensor:
+        self._work.wait()
+        rows = self._coming
+        del self._coming, self._leaving, self._work
+        return rows
+
+
+class Travelling:
+    """Rows on a journey: see `shardlib.collectives.tokens.base.Coming`."""
+
+    def __init__(self, rows: torch.Tensor, journey: Journey) -> None:
+        self._standing = _Depart.apply(rows, journey.route.anchor, journey)
+        self._journey = journey
+        self._rows: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self._rows is None:
+            self._rows = _Arrive.apply(self._standing, self._journey)
+        return self._rows
+
+
+class _Half(torch.autograd.Function):
+    """A Function whose forward has no ctx, as torch.func requires. The last argument is the journey."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]  # else apply derives it in every call
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.journey = inputs[-1]
+
+
+class _Depart(_Half):
+    """Rows to a number that stands for them on their way, in backward as in forward."""
+
+    @staticmethod
+    def forward(rows: torch.Tensor, anchor: torch.Tensor | None, journey: Journey) -> torch.Tensor:
+        journey.depart(rows)
+        return rows.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        dual, ctx.journey.dual = ctx.journey.dual, None
+        return _Arrive.apply(grad, dual), None, None
+
+
+class _Arrive(_Half):
+    @staticmethod
+    def forward(standing: torch.Tensor, journey: Journey) -> torch.Tensor:
+        return journey.arrive()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        ctx.journey.dual = dual = ctx.journey.reversed()
+        return _Depart.apply(grad, None, dual), None

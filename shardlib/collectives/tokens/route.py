@@ -1,0 +1,192 @@
+"""Routes: which rows a rank sends to which other rank, hop by hop, and the order in which they lie on arrival.
+
+Experts are dealt out over the axes a_1 … a_m in equal runs, the first axis major. A rank's rows are sorted by expert, so they
+are blocks of a table of sizes ``[n_1, …, n_m, experts of a rank]`` in row-major order. Hop k sends the k-th index of the
+owner along axis a_k, and what arrives has the source's index in its place. Before it the blocks are put in such an order that
+this index comes first. After the last hop they lie by expert, and then by source rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+import torch.nn.functional as F
+
+from shardlib.collectives import primitives
+from shardlib.common._compat import require_async
+from shardlib.errors import SpecError
+from shardlib.mesh.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Order:
+    """A permutation of rows.
+
+    Attributes:
+        there: int64: the number of the row that comes to each place.
+        back: the inverse permutation.
+    """
+
+    there: torch.Tensor
+    back: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Hop:
+    """An all-to-all along one axis, and the order in which a rank goes on with what arrives.
+
+    Attributes:
+        sent: rows to each rank of the axis.
+        received: rows from each rank of the axis.
+        order: of the rows that have arrived; None keeps theirs.
+    """
+
+    axis: str
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    order: Order | None
+
+    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows that have arrived, in the order in which they go on."""
+        return rows if self.order is None else rows.index_select(0, self.order.there)
+
+    def undone(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows in the order in which they had arrived: the inverse of `ordered`."""
+        return rows if self.order is None else rows.index_select(0, self.order.back)
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of one rank's rows to their experts, and back.
+
+    Attributes:
+        rows: of this rank, on which no expert has computed yet.
+        hops: from the rank of the tokens to that of the experts.
+        places: where rows are padded, the place of each row among those that leave, or their number for a row that stays.
+            Else None: the first rows leave, and the others stay.
+        ends: int64 ``[experts of a rank]``: among the rows that have arrived, the row after each expert's last one.
+        anchor: a tensor that needs a gradient wherever backward must exchange gradients; or None.
+    """
+
+    rows: int
+    hops: tuple[Hop, ...]
+    places: torch.Tensor | None
+    ends: torch.Tensor
+    anchor: torch.Tensor | None = None
+
+    @property
+    def leaving(self) -> int:
+        """The number of rows that leave, padding included."""
+        return sum(self.hops[0].sent)
+
+    @property
+    def arriving(self) -> int:
+        """The number of rows that arrive, padding included."""
+        return sum(self.hops[-1].received)
+
+    def enter(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows that leave, of all rows of this rank. Padding is 0."""
+        if self.places is None:
+            return rows[: self.leaving]
+        return rows.new_zeros(self.leaving + 1, *rows.shape[1:]).index_copy_(0, self.places, rows)[:-1]
+
+    def leave(self, rows: torch.Tensor) -> torch.Tensor:
+        """All rows of this rank, from those that have come back. A row that stayed is 0."""
+        if self.places is None:
+            return F.pad(rows, (0, 0, 0, self.rows - self.leaving))
+        return F.pad(rows, (0, 0, 0, 1)).index_select(0, self.places)
+
+
+Tables = list[tuple[torch.Tensor, torch.Tensor]]  # of each hop, the sizes of the blocks that leave and that arrive
+
+
+def exchanged(mesh: Mesh, axes: Sequence[str], counts: torch.Tensor) -> Tables:
+    """The tables of a route on which every expert gets as many of a rank's rows as its ``counts`` ``[E]`` says."""
+    table, tables = _table(mesh, axes, counts), []
+    for axis, dims in zip(axes, _turns(len(axes)), strict=True):
+        table = table.contiguous()
+        arrived = torch.empty_like(table)
+        with mesh.traffic.by_the_loss():
+            primitives.all_to_all(mesh, axis, arrived, table).wait()
+        tables.append((table, arrived))
+        table = arrived.permute(dims)
+    return tables
+
+
+def uneven(axes: Sequence[str], rows: int, tables: Tables, anchor: torch.Tensor | None) -> Route:
+    """The route of ``rows`` rows whose sizes ranks have exchanged. The host waits for them, once for all hops.
+
+    Raises:
+        SpecError: more rows are counted than there are.
+    """
+    sizes = iter(torch.cat([table.flatten(1).sum(1) for pair in tables for table in pair]).tolist())
+    hops = []
+    for axis, dims, (_, arrived) in zip(axes, _turns(len(axes)), tables, strict=True):
+        sent, received = (tuple(islice(sizes, len(arrived))) for _ in range(2))
+        hops.append(Hop(axis, sent, received, _order(arrived, dims, sum(received))))
+    if sum(hops[0].sent) > rows:
+        raise SpecError(f"{sum(hops[0].sent)} rows are counted and {rows} given: count the rows that are kept")
+    return Route(rows, tuple(hops), None, _ends(arrived), anchor)
+
+
+def even(
+    mesh: Mesh, axes: Sequence[str], rows: int, counts: torch.Tensor, slots: int, anchor: torch.Tensor | None
+) -> Route:
+    """The route of ``rows`` rows on which every expert gets ``slots`` from every rank: after its ``counts``, of zeros.
+
+    All sizes are known, and the host waits for nothing.
+    """
+    table, leaving = _table(mesh, axes, torch.full_like(counts, slots)), len(counts) * slots
+    hops = []
+    for axis, dims in zip(axes, _turns(len(axes)), strict=True):
+        split = (leaving // mesh.shape[axis],) * mesh.shape[axis]
+        hops.append(Hop(axis, split, split, _order(table, dims, leaving)))
+        arrived, table = table, table.permute(dims)
+    return Route(rows, tuple(hops), _places(rows, counts, slots), _ends(arrived), anchor)
+
+
+def _table(mesh: Mesh, axes: Sequence[str], counts: torch.Tensor) -> torch.Tensor:
+    """The sizes of all blocks, by owner and by expert of the owner."""
+    ways = [mesh.shape[axis] for axis in axes]
+    return counts.view(*ways, len(counts) // math.prod(ways))
+
+
+def _turns(hops: int) -> list[tuple[int, ...]]:
+    """After each hop, the dimensions of the table of blocks that have arrived, in their new order.
+
+    After hop k of m, counted from 0, they are the sources along axes k, …, 0, the owners along axes k + 1, …, m − 1, and the
+    owner's experts.
+    """
+    onwards = [(k + 1, *range(k + 1), *range(k + 2, hops + 1)) for k in range(hops - 1)]
+    return [*onwards, tuple(reversed(range(hops + 1)))]
+
+
+def _order(table: torch.Tensor, dims: tuple[int, ...], rows: int) -> Order | None:
+    """The order of ``rows`` rows in blocks of the sizes in ``table`` when its dimensions are put in another order."""
+    long = [dim for dim in dims if table.shape[dim] > 1]
+    if long == sorted(long):
+        return None
+    ends = table.flatten().cumsum(0).view(table.shape)
+    sizes, starts = table.permute(dims).flatten(), (ends - table).permute(dims).flatten()
+    shifts = starts - (sizes.cumsum(0) - sizes)
+    numbers = torch.arange(rows, device=table.device)
+    there = numbers + shifts.repeat_interleave(sizes, output_size=rows)
+    return Order(there, torch.empty_like(there).scatter_(0, there, numbers))
+
+
+def _places(rows: int, counts: torch.Tensor, slots: int) -> torch.Tensor:
+    """The place of each row among the slots of all experts; their number for a row that is not counted."""
+    require_async((counts <= slots).all(), f"an expert keeps more rows than its {slots} slots: pass its capacity")
+    ends, numbers = counts.cumsum(0), torch.arange(rows, device=counts.device)
+    owners = torch.searchsorted(ends, numbers, right=True)
+    places = owners * slots + numbers - F.pad(ends, (1, 0))[owners]
+    return places.where(owners < len(counts), len(counts) * slots)
+
+
+def _ends(arrived: torch.Tensor) -> torch.Tensor:
+    """The row after each expert's last one, from the sizes of the blocks that arrive on the last hop."""
+    return arrived.flatten(0, -2).sum(0).cumsum(0)

@@ -1,0 +1,142 @@
+"""`generate`: new tokens after prompts, by a model on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shardlib.collectives import primitives
+from shardlib.collectives.primitives import sum_over
+from shardlib.errors import IllegalComposition
+from shardlib.execute.inputs import taken_together
+from shardlib.execute.stages.runner import runner_of
+from shardlib.mesh.mesh import rank_of
+from shardlib.models.decoding import Decoder, Sampling, decode, decoder_of
+from shardlib.optim.train_state import TrainState
+from shardlib.sharded.reads import Reads
+from shardlib.sharded.tree import Sharded
+from shardlib.tree import leaves_of
+
+
+def generate(
+    model: Any,
+    params: Any,
+    prompts: Iterable[Sequence[int] | torch.Tensor],
+    max_new: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    stop: Collection[int] = (),
+    seed: int = 0,
+) -> list[torch.Tensor]:
+    """Draw tokens after each of several prompts.
+
+    A prompt gets the same tokens alone and among others, and on every mesh, up to rounding of the logits: prompts are not
+    padded, and a draw depends on ``seed``, the prompt's index and the new token's alone. Ranks along the plan's batch axes
+    divide the prompts; every rank gets all results. Where parameters are gathered (ZeRO stage 3, or offloaded ones) each
+    token takes a gather of all of them: for speed take a stage that keeps them whole.
+
+    The context is the model's longest, the last tokens; where it moves, everything in it is computed anew for each token.
+
+    Args:
+        model: a `shardlib.models.gpt.GPTConfig`, a causal language model of transformers (GPT-2, Llama, Mistral, Qwen2,
+            Qwen3), of which only the configuration is read, or a `shardlib.models.decoding.Decoder` of your own.
+        params: the model's parameters, a plain tree (of `shardlib.from_module` for transformers' models), `Sharded`, or a
+            `TrainState`.
+        prompts: the tokens of each prompt, at least one; lists or tensors of one dimension. The same on every rank.
+        max_new: the most new tokens of each prompt.
+        temperature: divides the logits; at 0 the most likely token is taken.
+        top_k: only so many tokens, the most likely ones, can be drawn; None for all.
+        top_p: only the most likely tokens can be drawn, as few as have this probability together.
+        stop: tokens that end a text.
+        seed: of the draws.
+
+    Returns:
+        the new tokens of each prompt, int64 ``[n]`` on the CPU, n at most ``max_new``. A token of ``stop`` is the last one.
+
+    Raises:
+        ValueError: a prompt without tokens or of other numbers than integers; options out of range.
+        TreeError: a model that is not supported.
+        RankMismatch: ranks were given different prompts or options.
+        IllegalComposition: a plan with several stages, or one that cuts sequences.
+
+    >>> config = sl.models.gpt.GPTConfig(vocab=32, layers=1, width=16, heads=2)
+    >>> params = sl.models.gpt.init(config)
+    >>> texts = sl.generate(config, params, [[1, 2, 3], [4]], 5, temperature=0.8, seed=1)
+    >>> [len(text) for text in texts]
+    [5, 5]
+    >>> bool((sl.generate(config, params, [[1, 2, 3]], 5, temperature=0.8, seed=1)[0] == texts[0]).all())
+    True
+    """
+    if max_new < 0:
+        raise ValueError(f"generate: max_new={max_new}, but it must be at least 0")
+    sampling, decoder = Sampling(temperature, top_k, top_p, seed), decoder_of(model)
+    texts = [_tokens(prompt, index) for index, prompt in enumerate(prompts)]
+    current = params.params if isinstance(params, TrainState) else params
+    if not isinstance(current, Sharded):
+        device = next(
+            (leaf.device for leaf in leaves_of(current) if isinstance(leaf, torch.Tensor)), torch.device("cpu")
+        )
+        new = decode(decoder, lambda step: step(current), texts, range(len(texts)), max_new, sampling, stop, device)
+    else:
+        new = _on_mesh(decoder, current, texts, max_new, sampling, stop)
+    return [torch.tensor(tokens, dtype=torch.int64) for tokens in new]
+
+
+def _on_mesh(
+    decoder: Decoder,
+    params: Sharded,
+    prompts: Sequence[list[int]],
+    max_new: int,
+    sampling: Sampling,
+    stop: Collection[int],
+) -> list[list[int]]:
+    """The new tokens of all prompts, on every rank."""
+    plan, mesh = params.plan, params.mesh
+    _refuse(plan)
+    given = {"prompts": list(prompts), "max_new": max_new, "sampling": sampling, "stop": sorted(stop)}
+    primitives.require_equal(mesh, "calls of generate", given, "Pass every rank the same prompts and options.")
+    shape = {axis: mesh.shape[axis] for axis in plan.batch_axes}
+    index, count = rank_of(shape, {axis: mesh.coords[axis] for axis in shape}), plan.batch_ranks
+    numbers = range(len(prompts) * index // count, len(prompts) * (index + 1) // count)
+    together = taken_together(plan)
+    # The runner is called for each token: the order in which parameters are used, traced in the first step, holds for all.
+    runner, reads = runner_of(lambda tree, step: step(tree), plan, mesh, trained=False), Reads(params)
+
+    def run(step: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        return runner.evaluate(params, step)
+
+    def more(unfinished: bool) -> bool:
+        ranks = torch.tensor([float(unfinished)], device=mesh.device)
+        sum_over(mesh, together, ranks)
+        return bool(ranks.item())
+
+    own = [prompts[number] for number in numbers]
+    new = decode(decoder, run, own, numbers, max_new, sampling, stop, mesh.device, more)
+    reads.require(tuple(mesh.shape))
+    return [tokens for share in primitives.all_gather_object(mesh, plan.batch_axes, new) for tokens in share]
+
+
+def _refuse(plan: Any) -> None:
+    if plan.stages.axes:
+        raise IllegalComposition(
+            "generate runs one token at a time, for which the stages of a pipeline would only wait for each other: gather "
+            "the parameters, sl.unshard(params), or shard them by a plan without sl.pipeline"
+        )
+    if plan.step.sequence:
+        raise IllegalComposition(
+            "generate runs one token at a time, which sequence(...) cannot cut: shard the parameters by a plan without it"
+        )
+
+
+def _tokens(prompt: Sequence[int] | torch.Tensor, index: int) -> list[int]:
+    tokens = torch.as_tensor(prompt)
+    if tokens.dim() != 1 or not len(tokens) or tokens.is_floating_point() or tokens.is_complex():
+        raise ValueError(
+            f"generate: prompt {index} is {tokens.dtype} of shape {tuple(tokens.shape)}; a prompt is a list of integers, "
+            "tokens, at least one"
+        )
+    return tokens.tolist()

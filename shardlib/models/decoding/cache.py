@@ -1,0 +1,103 @@
+"""`Cache`: keys and values of the tokens so far, of the heads that this rank computes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from shardlib.kernels.cached_attention import cached_attention
+from shardlib.models.decoding.new import New
+from shardlib.nn.attention import attention
+from shardlib.sparse import Layout
+
+
+class Cache:
+    """Keys and values of several sequences, ``[rows, heads, room, size]`` for each layer; made when a layer first attends.
+
+    Args:
+        rows: the number of sequences.
+        room: the tokens of the longest sequence.
+    """
+
+    def __init__(self, rows: int, room: int) -> None:
+        self._rows, self._room = rows, room
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(
+        self,
+        new: New,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        window: int | None = None,
+        layout: Layout | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of new tokens to all tokens of their sequence so far; stores ``k`` and ``v``.
+
+        Args:
+            q: ``[T, heads, size]``, the new tokens of one sequence after the other.
+            k, v: ``[T, kv_heads, size]``; kv_heads divides heads.
+            window: a token sees only so many tokens, itself among them; None for all.
+            layout: a token sees only the blocks of its row; for at least as many tokens as there is room for.
+
+        Returns:
+            ``[T, heads, size]``.
+        """
+        keys, values = self._buffers(layer, k, v)
+        y = torch.empty_like(q)
+        for row, here in new.prompts:
+            count = here.stop - here.start
+            keys[row, :, :count], values[row, :, :count] = k[here].transpose(0, 1), v[here].transpose(0, 1)
+            y[here] = _prompt(*(x[here].transpose(0, 1)[None] for x in (q, k, v)), window, layout)[0].transpose(0, 1)
+        first, rows, starts = new.singles
+        if len(rows):
+            given = (q[first:], k[first:], v[first:], keys, values, rows, starts)
+            y[first:] = cached_attention(*given, window=window) if layout is None else _by_layout(*given, layout)
+        return y
+
+    def _buffers(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer not in self._layers:
+            keys, values = (x.new_empty(self._rows, x.shape[1], self._room, x.shape[2]) for x in (k, v))
+            self._layers[layer] = keys, values
+        return self._layers[layer]
+
+
+def _prompt(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, layout: Layout | None
+) -> torch.Tensor:
+    """Causal attention of a sequence's first tokens, (1, heads, S, size)."""
+    length = q.shape[2]
+    if layout is not None:
+        return attention(q, k, v, causal=True, layout=layout.leading(length))
+    if window is None or window >= length:
+        return attention(q, k, v, causal=True)
+    back = torch.arange(length, device=q.device)
+    back = back[:, None] - back
+    mask = (back >= 0) & (back < window)
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=k.shape[1] != q.shape[1])
+
+
+def _by_layout(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    layout: Layout,
+) -> torch.Tensor:
+    """Attention of one new token of each sequence to the keys in the blocks of its row; 0 if there are none."""
+    layout = layout.to(q.device)
+    y = torch.empty_like(q)
+    for i, (row, start) in enumerate(zip(rows.tolist(), starts.tolist())):
+        keys[row, :, start], values[row, :, start] = k[i], v[i]
+        columns, held = layout.row(start // layout.block)
+        positions = (columns[:, None] * layout.block + torch.arange(layout.block, device=q.device)).flatten()
+        past = positions <= start
+        seen = (x[row].index_select(1, positions[past]) for x in (keys, values))
+        mask = held.repeat_interleave(layout.block, 1)[:, past].unsqueeze(1)
+        y[i] = F.scaled_dot_product_attention(q[i].unsqueeze(1), *seen, mask).squeeze(1)
+    return y

@@ -1,0 +1,46 @@
+"""`Decoder`: a model as a function of new tokens and of what attends to the tokens before them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import torch
+
+from shardlib.sparse import Layout
+
+
+class Attend(Protocol):
+    """Attention of new tokens to themselves and to all tokens before them, of their own sequence; see `Cache.attend`."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        window: int | None = None,
+        layout: Layout | None = None,
+    ) -> torch.Tensor: ...
+
+
+class Decoder(ABC):
+    """A causal language model, as `decode` runs it. Another kind of model is a subclass, and an entry in `kinds`.
+
+    Attributes:
+        sequence: the longest context, in tokens.
+    """
+
+    sequence: int
+
+    @abstractmethod
+    def hidden(self, params: Any, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """The input of the output layer, ``[T, W]``, of new tokens ``[T]`` at ``positions`` ``[T]`` of their sequences.
+
+        Every layer gives its queries, keys and values, ``[T, heads, size]``, to ``attend`` once, layers in order.
+        """
+
+    @abstractmethod
+    def logits(self, params: Any, x: torch.Tensor) -> torch.Tensor:
+        """The logits ``[N, V]`` of hidden states ``[N, W]``."""

@@ -1,0 +1,44 @@
+"""The kinds of models that can be decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from shardlib.errors import TreeError
+from shardlib.models.decoding.decoder import Decoder
+from shardlib.models.decoding.gpt2 import GPT2
+from shardlib.models.decoding.library import GPT
+from shardlib.models.decoding.llama import Llama
+from shardlib.models.gpt import GPTConfig
+
+# ``model_type`` of transformers -> the decoder of such a model.
+KINDS: dict[str, Callable[[Any], Decoder]] = {
+    "gpt2": GPT2,
+    "llama": Llama,
+    "mistral": Llama,
+    "qwen2": Llama,
+    "qwen3": Llama,
+}
+
+
+def decoder_of(model: Any) -> Decoder:
+    """The decoder of a model: a `GPTConfig`, a causal language model of transformers, or a `Decoder` itself.
+
+    Raises:
+        TreeError: another kind of model, or one with settings that its decoder does not compute; lists them.
+        ValueError: a `GPTConfig` whose layout is for fewer tokens than its sequence.
+    """
+    if isinstance(model, Decoder):
+        return model
+    if isinstance(model, GPTConfig):
+        return GPT(model)
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in KINDS or not isinstance(getattr(model, "lm_head", None), nn.Linear):
+        raise TreeError(
+            f"generate takes a GPTConfig, transformers' causal language models of the kinds {', '.join(KINDS)}, or a "
+            f"shardlib.models.decoding.Decoder, and got {type(model).__name__} (model_type={kind!r})"
+        )
+    return KINDS[kind](model)

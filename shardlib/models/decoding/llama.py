@@ -1,0 +1,94 @@
+"""Llama of transformers, and the models that differ from it in biases and norms, as a `Decoder`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardlib.errors import TreeError
+from shardlib.models.decoding.decoder import Attend, Decoder
+from shardlib.models.decoding.settings import require_settings
+from shardlib.nn import rms_norm, rotary, swiglu
+
+_SETTINGS = {"hidden_act": ("silu",)}
+# Rotary embeddings whose frequencies do not depend on the length of the sequence.
+_FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+class Llama(Decoder):
+    """A Llama, Mistral, Qwen2 or Qwen3 with an output layer. Its parameters are by module path.
+
+    Raises:
+        TreeError: settings that this does not compute.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = model.config
+        require_settings(config, _SETTINGS)
+        self.sequence = config.max_position_embeddings
+        self._size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._eps = config.rms_norm_eps
+        self._windows = _windows(config)
+        self._cos, self._sin = _angles(model.model.rotary_emb, config)
+
+    def hidden(self, params: Any, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        params = params["model"]
+        x = F.embedding(tokens, params["embed_tokens"]["weight"])
+        angles = (self._cos.to(x.device)[positions], self._sin.to(x.device)[positions])
+        for index, layer in enumerate(params["layers"]):
+            normed = self._norm(layer["input_layernorm"], x)
+            x = x + self._attention(layer["self_attn"], index, normed, angles, attend)
+            x = x + self._mlp(layer["mlp"], self._norm(layer["post_attention_layernorm"], x))
+        return self._norm(params["norm"], x)
+
+    def logits(self, params: Any, x: torch.Tensor) -> torch.Tensor:
+        return _linear(params["lm_head"], x)
+
+    def _attention(
+        self,
+        params: Mapping[str, Any],
+        index: int,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+    ) -> torch.Tensor:
+        q, k, v = (_linear(params[f"{name}_proj"], x).unflatten(-1, (-1, self._size)) for name in "qkv")
+        if "q_norm" in params:
+            q, k = self._norm(params["q_norm"], q), self._norm(params["k_norm"], k)
+        q, k = (rotary(heads.transpose(0, 1), *angles).transpose(0, 1) for heads in (q, k))
+        return _linear(params["o_proj"], attend(index, q, k, v, window=self._windows[index]).flatten(1))
+
+    def _mlp(self, params: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
+        return _linear(params["down_proj"], swiglu(_linear(params["gate_proj"], x), _linear(params["up_proj"], x)))
+
+    def _norm(self, params: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, params["weight"], eps=self._eps)
+
+
+def _linear(params: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, params["weight"], params.get("bias"))
+
+
+def _windows(config: Any) -> list[int | None]:
+    """The sliding window of each layer, None for attention to all tokens."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _angles(module: Any, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of every position, ``[sequence, size / 2]``, by the frequencies of the model's rotary embedding."""
+    if module.rope_type not in _FIXED_ROTARY:
+        raise TreeError(
+            f"generate cannot run rotary embeddings of the type {module.rope_type!r}, whose frequencies change with the "
+            f"length; the types {', '.join(_FIXED_ROTARY)} it can"
+        )
+    with torch.device("cpu"):  # the model may be on the meta device
+        fresh = type(module)(config)
+    theta = torch.arange(config.max_position_embeddings)[:, None].float() * fresh.inv_freq.float()
+    return theta.cos() * fresh.attention_scaling, theta.sin() * fresh.attention_scaling

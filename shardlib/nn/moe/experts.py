@@ -1,0 +1,107 @@
+"""From tokens to the rows of their experts, wherever these are, through the experts, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.collectives.tokens import TokenExchange
+from shardlib.kernels.permute import permute, unpermute
+from shardlib.mesh.mesh import current_mesh
+from shardlib.nn.moe.compute import Groups, Rows
+from shardlib.nn.moe.config import Expert
+from shardlib.nn.moe.routing import Routing
+from shardlib.tree import leaves_of
+
+# How tokens travel to experts that are dealt out over the mesh. The executor sets it for the duration of a run, and of a
+# block's recomputation; None where every rank has all experts.
+current_exchange: ContextVar[TokenExchange | None] = ContextVar("current_exchange", default=None)
+
+
+def run_experts(params: Mapping[str, Any], x: torch.Tensor, routing: Routing, expert: Expert) -> torch.Tensor:
+    """The experts' outputs, weighted and summed: ``y_t = Σ_j w_tj · expert_e(x_t)``, e the token's j-th choice.
+
+    The part of `moe` below the router, for layers with a router of their own (`Routing.of` makes a routing of choices).
+    Under `shardlib.experts` each rank has some of the experts, and tokens travel to them and back.
+
+    Args:
+        params: what ``expert`` takes, each leaf with the experts along dimension 0.
+        x: ``[T, W]``.
+        routing: of T tokens, among all experts.
+        expert: ``expert(params, rows, product)``, as in `shardlib.nn.MoEConfig`.
+
+    Returns:
+        ``[T, W']``, W' the width of the experts' outputs.
+
+    Raises:
+        ValueError: leaves with other numbers of experts than the routing and the plan have.
+
+    >>> routing = sl.nn.routers.Routing.of(torch.tensor([[1], [0]]), torch.tensor([[1.0], [0.5]]), 2)
+    >>> double = lambda params, rows, product: 2 * product(rows, params["w"])
+    >>> sl.nn.run_experts({"w": torch.tensor([[[1.0]], [[10.0]]])}, torch.tensor([[1.0], [2.0]]), routing, double).tolist()
+    [[20.0], [2.0]]
+    """
+    return Visit(params, x, routing).outputs(expert)
+
+
+class Visit:
+    """A visit of tokens to their experts, which begins at once. Arguments as in `run_experts`.
+
+    What is computed before `outputs` is computed while tokens travel.
+    """
+
+    def __init__(self, params: Mapping[str, Any], x: torch.Tensor, routing: Routing) -> None:
+        self._params, self._routing, self._rows = params, routing, Rows.of(routing)
+        self._exchange = _exchange(params, len(routing.counts))
+        rows = permute(x, self._rows.positions, self._rows.number)
+        self._coming, self._way = self._exchange.send(current_mesh.get(), rows, self._rows.counts)
+
+    def outputs(self, expert: Expert) -> torch.Tensor:
+        """See `run_experts`."""
+        rows = self._coming.wait()
+        results = expert(self._params, rows, Groups(self._way.ends, len(rows)).product)
+        back = self._exchange.back(current_mesh.get(), results, self._way)
+        return unpermute(back.wait(), self._rows.positions, self._routing.weights)
+
+
+class _Here(NamedTuple):
+    """Rows that are where their experts are, as what comes, and as their way."""
+
+    rows: torch.Tensor
+    ends: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.rows
+
+
+class _Stay:
+    """The exchange of tokens whose experts are all on their rank."""
+
+    def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor) -> tuple[_Here, _Here]:
+        here = _Here(rows, counts.cumsum(0))
+        return here, here
+
+    def back(self, mesh: Any, rows: torch.Tensor, way: _Here) -> _Here:
+        return way._replace(rows=rows)
+
+
+def _exchange(params: Mapping[str, Any], experts: int) -> Any:
+    """How tokens get to the experts of a layer: by the plan's exchange, unless this rank has all of them."""
+    exchange, mesh = current_exchange.get(), current_mesh.get()
+    if exchange is None or mesh is None:
+        return _Stay()
+    held = {len(leaf) for leaf in leaves_of(params)}
+    share = experts / math.prod(mesh.shape[axis] for axis in exchange.axes)
+    if held == {share}:
+        return exchange
+    if held == {experts}:
+        return _Stay()
+    raise ValueError(
+        f"the leaves of a layer of {experts} experts hold {', '.join(map(str, sorted(held)))} of them on this rank, and by "
+        f"the plan (experts travel {exchange}) all should hold {share:g}, or {experts} if none is dealt out: name all leaves "
+        "of a layer's experts in the rules of sl.experts, or none"
+    )

@@ -1,0 +1,94 @@
+"""Expert parallelism: experts are dealt out over a mesh axis, and tokens travel to them (GShard, arXiv 2006.16668)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardlib.collectives.tokens import Direct, TokenExchange, TwoHops
+from shardlib.errors import IllegalComposition, listing
+from shardlib.mesh.specs import P
+from shardlib.plan.claims import Claim, LeafInfo, Step, Use
+from shardlib.plan.code import Call, Coded, one_or_list
+from shardlib.tree import globs_of
+
+RULES = ("experts/*", "*/experts/*")
+
+
+@dataclass(frozen=True, repr=False)
+class Experts(Coded):
+    """The transform that `experts` makes, with the arguments given there."""
+
+    axes: tuple[str, ...]
+    rules: tuple[str, ...]
+
+    @property
+    def call(self) -> Call:
+        axis = self.axes[0] if len(self.axes) == 1 else self.axes
+        return Call(experts, {"axis": axis, "rules": self.rules if self.rules == RULES else one_or_list(self.rules)})
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        dealt = [leaf for leaf in leaves if leaf.matches(self.rules)]
+        self._check(sizes, leaves, dealt)
+        for leaf in dealt:
+            yield Use(leaf.path, spec=P(self.axes if len(self.axes) > 1 else self.axes[0]), varying=self.axes)
+        if (exchange := self._exchange(sizes)) is not None:
+            yield Step(tokens=exchange)
+
+    def _exchange(self, sizes: Mapping[str, int]) -> TokenExchange | None:
+        """How tokens travel along the axes on which there are several ranks."""
+        axes = [axis for axis in self.axes if sizes.get(axis, 1) > 1]
+        return TwoHops(*axes) if len(axes) > 1 else Direct(*axes) if axes else None
+
+    def _check(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo], dealt: Sequence[LeafInfo]) -> None:
+        """Refuse rules that match nothing, and numbers of experts that the axes do not divide."""
+        idle = [rule for rule in self.rules if self.rules != RULES and not any(leaf.matches(rule) for leaf in leaves)]
+        if idle or not dealt:
+            shown = ", ".join(leaf.path for leaf in leaves[:5])
+            raise IllegalComposition(
+                f"{self.name}: {', '.join(map(repr, idle or self.rules))} match no parameter; paths look like {shown}"
+            )
+        ways = math.prod(sizes.get(axis, 1) for axis in self.axes)
+        unfit = [leaf for leaf in dealt if not leaf.shape or leaf.shape[0] % ways]
+        if unfit:
+            number = math.gcd(*(leaf.shape[0] if leaf.shape else 1 for leaf in dealt))
+            fitting = [str(size) for size in range(1, number + 1) if number % size == 0]
+            over = " × ".join(f"{axis}={sizes[axis]}" for axis in self.axes if axis in sizes)
+            raise IllegalComposition(
+                f"{self.name} deals out dimension 0 over {over}, which does not divide\n"
+                f"{listing([f'{leaf.path}: shape {leaf.shape}' for leaf in unfit])}\n"
+                f"All divide over {', '.join(fitting)} ranks; a layer that is left out of the rules is whole on every rank."
+            )
+
+
+def experts(axis: str | Sequence[str] = "expert", rules: str | Sequence[str] = RULES) -> Experts:
+    """Deal out experts over ``axis``, which also divides the batch: tokens travel to their experts and back.
+
+    A rank has as many experts as any other, and the experts' gradients are complete there. All other leaves are whole along
+    the axis, and their gradients are summed over it; ``zero(stage, axis=("data", "expert"))`` splits them over it too, and
+    experts over "data" alone. `tensor_slicing` may cut each expert: ``column(experts=True)``, ``row(experts=True)``.
+
+    Layers are `shardlib.nn.moe`, or call `shardlib.nn.run_experts`. Nothing that ranks send one another depends on how tokens
+    are routed, but for the number of rows; a rank without tokens, or whose experts get none, takes part. The loss of a layer
+    that drops nothing is that of one device for the joined batch; a capacity is of the tokens that a rank has.
+
+    Args:
+        axis: a mesh axis; or two, the one between nodes first: tokens then travel in two hops, so that a rank sends larger
+            messages to fewer ranks of other nodes (`shardlib.collectives.tokens.TwoHops`).
+        rules: one or several globs of leaves with the experts along dimension 0: all leaves of a layer's experts. By default
+            what lies under a key "experts".
+
+    Raises:
+        IllegalComposition: no axis, more than two, or one twice; when a plan is made, globs that match no parameter, and
+            numbers of experts that do not divide over the axis.
+
+    >>> params = {"router": {"weight": torch.ones(8, 16)}, "experts": {"up": torch.ones(8, 32, 16)}}
+    >>> plan = sl.make_plan(params, sl.abstract_mesh(data=2, expert=4), sl.chain(sl.experts(), sl.zero(3)))
+    >>> plan.placement_of["experts/up"].compute.spec, plan.placement_of["experts/up"].param.spec
+    (P('expert'), P(('expert', 'data')))
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if not 1 <= len(axes) <= 2 or len(set(axes)) < len(axes):
+        raise IllegalComposition(f"experts(axis={axis!r}): name one axis of the mesh, or two that differ")
+    return Experts(axes, globs_of(rules))

@@ -1,0 +1,261 @@
+"""`sl.generate` against models that see the whole context anew for every token, alone, among others and on meshes."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers.decoders import MAKE, decoder
+from helpers.profile import NIGHTLY
+from helpers.texts import uncached
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optree import tree_map
+
+import shardlib as sl
+from shardlib.errors import IllegalComposition, RankMismatch, TreeError
+from shardlib.models import gpt, huggingface
+from shardlib.models.decoding import Sampling
+
+CONFIG = gpt.GPTConfig(vocab=64, layers=2, width=24, heads=4, sequence=17, dtype=torch.float64)
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [35, 8, 9, 7, 9, 3, 2, 38, 46, 26, 43], list(range(20))]
+SHARP = Sampling(temperature=0.8, seed=6)
+
+
+def random_params(config, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return tree_map(lambda p: p + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype), gpt.init(config))
+
+
+PARAMS = random_params(CONFIG)
+
+
+def scores(window):
+    return gpt.logits(CONFIG, PARAMS, window[None])[0, -1]
+
+
+def wanted(prompts, max_new, sampling=SHARP, stop=()):
+    return [uncached(scores, p, max_new, i, CONFIG.sequence, sampling, stop) for i, p in enumerate(prompts)]
+
+
+def lists(texts):
+    return [text.tolist() for text in texts]
+
+
+def drawn(prompts, max_new=12, params=PARAMS, **options):
+    return lists(sl.generate(CONFIG, params, prompts, max_new, **{"temperature": 0.8, "seed": 6} | options))
+
+
+@pytest.mark.parametrize("max_new", [0, 1, 25])
+def test_the_cache_changes_no_token(max_new):
+    """Prompts of uneven lengths, within the window and beyond it."""
+    found = drawn(PROMPTS, max_new)
+    assert found == wanted(PROMPTS, max_new)
+    assert max_new < 25 or len({token for text in found for token in text}) > 10
+
+
+def test_dropout_is_of_training_alone():
+    config = dataclasses.replace(CONFIG, dropout=0.5)
+    assert lists(sl.generate(config, PARAMS, PROMPTS, 3, seed=6, temperature=0.8)) == drawn(PROMPTS, 3)
+
+
+def test_a_text_ends_at_its_stop_token():
+    whole = drawn(PROMPTS)
+    stop = {whole[0][4], whole[2][1]}
+    found = drawn(PROMPTS, stop=stop)
+    assert found == wanted(PROMPTS, 12, stop=stop)
+    for text, before in zip(found, whole):
+        ends = [i for i, token in enumerate(before) if token in stop]
+        assert text == before[: ends[0] + 1 if ends else None]
+
+
+def test_prompts_may_be_tensors_and_none():
+    assert drawn([torch.tensor(prompt, dtype=torch.int32) for prompt in PROMPTS]) == drawn(PROMPTS)
+    assert drawn(torch.tensor([[1, 2], [3, 4]])) == drawn([[1, 2], [3, 4]])
+    assert drawn([]) == []
+
+
+def test_other_seeds_and_prompts_of_the_same_tokens_draw_differently():
+    assert drawn(PROMPTS, seed=7) != drawn(PROMPTS)
+    one, other = drawn([[1, 2, 3]] * 2)
+    assert one != other
+
+
+@settings(max_examples=300 if NIGHTLY else 40)
+@given(
+    logits=st.lists(st.integers(-4, 4), min_size=1, max_size=9),
+    top_k=st.none() | st.integers(1, 10),
+    top_p=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    temperature=st.sampled_from([0.5, 1.0, 3.0]),
+)
+def test_odds_are_those_of_transformers(logits, top_k, top_p, temperature):
+    transformers = pytest.importorskip("transformers")
+    # No two tokens are equally likely: which of equals is kept is a choice, of each library.
+    given = torch.tensor([logits], dtype=torch.float64) + torch.arange(len(logits), dtype=torch.float64) * 1e-3
+    left = transformers.TemperatureLogitsWarper(temperature)(None, given)
+    left = transformers.TopKLogitsWarper(top_k)(None, left) if top_k is not None else left
+    left = transformers.TopPLogitsWarper(top_p)(None, left) if top_p < 1 else left
+    found = Sampling(temperature, top_k, top_p).probabilities(given)
+    torch.testing.assert_close(found / found.sum(), left.softmax(-1), rtol=1e-12, atol=1e-12)
+
+
+def test_draws_have_the_odds():
+    """Of 4,000 prompts; the frequencies lie within four standard deviations."""
+    odds = torch.tensor([0.1, 0.0, 0.6, 0.3])
+    chosen = torch.tensor(Sampling(seed=1).choose(odds.log().expand(4000, -1), range(4000), 3))
+    found = torch.bincount(chosen, minlength=4) / 4000
+    assert ((found - odds).abs() <= 4 * (odds * (1 - odds) / 4000).sqrt()).all()
+
+
+def test_temperature_zero_takes_the_most_likely_token():
+    assert drawn(PROMPTS, temperature=0) == wanted(PROMPTS, 12, Sampling(temperature=0))
+
+
+PLANS = {
+    "stage 0": [sl.zero(0)],
+    "stage 3": [sl.zero(3)],
+    "sliced": [sl.zero(1), sl.tensor_slicing(gpt.slicing_rules(CONFIG))],
+    "sliced at stage 3": [sl.zero(3), sl.tensor_slicing(gpt.slicing_rules(CONFIG))],
+    "on the host": [sl.zero(3), sl.offload("host", "host", "host")],
+}
+
+
+@pytest.mark.parametrize(("plan", "data"), [*((plan, 2) for plan in PLANS), ("stage 0", 7), ("stage 3", 7)])
+def test_the_same_tokens_on_every_mesh(plan, data):
+    """With more ranks than prompts too, and ranks whose texts end before others'."""
+    stop = {drawn(PROMPTS)[4][2]}
+
+    def run(mesh):
+        return drawn(PROMPTS, params=sl.shard(PARAMS, mesh, sl.chain(*PLANS[plan])), stop=stop)
+
+    mesh = {"data": data, "model": 2} if "sliced" in plan else {"data": data}
+    assert sl.simulate(run, mesh=mesh) == [drawn(PROMPTS, stop=stop)] * (2 * data if "sliced" in plan else data)
+
+
+def _in_processes(mesh):
+    return drawn(PROMPTS, params=sl.shard(PARAMS, mesh, sl.chain(*PLANS["sliced at stage 3"])))
+
+
+def test_the_same_tokens_in_processes(pool):
+    assert pool.run(_in_processes, mesh={"data": 2, "model": 2}) == [drawn(PROMPTS)] * 4
+
+
+def test_generates_from_a_training_state():
+    batch = {"tokens": torch.zeros(2, 4, dtype=torch.int64), "targets": torch.zeros(2, 4, dtype=torch.int64)}
+    state, step = sl.make_train_step(
+        gpt.make_loss(CONFIG), sl.shard(PARAMS, sl.make_mesh(), stage=3), sl.optim.sgd(0.1)
+    )
+    state, _ = step(state, batch)
+    assert drawn(PROMPTS, params=state) == drawn(PROMPTS, params=sl.unshard(state.params)) != drawn(PROMPTS)
+
+
+KINDS = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_of_transformers(kind):
+    """Their own generate, and their own scores for drawn tokens."""
+    made = decoder(kind, torch.float64).eval()
+    _, params = sl.from_module(made)
+    prompts = [[1, 5, 9], [7], [4, 4, 2, 30]]
+    found = sl.generate(made, params, prompts, 4, temperature=0)
+    for prompt, new in zip(prompts, found):
+        given = torch.tensor([prompt])
+        theirs = made.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=4,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert theirs[0, len(prompt) :].tolist() == new.tolist()
+    sampled = lists(sl.generate(made, params, prompts, 5, temperature=0.8, seed=6))
+    assert sampled == [
+        uncached(lambda window: made(window[None]).logits[0, -1], prompt, 5, i, 8, SHARP)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_of_transformers(kind):
+    made = huggingface.sliceable(decoder(kind, torch.float64).eval())
+    _, params = sl.from_module(made)
+    rules = huggingface.slicing_rules(made)
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(sl.tensor_slicing(rules), sl.zero(3)))
+        return lists(sl.generate(made, sharded, [[1, 5, 9], [7], [4, 4, 2, 30]], 4, seed=1))
+
+    whole = lists(sl.generate(made, params, [[1, 5, 9], [7], [4, 4, 2, 30]], 4, seed=1))
+    assert sl.simulate(run, mesh={"data": 2, "model": 2}) == [whole] * 4
+
+
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 4,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_rotary_frequencies_of_transformers(rope):
+    made = decoder(
+        "llama", torch.float64, max_position_embeddings=16, rope_parameters=ROPES[rope] | {"rope_theta": 100.0}
+    )
+    _, params = sl.from_module(made)
+    found = sl.generate(made, params, [[1, 5, 9]], 9, temperature=0.8, seed=6)[0].tolist()
+    assert found == uncached(lambda window: made(window[None]).logits[0, -1], [1, 5, 9], 9, 0, 16, SHARP)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": [[1], []]}, r"prompt 1 is torch.float32 of shape \(0,\)"),
+        ({"prompts": [[1.5]]}, "prompt 0 is torch.float32"),
+        ({"prompts": torch.tensor([1, 2])}, r"prompt 0 is torch.int64 of shape \(\)"),
+        ({"max_new": -1}, "max_new=-1"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0}, "top_p=0"),
+    ],
+)
+def test_wrong_arguments(changes, message):
+    with pytest.raises(ValueError, match=message):
+        sl.generate(CONFIG, PARAMS, **{"prompts": PROMPTS, "max_new": 2} | changes)
+
+
+def test_models_that_are_not_supported():
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(TreeError, match=r"takes a GPTConfig.*got Linear"):
+        sl.generate(torch.nn.Linear(2, 2), {}, PROMPTS, 1)
+    with pytest.raises(TreeError, match="hidden_act='gelu', and 'silu' is computed"):
+        sl.generate(MAKE["llama"](hidden_act="gelu"), {}, PROMPTS, 1)
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+    with pytest.raises(TreeError, match="'dynamic', whose frequencies change"):
+        sl.generate(MAKE["llama"](head_dim=4, rope_parameters=dynamic), {}, PROMPTS, 1)
+    config = transformers.GPTNeoXConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    with pytest.raises(TreeError, match="got GPTNeoXForCausalLM"):
+        sl.generate(transformers.GPTNeoXForCausalLM(config), {}, PROMPTS, 1)
+
+
+def test_stages_and_ranks_that_differ():
+    def staged(mesh):
+        params = sl.shard(gpt.to_blocks(PARAMS), mesh, sl.pipeline(microbatches=2))
+        sl.generate(CONFIG, params, PROMPTS, 2)
+
+    def uneven(mesh):
+        sl.generate(CONFIG, sl.shard(PARAMS, mesh, stage=0), PROMPTS[: 2 + mesh.rank], 2)
+
+    with pytest.raises(IllegalComposition, match=r"gather the parameters, sl.unshard"):
+        sl.simulate(staged, mesh={"data": 1, "pipe": 2})
+    with pytest.raises(RankMismatch, match="calls of generate differ"):
+        sl.simulate(uneven, mesh={"data": 2})
