@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.collectives.codecs.float8 import Float8
-from shardlib.collectives.codecs.integers import Integers
+from shardlib.collectives.codecs.named import FORMS, FewBits, named
 from shardlib.errors import IllegalComposition
 from shardlib.kernels.quantize import Blockwise
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
 from shardlib.plan.code import Call, Coded
 from shardlib.plan.conditions import require_no_float64, require_split_parameters, require_summed
 from shardlib.plan.resolved import Resolved
-
-_FORMS = ("int8", "int4", "fp8")
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,18 +40,14 @@ class Quantize(Coded):
             require_no_float64(resolved, self._packing)
 
     @property
-    def _codec(self) -> Float8 | Integers | None:
+    def _codec(self) -> FewBits | None:
         """The codec of gradients."""
-        return _made(self.gradients, self.block, self.feedback) if self.gradients else None
+        return named(self.gradients, self.block, self.feedback) if self.gradients else None
 
     @property
-    def _packing(self) -> Float8 | Integers | None:
+    def _packing(self) -> FewBits | None:
         """The codec of gathered parameters."""
-        return _made(self.weights, self.block, False) if self.weights else None
-
-
-def _made(form: str, block: int, feedback: bool) -> Float8 | Integers:
-    return Float8(block, feedback) if form == "fp8" else Integers(Blockwise(int(form[3:]), block), feedback)
+        return named(self.weights, self.block, False) if self.weights else None
 
 
 def quantize(
@@ -92,8 +85,8 @@ def quantize(
     if weights is None and gradients is None:
         raise IllegalComposition("quantize() has nothing to quantise: give weights='int8', gradients='int4', or both")
     for name, value in (("weights", weights), ("gradients", gradients)):
-        if value is not None and value not in _FORMS:
-            raise IllegalComposition(f"quantize({name}={value!r}) is not one of {', '.join(map(repr, _FORMS))}")
+        if value is not None and value not in FORMS:
+            raise IllegalComposition(f"quantize({name}={value!r}) is not one of {', '.join(map(repr, FORMS))}")
     try:
         Blockwise(8, block)
     except ValueError as error:

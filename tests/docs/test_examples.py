@@ -13,6 +13,7 @@ ROOMS = (
     "nn",
     "nn.routers",
     "collectives",
+    "collectives.tokens",
     "init",
     "sparse",
     "schedules",

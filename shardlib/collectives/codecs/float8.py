@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from shardlib.collectives.codecs.base import Rows
-from shardlib.collectives.codecs.integers import BoundPadded, joined, split
+from shardlib.collectives.codecs.integers import BoundPadded, joined, padded, rows_of, split
 from shardlib.collectives.codecs.two_phase import BoundTwoPhase, TwoPhase
 
 _FP8, _LARGEST = torch.float8_e4m3fn, 448.0
@@ -40,14 +39,18 @@ class Float8(TwoPhase):
         return 4 * -(-elements // self.block) + elements
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        blocks = F.pad(x.float(), (0, -len(x) % self.block)).view(-1, self.block)
-        values, scales = _encode(blocks)
-        return torch.cat([scales.view(torch.uint8), values.view(torch.uint8).view(-1)[: len(x)]])
+        rows = rows_of(x)
+        whole = padded(rows.float(), -rows.shape[1] % self.block)
+        values, scales = _encode(whole.view(-1, self.block))
+        sent = values.view(torch.uint8).view(whole.shape)[:, : rows.shape[1]]
+        per_row = scales.view(len(rows), whole.shape[1] // self.block)
+        return joined(per_row, sent).view(*x.shape[:-1], self.size(x.shape[-1]))
 
     def unpack(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        scales, values = split(message[None], -(-len(out) // self.block), torch.float32)
-        padded = F.pad(values[0], (0, -len(out) % self.block)).view(_FP8).view(-1, self.block)
-        out.copy_((padded.float() * scales[0, :, None]).view(-1)[: len(out)])
+        rows = rows_of(out)
+        scales, values = split(rows_of(message), -(-rows.shape[1] // self.block), torch.float32)
+        whole = padded(values, -rows.shape[1] % self.block).contiguous().view(_FP8).view(*scales.shape, self.block)
+        rows.copy_((whole.float() * scales[..., None]).flatten(1)[:, : rows.shape[1]])
 
     def __str__(self) -> str:
         return f"fp8, a scale per {self.block} elements{'' if self.feedback else ', no error feedback'}"

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from shardlib.collectives.codecs.base import Kept, RowResidual, Rows, SentResidual
 from shardlib.collectives.codecs.two_phase import BoundTwoPhase, TwoPhase
@@ -22,7 +23,7 @@ from shardlib.kernels.quantize import Blockwise
 
 
 class Packing(Protocol):
-    """An encoding of gathered values in few bits, without error feedback. Frozen and comparable."""
+    """An encoding of gathered or exchanged values in few bits, without error feedback. Frozen and comparable."""
 
     @property
     def wide(self) -> bool: ...
@@ -32,11 +33,14 @@ class Packing(Protocol):
         ...
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` ``[d]`` as uint8 ``[size(d)]``."""
+        """``x`` ``[..., d]`` as uint8 ``[..., size(d)]``: each row is a message of its own, which no other row changes.
+
+        A message of zero bytes stands for zeros.
+        """
         ...
 
     def unpack(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """Decode ``message``, which `pack` returned, into ``out`` ``[d]``."""
+        """Decode ``message``, which `pack` returned, into ``out`` ``[..., d]``, which is contiguous."""
         ...
 
 
@@ -93,12 +97,26 @@ class Integers(TwoPhase):
         return 4 * self.form.scales(elements) + self.form.bytes(elements)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        values, scales = quantize.quantize(x, self.form)
-        return torch.cat([scales.view(torch.uint8), values.view(torch.uint8)])
+        rows = rows_of(x)
+        whole = padded(rows, self._padding(rows))
+        count, width = whole.shape
+        values, scales = quantize.quantize(whole.view(-1), self.form)
+        sent = values.view(torch.uint8).view(count, self.form.bytes(width))[:, : self.form.bytes(rows.shape[1])]
+        return joined(scales.view(count, self.form.scales(width)), sent).view(*x.shape[:-1], self.size(x.shape[-1]))
 
     def unpack(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        scales, values = split(message[None], self.form.scales(len(out)), torch.float32)
-        quantize.dequantize(values[0].view(self.form.dtype), scales[0], self.form, len(out), out=out)
+        rows = rows_of(out)
+        count, width = len(rows), rows.shape[1] + self._padding(rows)
+        scales, values = split(rows_of(message), self.form.scales(width), torch.float32)
+        values = padded(values, self.form.bytes(width) - values.shape[1]).contiguous().view(self.form.dtype)
+        whole = rows if width == rows.shape[1] else rows.new_empty(count, width)
+        quantize.dequantize(values.view(-1), scales.view(-1), self.form, count * width, out=whole.view(-1))
+        if whole is not rows:
+            rows.copy_(whole[:, : rows.shape[1]])
+
+    def _padding(self, rows: torch.Tensor) -> int:
+        """Elements that fill each row's last block, where another row follows."""
+        return -rows.shape[1] % self.form.block if len(rows) > 1 else 0
 
     def __str__(self) -> str:
         text = f"{self.form.bits} bits, a scale per {self.form.block} elements"
@@ -287,6 +305,16 @@ class _Blocks(BoundPadded):
     def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales, values = split(messages, self._scales, torch.float32)
         return values.contiguous().view(self._form.dtype), scales / self.rows.ways if self.rows.mean else scales
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """``[..., d]`` as ``[rows, d]``."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def padded(rows: torch.Tensor, by: int) -> torch.Tensor:
+    """``rows`` with ``by`` zeros at the end of each; themselves for none, of which `F.pad` would make a copy."""
+    return F.pad(rows, (0, by)) if by else rows
 
 
 def joined(scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from shardlib.collectives.tokens.base import Coming, TokenExchange, Way
 from shardlib.collectives.tokens.direct import Direct
+from shardlib.collectives.tokens.payload import Payload
 from shardlib.collectives.tokens.two_hops import TwoHops
 
-__all__ = ["Coming", "Direct", "TokenExchange", "TwoHops", "Way"]
+__all__ = ["Coming", "Direct", "Payload", "TokenExchange", "TwoHops", "Way"]

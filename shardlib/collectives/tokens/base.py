@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 
+from shardlib.collectives.tokens.payload import Payload
 from shardlib.mesh.mesh import Mesh
 
 
@@ -36,7 +38,7 @@ class Way(Protocol):
 
 @dataclass(frozen=True)
 class TokenExchange(ABC):
-    """A way of rows to experts that are dealt out over mesh axes, and back. A new one is a subclass with `send` and `back`.
+    """A way of rows to experts that are dealt out over mesh axes, and back. A new one is a subclass.
 
     An exchange is a frozen value, equal to another of the same class and options. Experts lie in equal runs on the ranks of
     ``axes``, the first axis major.
@@ -91,4 +93,34 @@ class TokenExchange(ABC):
         """Start to send experts' results ``[arriving, W']`` back along the `Way` of `send`.
 
         What comes is ``[R, W']``, in the order of the rows that were sent; 0 for a row that stayed.
+        """
+
+    @abstractmethod
+    def payload(
+        self,
+        sizes: Mapping[str, int],
+        coords: Mapping[str, int],
+        counts: torch.Tensor,
+        width: int,
+        dtype: torch.dtype,
+        *,
+        slots: int | None = None,
+    ) -> Payload:
+        """What the rank at ``coords`` sends.
+
+        Args:
+            sizes: of the mesh's axes.
+            coords: of the rank, along `axes` at least.
+            counts: int64 ``[ranks, E]``: the counts of all ranks along `axes`, the first axis major; with ``slots`` only
+                their shape matters.
+            width, dtype: of rows.
+            slots: as in `send`.
+        """
+
+    @abstractmethod
+    def bound(self, sizes: Mapping[str, int], rows: int, experts: int, width: int, dtype: torch.dtype) -> Payload:
+        """The most that a rank sends whatever the counts are, where no rank has more than ``rows`` rows.
+
+        A rank has ``rows`` rows to send, and all ranks' results to send back where every row goes to its experts. On the
+        average over ranks no more than ``rows`` go either way.
         """

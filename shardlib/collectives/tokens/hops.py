@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from shardlib.collectives.codecs.integers import Packing
+from shardlib.collectives.codecs.named import FORMS, named
 from shardlib.collectives.tokens.base import TokenExchange
-from shardlib.collectives.tokens.journey import Journey, Travelling
-from shardlib.collectives.tokens.route import Route, even, uneven
+from shardlib.collectives.tokens.journey import Journey, Packings, Travelling
+from shardlib.collectives.tokens.payload import Payload, most_rows_sent, rows_sent
+from shardlib.collectives.tokens.route import Route, even, exchanged, uneven
 from shardlib.errors import SpecError
 from shardlib.mesh.mesh import Mesh
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Hops(TokenExchange):
-    """A token exchange of one all-to-all along each axis in turn; on the way back they run in reverse."""
+    """A token exchange of one all-to-all along each axis in turn; on the way back they run in reverse.
+
+    Attributes:
+        codec: how rows are encoded on the way to the experts: "int8", "int4" or "fp8", with an fp32 scale for every 128
+            elements of a row; a `shardlib.collectives.codecs.Packing`; or None, not at all. In backward the gradients of
+            results go this way, and are encoded too. A row is encoded once, by itself: what arrives does not depend on how
+            other rows are routed. Rounding counts as the identity in gradients.
+        back_codec: the same on the way back: results in forward, gradients of rows in backward. These are what a token's
+            output and gradient are made of, and DeepSeek-V3 (arXiv 2412.19437, section 3.3.3), which sends fp8 to its
+            experts, leaves them in 16 bits.
+    """
+
+    codec: str | Packing | None = None
+    back_codec: str | Packing | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("codec", "back_codec"):
+            codec = getattr(self, name)
+            if isinstance(codec, str) and codec not in FORMS:
+                raise SpecError(f"{self.name}({name}={codec!r}): use a packing, or {', '.join(map(repr, FORMS))}")
 
     def __str__(self) -> str:
-        return f"{self.name} over {' and '.join(f'axis {axis!r}' for axis in self.axes)}"
+        ways = ("to experts", self.codec), ("back", self.back_codec)
+        coded = [f", {way} in {codec}" for way, codec in ways if codec is not None]
+        return f"{self.name} over {' and '.join(f'axis {axis!r}' for axis in self.axes)}{''.join(coded)}"
 
     def send(
         self,
@@ -33,19 +58,57 @@ class Hops(TokenExchange):
         self._check(mesh, rows, counts)
         if anchor is None and torch.is_grad_enabled():
             anchor = rows.new_zeros((), requires_grad=True)
-        if slots is None and not mesh.abstract:
-            route = uneven(mesh, self.axes, len(rows), counts, anchor)
+        tables = exchanged(mesh, self.axes, counts) if slots is None else None
+        if tables is not None and not mesh.abstract:
+            route = uneven(self.axes, len(rows), tables, anchor)
         else:  # a plan's trace knows no counts, and takes them to be equal
             slots = -(-len(rows) // len(counts)) if slots is None else slots
             route = even(mesh, self.axes, len(rows), counts, slots, anchor)
-        return Travelling(rows, Journey(mesh, route, outward=True)), route
+        return Travelling(rows, Journey(mesh, route, True, self._packings)), route
 
     def back(self, mesh: Mesh, rows: torch.Tensor, way: Route) -> Travelling:
         if rows.dim() != 2 or len(rows) != way.arriving:
             raise SpecError(
                 f"{self}: results are {tuple(rows.shape)} and {way.arriving} rows arrived; pass one result for each"
             )
-        return Travelling(rows, Journey(mesh, way, outward=False))
+        return Travelling(rows, Journey(mesh, way, False, self._packings))
+
+    def payload(
+        self,
+        sizes: Mapping[str, int],
+        coords: Mapping[str, int],
+        counts: torch.Tensor,
+        width: int,
+        dtype: torch.dtype,
+        *,
+        slots: int | None = None,
+    ) -> Payload:
+        ways, place = ([of[axis] for axis in self.axes] for of in (sizes, coords))
+        given = counts if slots is None else torch.full_like(counts, slots)
+        rows = rows_sent(ways, place, given)
+        return self._in_bytes(sizes, rows, 0 if slots is not None else counts.shape[1], width, dtype)
+
+    def bound(self, sizes: Mapping[str, int], rows: int, experts: int, width: int, dtype: torch.dtype) -> Payload:
+        most = most_rows_sent([sizes[axis] for axis in self.axes], rows)
+        return self._in_bytes(sizes, most, experts, width, dtype)
+
+    def _in_bytes(
+        self, sizes: Mapping[str, int], rows: tuple[list[int], list[int]], counts: int, width: int, dtype: torch.dtype
+    ) -> Payload:
+        """The payload of ``rows`` to the experts and back on each hop, and of messages of ``counts`` counts."""
+        told = {axis: counts * torch.int64.itemsize * (sizes[axis] - 1) // sizes[axis] for axis in self.axes}
+        there, back = (
+            {axis: number * bytes_of_row for axis, number in zip(self.axes, numbers, strict=True)}
+            for numbers, packing in zip(rows, self._packings, strict=True)
+            for bytes_of_row in [width * dtype.itemsize if packing is None else packing.size(width)]
+        )
+        return Payload(told, there, back)
+
+    @property
+    def _packings(self) -> Packings:
+        """The encodings on the way to the experts, and back."""
+        there, back = (named(codec) if isinstance(codec, str) else codec for codec in (self.codec, self.back_codec))
+        return there, back
 
     def _check(self, mesh: Mesh, rows: torch.Tensor, counts: torch.Tensor) -> None:
         if rows.dim() != 2 or counts.dim() != 1 or counts.dtype is not torch.int64:
@@ -53,6 +116,9 @@ class Hops(TokenExchange):
                 f"{self}: rows are {tuple(rows.shape)} and counts {tuple(counts.shape)} of {counts.dtype}; pass rows "
                 "[R, W], and counts [experts] of int64"
             )
+        narrow = [packing for packing in self._packings if packing is not None and not packing.wide]
+        if narrow and rows.dtype is torch.float64:
+            raise SpecError(f"{self}: rows are float64, and {narrow[0]} holds fp32 at most; cast them, or use no codec")
         ranks = math.prod(mesh.shape[axis] for axis in self.axes)
         if len(counts) % ranks:
             raise SpecError(

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
+from shardlib.collectives.codecs.integers import Packing
 from shardlib.collectives.tokens.route import Hop, Route
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Splits, Work
+
+Packings = tuple[Packing | None, Packing | None]
 
 
 class Journey:
@@ -27,20 +30,22 @@ class Journey:
 
     Args:
         outward: whether to the experts; else back.
+        packings: how rows are encoded on the way to the experts, and on the way back; None sends them as they are.
     """
 
-    def __init__(self, mesh: Mesh, route: Route, outward: bool) -> None:
-        self._mesh, self.route, self._outward = mesh, route, outward
+    def __init__(self, mesh: Mesh, route: Route, outward: bool, packings: Packings) -> None:
+        self._mesh, self.route, self._outward, self._packings = mesh, route, outward, packings
+        self._packing = packings[0] if outward else packings[1]
         self.dual: Journey | None = None  # the journey of the gradients, while backward runs
 
     def reversed(self) -> Journey:
         """The journey of the gradients."""
-        return Journey(self._mesh, self.route, not self._outward)
+        return Journey(self._mesh, self.route, not self._outward, self._packings)
 
     def depart(self, rows: torch.Tensor) -> None:
         """Start with these rows."""
         first, *others = self.route.hops
-        rows = rows.contiguous()
+        rows = self._encoded(rows)
         if self._outward:
             self._send(first, self.route.enter(rows))
             return
@@ -56,7 +61,25 @@ class Journey:
             rows = first.ordered(rows)
             for hop in others:
                 rows = hop.ordered(self._sent(hop, rows))
+        rows = self._decoded(rows)
         return rows if self._outward else self.route.leave(rows)
+
+    def _encoded(self, rows: torch.Tensor) -> torch.Tensor:
+        """What travels of rows: a message for each, which hops hand on as it is."""
+        self._width, self._dtype = rows.shape[1], rows.dtype
+        if self._packing is None:
+            return rows.contiguous()
+        if self._mesh.abstract:  # a plan's trace has no values to encode
+            return rows.new_empty(len(rows), self._packing.size(self._width), dtype=torch.uint8)
+        return self._packing.pack(rows)
+
+    def _decoded(self, messages: torch.Tensor) -> torch.Tensor:
+        if self._packing is None:
+            return messages
+        rows = messages.new_empty(len(messages), self._width, dtype=self._dtype)
+        if not self._mesh.abstract:
+            self._packing.unpack(messages, rows)
+        return rows
 
     def _sent(self, hop: Hop, rows: torch.Tensor) -> torch.Tensor:
         self._send(hop, rows)

@@ -101,23 +101,32 @@ class Route:
         return F.pad(rows, (0, 0, 0, 1)).index_select(0, self.places)
 
 
-def uneven(mesh: Mesh, axes: Sequence[str], rows: int, counts: torch.Tensor, anchor: torch.Tensor | None) -> Route:
-    """The route of ``rows`` rows, of which every expert gets as many as ``counts`` ``[E]`` says.
+Tables = list[tuple[torch.Tensor, torch.Tensor]]  # of each hop, the sizes of the blocks that leave and that arrive
 
-    Ranks exchange their counts first. The host waits for the sizes, once for all hops.
+
+def exchanged(mesh: Mesh, axes: Sequence[str], counts: torch.Tensor) -> Tables:
+    """The tables of a route on which every expert gets as many of a rank's rows as its ``counts`` ``[E]`` says."""
+    table, tables = _table(mesh, axes, counts), []
+    for axis, dims in zip(axes, _turns(len(axes)), strict=True):
+        table = table.contiguous()
+        arrived = torch.empty_like(table)
+        with mesh.traffic.by_the_loss():
+            primitives.all_to_all(mesh, axis, arrived, table).wait()
+        tables.append((table, arrived))
+        table = arrived.permute(dims)
+    return tables
+
+
+def uneven(axes: Sequence[str], rows: int, tables: Tables, anchor: torch.Tensor | None) -> Route:
+    """The route of ``rows`` rows whose sizes ranks have exchanged. The host waits for them, once for all hops.
 
     Raises:
         SpecError: more rows are counted than there are.
     """
-    table, tables = _table(mesh, axes, counts), []
-    for axis, dims in zip(axes, _turns(len(axes)), strict=True):
-        arrived = exchanged_sizes(mesh, axis, table)
-        tables.append((table, arrived))
-        table = arrived.permute(dims)
     sizes = iter(torch.cat([table.flatten(1).sum(1) for pair in tables for table in pair]).tolist())
     hops = []
     for axis, dims, (_, arrived) in zip(axes, _turns(len(axes)), tables, strict=True):
-        sent, received = (tuple(islice(sizes, mesh.shape[axis])) for _ in range(2))
+        sent, received = (tuple(islice(sizes, len(arrived))) for _ in range(2))
         hops.append(Hop(axis, sent, received, _order(arrived, dims, sum(received))))
     if sum(hops[0].sent) > rows:
         raise SpecError(f"{sum(hops[0].sent)} rows are counted and {rows} given: count the rows that are kept")
@@ -127,9 +136,9 @@ def uneven(mesh: Mesh, axes: Sequence[str], rows: int, counts: torch.Tensor, anc
 def even(
     mesh: Mesh, axes: Sequence[str], rows: int, counts: torch.Tensor, slots: int, anchor: torch.Tensor | None
 ) -> Route:
-    """The route on which every expert gets ``slots`` rows from every rank: after its ``counts``, of zeros.
+    """The route of ``rows`` rows on which every expert gets ``slots`` from every rank: after its ``counts``, of zeros.
 
-    All sizes are known: ranks exchange none, and the host waits for nothing.
+    All sizes are known, and the host waits for nothing.
     """
     table, leaving = _table(mesh, axes, torch.full_like(counts, slots)), len(counts) * slots
     hops = []
@@ -138,15 +147,6 @@ def even(
         hops.append(Hop(axis, split, split, _order(table, dims, leaving)))
         arrived, table = table, table.permute(dims)
     return Route(rows, tuple(hops), _places(rows, counts, slots), _ends(arrived), anchor)
-
-
-def exchanged_sizes(mesh: Mesh, axis: str, table: torch.Tensor) -> torch.Tensor:
-    """The sizes of the blocks that arrive along an axis, where row j of ``table`` has those of the blocks for rank j."""
-    table = table.contiguous()
-    arrived = torch.empty_like(table)
-    with mesh.traffic.by_the_loss():
-        primitives.all_to_all(mesh, axis, arrived, table).wait()
-    return arrived
 
 
 def _table(mesh: Mesh, axes: Sequence[str], counts: torch.Tensor) -> torch.Tensor:

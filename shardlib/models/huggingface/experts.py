@@ -21,7 +21,8 @@ def with_experts(model: Any) -> Any:
     Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3, GPT-OSS and others: all models whose experts have an implementation to
     choose. The routers, parameters and their names stay as they are. The model is changed in place and returned; call this
     before `shardlib.from_module`. Without it these models train too, by loops or by torch's ``grouped_mm``; with it they take
-    any widths and dtypes, experts may lie on other ranks, and a layer that `shardlib.remat` recomputes takes over the choices of its first run.
+    any widths and dtypes, experts may lie on other ranks (`shardlib.experts`), and a layer that `shardlib.remat` recomputes
+    takes over the choices of its first run.
 
     Raises:
         TreeError: the model has no layers of experts with an implementation to choose.

@@ -12,16 +12,14 @@ import torch.nn.functional as F
 
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.swiglu import swiglu
-from shardlib.nn.moe.noise import Tokens
 from shardlib.nn.moe.routing import Routing
-from shardlib.rng import Key
 
 # ``product(rows, weight, bias=None)``: as F.linear, each row with the matrix of its own expert.
 Product = Callable[..., torch.Tensor]
 # ``expert(params, rows, product)``: the outputs for rows of inputs.
 Expert = Callable[[Mapping[str, Any], torch.Tensor, Product], torch.Tensor]
-# ``router(logits, rng, balance, mask)``.
-Route = Callable[[torch.Tensor, Key | Tokens | None, torch.Tensor | None, torch.Tensor | None], Routing]
+# ``router(logits, rng, balance)``, and ``mask=`` where there is padding.
+Route = Callable[..., Routing]
 
 
 def _swiglu(params: Mapping[str, Any], rows: torch.Tensor, product: Product) -> torch.Tensor:
@@ -62,7 +60,8 @@ class MoEConfig:
     """What `moe` is made of, apart from its parameters.
 
     Attributes:
-        router: of `shardlib.nn.routers`, or a function ``(logits, rng, balance, mask) -> Routing``.
+        router: of `shardlib.nn.routers`, or a function ``(logits, rng, balance) -> Routing``, which takes a
+            ``mask=`` too if layers have padding.
         expert: "swiglu" (parameters "gate", "up", "down"), "gelu", "gelu_tanh" or "relu" ("up", "down", and where there are
             any "up_bias", "down_bias"); or a function ``expert(params, rows, product)`` of the layer's ``params["experts"]``
             and of rows ``[R, W]``, each a token of some expert. ``product(rows, weight, bias=None)`` is ``F.linear`` with the
@@ -92,6 +91,12 @@ class MoEConfig:
     def compute(self) -> Expert:
         """The experts' function."""
         return EXPERTS[self.expert].compute if isinstance(self.expert, str) else self.expert
+
+    @property
+    def slices(self) -> dict[str, str]:
+        """Parameter -> the style of `shardlib.tensor_slicing` that cuts an expert's inner width; none of a function's."""
+        sizes = EXPERTS[self.expert].sizes if isinstance(self.expert, str) else {}
+        return {name: "column" if order[0] == "hidden" else "row" for name, order in sizes.items()}
 
     def shapes(self, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
         """Parameter -> shape, for one expert of these widths.

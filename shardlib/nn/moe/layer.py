@@ -76,8 +76,8 @@ def moe(
         tokens = tokens_of(x, rng)
         logits = _logits(router, _jittered(flat, config.jitter, tokens))
         balance = router.get("balance")
-        counted = None if mask is None else mask.flatten()
-        routing = config.router(logits, tokens, None if balance is None else balance.detach(), counted)
+        masked = {} if mask is None else {"mask": mask.flatten()}
+        routing = config.router(logits, tokens, None if balance is None else balance.detach(), **masked)
     elif len(routing.experts) != len(flat) or len(routing.counts) != len(router["weight"]):
         raise ValueError(
             f"moe: the routing is of {len(routing.experts)} tokens among {len(routing.counts)} experts, and the layer has "

@@ -6,6 +6,7 @@ _COLLECTIVES = "tests/collectives/test_collectives.py"
 _CODECS = "tests/collectives/test_codecs.py"
 _SEQUENCE = "tests/training/test_sequence.py"
 _SLICING = "tests/transforms/test_tensor_slicing.py"
+_TOKENS = "tests/collectives/test_tokens"
 _DERIVATIVES = (f"{_COLLECTIVES}::test_values_and_two_derivatives",)
 
 DEFECTS = (
@@ -278,5 +279,50 @@ DEFECTS = (
         ".masked_fill(~local[..., None], 0)",
         "",
         (f"{_SLICING}::test_every_stage[0-dtype1-6]",),
+    ),
+    Defect(
+        "results in the order of arrival",
+        "order",
+        "collectives/tokens/route.py",
+        "on the way back rows are put in order once more, in place of the order in which they came",
+        "rows.index_select(0, self.order.back)",
+        "rows.index_select(0, self.order.there)",
+        (f"{_TOKENS}.py::test_rows_go_to_their_experts_and_back",),
+    ),
+    Defect(
+        "the first row of an expert with the one before it",
+        "offset",
+        "collectives/tokens/route.py",
+        "of rows that are padded to slots each expert's first one goes to the expert before it",
+        "torch.searchsorted(ends, numbers, right=True)",
+        "torch.searchsorted(ends, numbers)",
+        (f"{_TOKENS}.py::test_rows_go_to_their_experts_and_back",),
+    ),
+    Defect(
+        "a rank stays away from backward",
+        "agreement",
+        "collectives/tokens/journey.py",
+        "a rank whose rows need no gradient exchanges no gradients, for which the others wait",
+        "_Depart.apply(rows, journey.route.anchor, journey)",
+        "_Depart.apply(rows, None, journey)",
+        (f"{_TOKENS}.py::test_a_rank_whose_rows_need_no_gradient_takes_part_in_backward",),
+    ),
+    Defect(
+        "gradients encoded as on the way back",
+        "numerics",
+        "collectives/tokens/journey.py",
+        "gradients are sent to the experts in the codec of results",
+        "Journey(self._mesh, self.route, not self._outward, self._packings)",
+        "Journey(self._mesh, self.route, not self._outward, self._packings[::-1])",
+        (f"{_TOKENS}_payload.py::test_a_row_is_encoded_once_and_by_itself",),
+    ),
+    Defect(
+        "rows for a rank's own experts as payload",
+        "offset",
+        "collectives/primitives.py",
+        "rows that stay on the rank are counted as sent",
+        "(inp.numel() - splits.sent[group.rank]) * inp.dtype.itemsize",
+        "inp.numel() * inp.dtype.itemsize",
+        (f"{_TOKENS}_payload.py::test_payload_is_what_leaves_a_rank",),
     ),
 )

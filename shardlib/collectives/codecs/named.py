@@ -1,0 +1,20 @@
+"""The names of codecs that send a few bits per element, with one scale per block."""
+
+from __future__ import annotations
+
+from shardlib.collectives.codecs.float8 import Float8
+from shardlib.collectives.codecs.integers import Integers
+from shardlib.kernels.quantize import Blockwise
+
+FewBits = Float8 | Integers
+FORMS = ("int8", "int4", "fp8")
+
+
+def named(form: str, block: int = 128, feedback: bool = False) -> FewBits:
+    """The codec, and packing, of a name in `FORMS`.
+
+    Args:
+        block: elements per scale.
+        feedback: whether residuals are kept.
+    """
+    return Float8(block, feedback) if form == "fp8" else Integers(Blockwise(int(form[3:]), block), feedback)
