@@ -39,10 +39,10 @@ class Llama(Decoder):
     def hidden(self, params: Any, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         params = params["model"]
         x = F.embedding(tokens, params["embed_tokens"]["weight"])
-        angles = tuple(table.to(x.device)[positions].unsqueeze(1).to(x.dtype) for table in (self._cos, self._sin))
+        cos, sin = (table.to(x.device)[positions].unsqueeze(1).to(x.dtype) for table in (self._cos, self._sin))
         for index, layer in enumerate(params["layers"]):
             normed = self._norm(layer["input_layernorm"], x)
-            x = x + self._attention(layer["self_attn"], index, normed, angles, attend)
+            x = x + self._attention(layer["self_attn"], index, normed, (cos, sin), attend)
             x = x + self._mlp(layer["mlp"], self._norm(layer["post_attention_layernorm"], x))
         return self._norm(params["norm"], x)
 
