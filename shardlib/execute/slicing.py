@@ -20,6 +20,7 @@ from shardlib.errors import HandleError
 from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm
 from shardlib.mesh.specs import Window
 from shardlib.nn.functional import embedding, linear_cross_entropy, local_slice, slice_of
+from shardlib.nn.moe.compute import Groups, expert_linear
 from shardlib.nn.sequence import current_parts, shard_sequence
 
 
@@ -116,6 +117,23 @@ def _layer(compute: Compute, transposed: bool, x: Any, weight: Any, bias: Any) -
     return style.linear(_slice(weight), x, bias, compute, transposed)
 
 
+def _expert_linear(rows: Any, weight: Any, bias: Any, groups: Groups) -> torch.Tensor:
+    """`shardlib.nn.moe.compute.expert_linear`, of which a leaf may be sliced."""
+    refuse_operands("a layer of experts as its input", [rows])
+    style = _style(weight)
+    if style is None or style.sums:
+        require_whole_layer(weight, bias)
+
+    def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = expert_linear(rows, weight, None, groups)
+        return y if bias is None else y + bias
+
+    of_rows = None if bias is None else _held(bias)[groups.experts]
+    if style is None:
+        return compute(materialise(rows), materialise(weight), of_rows)
+    return style.grouped(_slice(weight), materialise(rows), of_rows, compute)
+
+
 def _embedding(
     ids: torch.Tensor,
     weight: Any,
@@ -210,6 +228,7 @@ _LAYERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__matmul__: _matmul,
     torch.addmm: _addmm,
     linear_cross_entropy: _cross_entropy,
+    expert_linear: _expert_linear,
     embedding: _embedding_of_part,
     local_slice: _held,
     slice_of: _slice_of,

@@ -169,10 +169,10 @@ def hidden(
     ``attend`` gives the attention of each layer in place of causal attention among the tokens: to a cache. ``segments`` and
     ``positions`` (B, S) are those of packed documents.
     """
-    return _hidden(config, params, tokens, rng, attend, segments, positions)[0]
+    return hidden_and_layers(config, params, tokens, rng, attend, segments, positions)[0]
 
 
-def _hidden(
+def hidden_and_layers(
     config: GPTConfig,
     params: Params,
     tokens: Tensor,
@@ -181,6 +181,7 @@ def _hidden(
     segments: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Layers]:
+    """`hidden`, and what layers with experts say beside it."""
     x, layers = embed(config, params, tokens, rng, positions), []
     for i, params_i in enumerate(params["blocks"]):
         key = rng.fold_in(i) if rng is not None else None
@@ -210,14 +211,14 @@ def make_loss(config: GPTConfig) -> Callable[..., Any]:
 
     def loss(params: Params, batch: dict[str, Tensor], rng: Key | None = None) -> Any:
         segments, positions = batch.get("segments"), batch.get("positions")
-        x, layers = _hidden(config, params, batch["tokens"], rng, segments=segments, positions=positions)
-        return _scores(config, x, layers, params["head"]["weight"], batch)
+        x, layers = hidden_and_layers(config, params, batch["tokens"], rng, segments=segments, positions=positions)
+        return scored(config, x, layers, params["head"]["weight"], batch)
 
     return loss
 
 
-def _scores(config: GPTConfig, x: Tensor, layers: Layers, weight: Tensor, batch: dict[str, Tensor]) -> Any:
-    """The loss of the last hidden states x (B, S, W)."""
+def scored(config: GPTConfig, x: Tensor, layers: Layers, weight: Tensor, batch: dict[str, Tensor]) -> Any:
+    """The loss of `hidden_and_layers` by the output layer's ``weight``, in the form of `make_loss`."""
     targets = batch["targets"]
     if "segments" not in batch:
         loss: Any = linear_cross_entropy(x, weight, targets)
@@ -251,7 +252,7 @@ def make_sequential(config: GPTConfig) -> Sequential:
         return x, (*carry[1], routed)
 
     def last(params: Params, carry: Carry, batch: dict[str, Tensor]) -> Any:
-        return _scores(config, layer_norm(params["norm"], carry[0]), carry[1], params["weight"], batch)
+        return scored(config, layer_norm(params["norm"], carry[0]), carry[1], params["weight"], batch)
 
     return sequential([first, *[layer] * config.layers, last])
 

@@ -23,36 +23,38 @@ from shardlib.transforms.misfits import (
 from shardlib.tree import matches
 
 
-def column(*, heads: int = 0, transposed: bool = False, gather: bool = False) -> Style:
+def column(*, heads: int = 0, transposed: bool = False, gather: bool = False, experts: bool = False) -> Style:
     """The style of a layer whose outputs, and with them its bias, are divided over the ranks.
 
     Args:
         heads: number of heads that the outputs consist of, if heads must not be cut.
         transposed: whether the weight is stored as (in, out), as for ``x @ weight`` and transformers' Conv1D.
         gather: whether outputs are gathered, so that every rank gets all of them.
+        experts: whether leaves hold the layers of experts, along dimension 0, every one of which is cut (`shardlib.nn.moe`).
 
     >>> rules = {"*/attn/qkv": sl.column(heads=2), "*/up": sl.column()}
     >>> params = {"block": {"up": {"weight": torch.ones(32, 8)}, "attn": {"qkv": {"weight": torch.ones(24, 8)}}}}
     >>> sl.make_plan(params, sl.abstract_mesh(data=1, model=2), sl.tensor_slicing(rules)).bytes("param")
     896
     """
-    return Column(heads, transposed, gather)
+    return Column(heads, transposed, experts, gather)
 
 
-def row(*, heads: int = 0, transposed: bool = False, split: bool = False) -> Style:
+def row(*, heads: int = 0, transposed: bool = False, split: bool = False, experts: bool = False) -> Style:
     """The style of a layer whose inputs are divided over the ranks. Outputs are all-reduced; the whole bias is added once.
 
     Args:
         heads: number of heads that the inputs consist of, if heads must not be cut.
         transposed: as for `column`.
         split: whether the input arrives whole, so that each rank takes its share of it.
+        experts: as for `column`.
 
     >>> rules = {"*/attn/out": sl.row(heads=2)}
     >>> params = {"block": {"attn": {"out": {"weight": torch.ones(8, 8)}}}}
     >>> sl.make_plan(params, sl.abstract_mesh(data=1, model=2), sl.tensor_slicing(rules)).bytes("param")
     128
     """
-    return Row(heads, transposed, split)
+    return Row(heads, transposed, experts, split)
 
 
 # Name -> style. The last seven names are those of transformers' base_model_tp_plan.

@@ -106,3 +106,59 @@ def test_models_that_are_refused():
         huggingface.with_experts(decoder("llama"))
     with pytest.raises(TreeError, match="output_router_logits adds a loss of all layers' routers"):
         huggingface.decoder_blocks(decoder("mixtral", output_router_logits=True))
+
+
+def over_experts(kind):
+    model = huggingface.with_experts(decoder(kind, torch.float64))
+    return model, sl.experts(rules=huggingface.expert_rules(model))
+
+
+def logits_squared(apply):
+    return lambda params, tokens: apply(params, input_ids=tokens).logits.double().square().mean()
+
+
+def shares_of(mesh, loss_fn, params, transform):
+    """The loss and whole gradients, of this rank's share of a batch."""
+    sharded = sl.shard(params, mesh, transform)
+    ranks = [mesh.coords[axis] * mesh.shape["expert"] ** (axis == "data") for axis in mesh.shape if axis != "model"]
+    number = mesh.size // mesh.shape.get("model", 1)
+    loss, grads = sl.value_and_grad(loss_fn)(sharded, TOKENS[0].chunk(number)[sum(ranks)])
+    return loss.item(), sl.unshard(grads)
+
+
+DEALT = {
+    "two ranks": ({"expert": 2}, (sl.zero(0, axis="expert"),)),
+    "four ranks": ({"expert": 4}, (sl.zero(2, axis="expert"),)),
+    "data too": ({"data": 2, "expert": 2}, (sl.zero(3),)),
+    "split over both": ({"data": 2, "expert": 2}, (sl.zero(3, axis=("data", "expert")),)),
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("plan", DEALT)
+def test_experts_on_other_ranks(kind, plan):
+    """Leaf by leaf as on one device. DeepSeek's router is computed in fp32."""
+    model, experts = over_experts(kind)
+    apply, params = sl.from_module(model)
+    alone, wanted = sl.value_and_grad(logits_squared(apply))(params, TOKENS[0])
+    mesh, transforms = DEALT[plan]
+    for loss, grads in sl.simulate(shares_of, logits_squared(apply), params, sl.chain(experts, *transforms), mesh=mesh):
+        assert loss == pytest.approx(alone.item(), rel=1e-10)
+        assert_close(grads, wanted, 1e-6 if kind == "deepseek_v3" else 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"])
+def test_slices_of_attention_and_experts_on_other_ranks(kind):
+    model, experts = over_experts(kind)
+    apply, params = sl.from_module(model)
+    slicing = sl.tensor_slicing(huggingface.slicing_rules(model))
+    alone, wanted = sl.value_and_grad(logits_squared(apply))(params, TOKENS[0])
+    transform = sl.chain(experts, slicing, sl.zero(1, axis="expert"))
+    for loss, grads in sl.simulate(shares_of, logits_squared(apply), params, transform, mesh={"expert": 2, "model": 2}):
+        assert loss == pytest.approx(alone.item(), rel=1e-10)
+        assert_close(grads, wanted, 1e-6)  # norms of slices are taken in fp32
+
+
+def test_a_model_without_a_plan_for_experts():
+    with pytest.raises(TreeError, match="LlamaForCausalLM has no base_model_ep_plan"):
+        huggingface.expert_rules(decoder("llama"))

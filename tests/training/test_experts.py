@@ -40,8 +40,8 @@ def model(router, wrap=sl.block):
 
     def block(kind):
         def run(params, x, skew):
-            def route(logits, rng, balance):
-                return router(logits + skew.expand(*x.shape[:2], -1).flatten(0, 1), rng, balance)
+            def route(logits, *rest):
+                return router(logits + skew.expand(*x.shape[:2], -1).flatten(0, 1), *rest)
 
             heads = (x @ params["w"]).unflatten(-1, (2, 2)).transpose(1, 2)
             mixed = sl.nn.attention(heads, heads, heads).transpose(1, 2).flatten(2)
@@ -155,3 +155,26 @@ COMPOSED = {
 def test_beside_other_transforms(case):
     mesh, transforms = COMPOSED[case]
     assert_trains_like_one_device(mesh, *transforms)
+
+
+SLICES = sl.tensor_slicing(
+    {
+        "*/experts/gate": sl.column(experts=True),
+        "*/experts/up*": sl.column(experts=True),
+        "*/experts/down*": sl.row(experts=True),
+        "*/shared/up*": "column",
+        "*/shared/down*": "row",
+    }
+)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("mesh", [{"model": 2, "data": 1}, {"model": 2, "data": 2}])
+def test_slices_of_whole_experts(mesh, stage):
+    assert_trains_like_one_device(mesh, SLICES, sl.zero(stage))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("mesh", [{"expert": 2, "model": 2, "data": 1}, {"data": 2, "model": 2, "expert": 2}])
+def test_slices_of_experts_that_are_dealt_out(mesh, stage):
+    assert_trains_like_one_device(mesh, sl.experts(), SLICES, sl.zero(stage, axis=BOTH), sl.remat())

@@ -26,9 +26,10 @@ class Style(ABC):
 
     A style is a frozen value, equal to another of the same class, options and axis. The rules of `shardlib.tensor_slicing`
     take styles. A subclass gives ``name`` and ``spec``, and one method for each way in which models use such leaves:
-    ``linear`` for ``F.linear``, ``x @ weight`` and ``torch.addmm``, ``embedding`` for ``F.embedding`` and
-    ``sl.nn.embedding``, ``cross_entropy`` for ``sl.nn.linear_cross_entropy``. Each method computes with this rank's `Slice`,
-    and exchanges activations by the slice's methods. Uses without a method, and all other functions of a slice, are refused.
+    ``linear`` for ``F.linear``, ``x @ weight`` and ``torch.addmm``, ``grouped`` for products of experts (``sl.nn.moe``),
+    ``embedding`` for ``F.embedding`` and ``sl.nn.embedding``, ``cross_entropy`` for ``sl.nn.linear_cross_entropy``. Each
+    method computes with this rank's `Slice`, and exchanges activations by the slice's methods. Uses without a method, and all
+    other functions of a slice, are refused.
 
     Attributes:
         axis: the mesh axis that the leaves are sliced over; `tensor_slicing` sets it.
@@ -92,6 +93,17 @@ class Style(ABC):
             transposed: whether ``compute`` takes the weight as (in, out).
         """
         raise HandleError(f"{weight.path} is a layer's weight and has the style {self}; give its layer another style")
+
+    def grouped(self, weight: Slice, rows: torch.Tensor, bias: torch.Tensor | None, compute: Compute) -> torch.Tensor:
+        """The outputs of a layer of experts, whose weight is (experts, out, in).
+
+        Args:
+            rows: ``[R, in]``, each of one expert.
+            bias: ``[R, out]``: this rank's slice of each row's bias (the whole bias where ``spec`` leaves it whole), or None.
+        """
+        raise HandleError(
+            f"{weight.path} is a weight of experts and has the style {self}; give its layer another style"
+        )
 
     def embedding(self, weight: Slice, ids: torch.Tensor, padding: int | None, sparse: bool) -> torch.Tensor:
         """The rows of ``ids``; row ``padding`` gets no gradient, and with ``sparse`` the gradient is a sparse tensor."""

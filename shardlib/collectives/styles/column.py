@@ -34,7 +34,7 @@ class Column(LayerStyle):
     def gathered(self) -> str:
         return "the outputs of {paths}" if self.gather else ""
 
-    def dim(self, shape: tuple[int, ...]) -> int:
+    def dim_of_layer(self, shape: tuple[int, ...]) -> int:
         return 1 if self.transposed and len(shape) > 1 else 0
 
     def spec(self, shape: tuple[int, ...], ways: int) -> P:
@@ -45,12 +45,9 @@ class Column(LayerStyle):
 
     def misfit(self, shape: tuple[int, ...], ways: int) -> tuple[str, str] | None:
         # A weight (out, in, ...) is cut along its first dimension, whatever dimensions follow.
-        return super().misfit(shape if self.transposed else shape[:2], ways)
+        return super().misfit(shape if self.transposed else shape[: 2 + self.experts], ways)
 
-    def linear(
-        self, weight: Slice, x: torch.Tensor, bias: torch.Tensor | None, compute: Compute, transposed: bool
-    ) -> torch.Tensor:
-        self.check_order(weight, transposed)
-        outputs = weight.window.shape[int(transposed)]
+    def outputs(self, weight: Slice, x: torch.Tensor, bias: torch.Tensor | None, compute: Compute) -> torch.Tensor:
+        outputs = weight.window.shape[self.dim(weight.window.shape)]
         y = compute(weight.enter(x), weight.local, bias)
         return weight.whole_outputs(y, outputs) if self.gather else weight.share(y, outputs)

@@ -31,16 +31,13 @@ class Row(LayerStyle):
     def whole(self) -> bool:
         return self.split
 
-    def dim(self, shape: tuple[int, ...]) -> int:
+    def dim_of_layer(self, shape: tuple[int, ...]) -> int:
         return 0 if self.transposed else 1
 
     def spec(self, shape: tuple[int, ...], ways: int) -> P | None:
-        return None if len(shape) < 2 else P(*([None] * self.dim(shape)), self.axis)
+        return None if len(shape) < 2 + self.experts else P(*([None] * self.dim(shape)), self.axis)
 
-    def linear(
-        self, weight: Slice, x: torch.Tensor, bias: torch.Tensor | None, compute: Compute, transposed: bool
-    ) -> torch.Tensor:
-        self.check_order(weight, transposed)
+    def outputs(self, weight: Slice, x: torch.Tensor, bias: torch.Tensor | None, compute: Compute) -> torch.Tensor:
         if self.split:
             x = weight.input_share(x)
         inputs = weight.local.shape[self.dim(weight.local.shape)]

@@ -31,3 +31,6 @@ class Shared(Style):
         self, weight: Slice, x: torch.Tensor, bias: torch.Tensor | None, compute: Compute, transposed: bool
     ) -> torch.Tensor:
         return compute(x, weight.local, bias)
+
+    def grouped(self, weight: Slice, rows: torch.Tensor, bias: torch.Tensor | None, compute: Compute) -> torch.Tensor:
+        return compute(rows, weight.local, bias)

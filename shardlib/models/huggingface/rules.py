@@ -20,7 +20,8 @@ def slicing_rules(module: nn.Module, blocks: bool = False) -> Rules:
 
     Supported are models with a ``base_model_tp_plan`` (Llama and similar ones), BERT and RoBERTa, and GPT-2 (made
     `sliceable`), with a head or without one. If the embedding is tied to the output layer, both have the style "vocab". The
-    numbers of heads come from the configuration, and every rule matches parameters of the model.
+    numbers of heads come from the configuration, and every rule matches parameters of the model. Layers of experts are left
+    whole; `shardlib.experts` deals them out by `expert_rules`.
 
     Args:
         blocks: whether the rules are for parameters that `decoder_blocks` made. Then the vocabulary is sliced too, in
@@ -36,6 +37,32 @@ def slicing_rules(module: nn.Module, blocks: bool = False) -> Rules:
     rules = _of_whole(module)
     rules.pop("lm_head", None)  # its outputs would be gathered
     return rules | {f"*/{words}": "vocab", "*/lm_head": "vocab"}
+
+
+def expert_rules(module: nn.Module) -> tuple[str, ...]:
+    """Rules for `shardlib.experts` of a transformers model: the leaves of its own expert-parallel plan.
+
+    The model's experts must be computed by `with_experts`, which sends tokens to them.
+
+    Raises:
+        TreeError: the model has no ``base_model_ep_plan``.
+
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> from shardlib.models import huggingface
+    >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    >>> model = MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4))
+    >>> huggingface.expert_rules(model)
+    ('*layers/*/mlp/experts/gate_up_proj', '*layers/*/mlp/experts/down_proj')
+    """
+    config: Any = module.config
+    plan: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
+    rules = tuple(f"*{glob.replace('.', '/')}" for glob, style in plan.items() if style == "grouped_gemm")
+    if not rules:
+        raise TreeError(
+            f"{type(module).__name__} has no base_model_ep_plan; name the leaves that have the experts along dimension 0: "
+            "sl.experts(rules='*/experts/*')"
+        )
+    return rules
 
 
 def _of_whole(module: nn.Module) -> Rules:
@@ -60,6 +87,9 @@ def _of_plan(module: nn.Module, config: Any) -> Rules:
             f"{type(module).__name__} has no base_model_tp_plan, and shardlib has no rules for {config.model_type!r}; write "
             "them: sl.tensor_slicing({'*/up': 'column', '*/down': 'row', ...})"
         )
+    # Experts are left whole: their gate and up are one tensor, and a slice of both is no slice of it.
+    whole = [glob for glob, style in plan.items() if style == "moe_tp_experts"]
+    plan = {glob: style for glob, style in plan.items() if not any(f"{glob}.".startswith(f"{of}.") for of in whole)}
     rules: Rules = {glob: _by_heads(glob, style, config) for glob, style in plan.items()}
     rules["*/mlp/act_fn"] = "shared"  # parameters of an activation function (Apertus has some) are applied to slices
     if "lm_head" in rules and getattr(config, "tie_word_embeddings", False):

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from shardlib.kernels.grouped_matmul import grouped_matmul
 from shardlib.nn.moe.routing import Routing
@@ -55,5 +56,12 @@ class Groups:
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``rows`` ``[R, in]`` times their experts' ``weight`` ``[E, out, in]``, plus their ``bias`` ``[E, out]``."""
-        y = grouped_matmul(rows, weight, self.ends)
-        return y if bias is None else y + bias[self.experts]
+        return expert_linear(rows, weight, bias, self)
+
+
+def expert_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: Groups) -> torch.Tensor:
+    """See `Groups.product`. Of a slice of ``weight`` that `tensor_slicing` cut, its style computes this rank's share."""
+    if has_torch_function((weight, bias)):
+        return handle_torch_function(expert_linear, (weight, bias), rows, weight, bias, groups)
+    y = grouped_matmul(rows, weight, groups.ends)
+    return y if bias is None else y + bias[groups.experts]
