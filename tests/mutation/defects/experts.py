@@ -3,6 +3,7 @@
 from ..planting import Defect
 
 _ROUTERS, _LAYER = "tests/nn/test_routers.py", "tests/nn/test_moe.py"
+_PRODUCTS = "tests/kernels/test_kernels_grouped_matmul.py"
 
 DEFECTS = (
     Defect(
@@ -40,5 +41,23 @@ DEFECTS = (
         "chosen = scores.gather(1, experts)",
         "chosen = scores.detach().gather(1, experts)",
         (f"{_LAYER}::test_a_loop_over_tokens",),
+    ),
+    Defect(
+        "a sum that is cut begins anew",
+        "numerics",
+        "kernels/grouped_matmul/product.h",
+        "products over more numbers than are packed at a time lose the first of them",
+        "deep, number > 0, sums)",
+        "deep, false, sums)",
+        (f"{_PRODUCTS}::test_products_of_several_blocks",),
+    ),
+    Defect(
+        "a transposed matrix read as it is not",
+        "offset",
+        "kernels/grouped_matmul/cpu.py",
+        "products with transposed matrices read them row by row",
+        "weight.stride(1 if along else 2), int(along)",
+        "weight.stride(1 if along else 2), 1",
+        (f"{_PRODUCTS}::test_products_of_several_blocks",),
     ),
 )
