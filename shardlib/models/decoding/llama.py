@@ -57,7 +57,7 @@ class Llama(Decoder):
         angles: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
     ) -> torch.Tensor:
-        q, k, v = (_linear(params[f"{name}_proj"], x).view(len(x), -1, self._size) for name in "qkv")
+        q, k, v = (_linear(params[f"{name}_proj"], x).unflatten(-1, (-1, self._size)) for name in "qkv")
         if "q_norm" in params:
             q, k = self._norm(params["q_norm"], q), self._norm(params["k_norm"], k)
         q, k = _rotated(torch.cat([q, k], 1), *angles).split([q.shape[1], k.shape[1]], 1)
