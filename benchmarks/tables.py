@@ -31,7 +31,7 @@ from benchmarks.harness.case import CPU, Table
 from benchmarks.learning import compressed as learning
 from benchmarks.learning import large_batch, rates
 from benchmarks.network import compressed as slow_network
-from benchmarks.network import link, report
+from benchmarks.network import link, report, tokens
 
 _OF_THE_CPU = (
     Table(
@@ -57,6 +57,7 @@ _OF_THE_CPU = (
     Table("reproducible", "The same bits on every mesh", reproducible.CASES),
     Table("sparse_cpu", "Sparse attention on one core", (sparse_attention.CASE,)),
     Table("slow_network", "Slow networks", slow_network.CASES, report.plot),
+    Table("tokens", "Tokens on their way to experts over slow links", tokens.CASES),
     Table("learning", "Learning", (learning.CASE,)),
     Table("learning_rates", "Learning at several rates", (rates.CASE,)),
     Table("large_batch", "Large batches", (large_batch.CASE,)),

@@ -148,7 +148,8 @@ def test_generates_from_a_training_state():
     assert drawn(PROMPTS, params=state) == drawn(PROMPTS, params=sl.unshard(state.params)) != drawn(PROMPTS)
 
 
-KINDS = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+KINDS = ["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
+WITH_EXPERTS = ["mixtral", "qwen3_moe"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,7 +177,24 @@ def test_the_tokens_of_transformers(kind):
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WITH_EXPERTS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_on_other_ranks(kind, ranks):
+    """Each rank holds its share of the experts, and some have no prompt."""
+    made = decoder(kind, torch.float64).eval()
+    _, params = sl.from_module(made)
+    prompts = [[1, 5, 9], [7], [4, 4, 2, 30]]
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(sl.experts(), sl.zero(0)))
+        held = sharded.tree["model"]["layers"][0]["mlp"]["experts"]["down_proj"]
+        return len(held), lists(sl.generate(made, sharded, prompts, 4, seed=1, stop=[11]))
+
+    whole = lists(sl.generate(made, params, prompts, 4, seed=1, stop=[11]))
+    assert sl.simulate(run, mesh={"data": 1, "expert": ranks}) == [(4 // ranks, whole)] * ranks
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(WITH_EXPERTS)))
 def test_slices_of_transformers(kind):
     made = huggingface.sliceable(decoder(kind, torch.float64).eval())
     _, params = sl.from_module(made)
