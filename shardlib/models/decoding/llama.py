@@ -27,6 +27,8 @@ class Llama(Decoder):
         TreeError: settings that this does not compute.
     """
 
+    products = ("model/layers/*/self_attn/*_proj/weight", "model/layers/*/mlp/*_proj/weight", "lm_head/weight")
+
     def __init__(self, model: Any) -> None:
         config = model.config
         require_settings(config, _SETTINGS)
