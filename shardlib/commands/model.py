@@ -13,6 +13,8 @@ from shardlib import schedules
 from shardlib.common._compat import cpu_multiplies_bf16
 from shardlib.models import gpt
 from shardlib.models.gpt import GPTConfig
+from shardlib.nn.moe.config import MoEConfig
+from shardlib.nn.moe.routers import top_k
 from shardlib.plan.transform import Chain, Transform, chain
 from shardlib.transforms import accumulate, offload, pipeline, precision, remat, tensor_slicing, zero
 
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--sequence", type=int, default=128, help="tokens of context")
     model.add_argument("--vocab", type=int, default=256, help="256 is one token per byte")
     model.add_argument("--dropout", type=float, default=0.0)
+    model.add_argument("--experts", type=int, default=0, help="in every other layer, of which a token uses two")
     sharding = parser.add_argument_group("sharding")
     sharding.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     sharding.add_argument(
@@ -67,6 +70,9 @@ def config(args: argparse.Namespace) -> GPTConfig:
         heads=args.heads,
         sequence=args.sequence,
         dropout=args.dropout,
+        moe=gpt.Experts((0, args.experts), MoEConfig(top_k(2, renormalise="chosen"), "gelu_tanh"))
+        if args.experts
+        else None,
     )
 
 

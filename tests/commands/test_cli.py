@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -121,6 +122,25 @@ def test_plan_and_train_sliced(text, tmp_path, capsys):
     assert run.returncode == 0, out
     rows = re.findall(r"^(parameters|optimizer|sent on model)\s+(\d.*? \w+)\s{2,}(\d.*? \w+)\s*$", out, re.MULTILINE)
     assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
+
+
+def test_plan_and_train_with_experts(text, tmp_path, capsys, monkeypatch):
+    """Their shares are metrics; validation is of the tokens alone, without the routers' losses, here about 5."""
+    given = model.config
+
+    def config(args):
+        made = given(args)
+        return replace(made, moe=replace(made.moe, load=5.0))
+
+    monkeypatch.setattr(model, "config", config)
+    cli.main(["plan", *SIZES, "--experts", "4"])
+    assert "blocks/1/moe/experts/up" in capsys.readouterr().out
+    options = ["--data", text, "--out", tmp_path, "--steps", 2, "--warmup", 1, "--precision", "fp32", "--experts", 4]
+    cli.main(["train", *SIZES, *map(str, options)])
+    with open(tmp_path / "metrics.csv") as file:
+        *_, last = csv.DictReader(file)
+    assert sum(float(last[f"aux/experts/1/shares/{expert}"]) for expert in range(4)) == pytest.approx(1)
+    assert float(last["loss"]) - float(last["validation/loss"]) == pytest.approx(5, abs=0.5)
 
 
 @pytest.mark.parametrize("params", [[], ["--offload-params"]], ids=["", "parameters"])
