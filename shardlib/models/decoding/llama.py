@@ -27,6 +27,8 @@ class Llama(Decoder):
         TreeError: settings that this does not compute.
     """
 
+    products = ("model/layers/*/self_attn/*_proj/weight", "model/layers/*/mlp/*_proj/weight", "lm_head/weight")
+
     def __init__(self, model: Any) -> None:
         config = model.config
         require_settings(config, _SETTINGS)
@@ -57,7 +59,7 @@ class Llama(Decoder):
         angles: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
     ) -> torch.Tensor:
-        q, k, v = (_linear(params[f"{name}_proj"], x).view(len(x), -1, self._size) for name in "qkv")
+        q, k, v = (_linear(params[f"{name}_proj"], x).unflatten(-1, (-1, self._size)) for name in "qkv")
         if "q_norm" in params:
             q, k = self._norm(params["q_norm"], q), self._norm(params["k_norm"], k)
         q, k = _rotated(torch.cat([q, k], 1), *angles).split([q.shape[1], k.shape[1]], 1)
