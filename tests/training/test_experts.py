@@ -120,6 +120,26 @@ def test_experts_and_ranks_without_tokens(experts, transforms):
     assert_trains_like_one_device(mesh, sl.experts(), *(transforms or (sl.zero(),)), batches=skewed(*experts))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_whose_tokens_need_no_gradient_takes_part_in_backward(stage):
+    still = [{**batch, "still": (torch.arange(ROWS) < ROWS // 2)[:, None, None]} for batch in BATCHES]
+
+    def loss_fn(params, batch):
+        x = batch["x"] @ params["w"]
+        still = batch["still"]  # of all rows on one rank, of none on the other
+        x = x.detach() if still.all() else torch.where(still, x.detach(), x)
+        return sl.nn.moe(params, x, sl.nn.MoEConfig(TOP_2))[0].square().mean()
+
+    def run(mesh, *transforms):
+        return training.train(mesh, loss_fn, PARAMS[0], still, sl.chain(*transforms), sl.optim.sgd(0.1))
+
+    (alone,) = sl.simulate(run, mesh={"data": 1})
+    split = [sl.zero(stage, axis="expert")] if stage else []
+    for found in sl.simulate(run, sl.experts(), *split, mesh={"expert": 2}):
+        assert found[0] == pytest.approx(alone[0], rel=1e-10)
+        assert_close(found[2], alone[2], 1e-10)
+
+
 def test_all_tokens_to_one_expert():
     assert_trains_like_one_device({"expert": 4}, sl.experts(), router=routers.switch(), batches=skewed(2))
 
