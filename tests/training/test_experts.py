@@ -1,11 +1,16 @@
 """Layers of experts that are dealt out over a mesh axis: the training of one device on the joined batch, leaf by leaf."""
 
+import math
+
 import pytest
 import torch
 from helpers import training
 from helpers.measure import count_payload
 from helpers.models import share
+from helpers.profile import NIGHTLY
 from helpers.trees import assert_close
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.collectives.primitives import all_gather_object
@@ -102,7 +107,10 @@ def test_stages(mesh, axis, stage):
 
 def skewed(*experts):
     """Batches whose tokens all go to these experts."""
-    return [{**batch, "skew": batch["skew"].index_fill(2, torch.tensor(experts), 30.0)} for batch in BATCHES]
+    return [
+        {**batch, "skew": batch["skew"].index_fill(2, torch.tensor(experts, dtype=torch.int64), 30.0)}
+        for batch in BATCHES
+    ]
 
 
 @pytest.mark.parametrize("transforms", [(), (sl.zero(3, axis=BOTH), sl.remat())], ids=["whole", "split"])
@@ -163,6 +171,18 @@ def test_beside_other_transforms(case):
     assert_trains_like_one_device(mesh, *transforms)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("mesh", [{"model": 2, "data": 1}, {"model": 2, "data": 2}])
+def test_slices_of_whole_experts(mesh, stage):
+    assert_trains_like_one_device(mesh, SLICES, sl.zero(stage))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("mesh", [{"expert": 2, "model": 2, "data": 1}, {"data": 2, "model": 2, "expert": 2}])
+def test_slices_of_experts_that_are_dealt_out(mesh, stage):
+    assert_trains_like_one_device(mesh, sl.experts(), SLICES, sl.zero(stage, axis=BOTH), sl.remat())
+
+
 SLICES = sl.tensor_slicing(
     {
         "*/experts/gate": sl.column(experts=True),
@@ -174,16 +194,38 @@ SLICES = sl.tensor_slicing(
 )
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("mesh", [{"model": 2, "data": 1}, {"model": 2, "data": 2}])
-def test_slices_of_whole_experts(mesh, stage):
-    assert_trains_like_one_device(mesh, SLICES, sl.zero(stage))
+ROUTERS = [TOP_2, routers.switch(), routers.top_k(3, score="sigmoid"), routers.gshard(second="best")]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("mesh", [{"expert": 2, "model": 2, "data": 1}, {"data": 2, "model": 2, "expert": 2}])
-def test_slices_of_experts_that_are_dealt_out(mesh, stage):
-    assert_trains_like_one_device(mesh, sl.experts(), SLICES, sl.zero(stage, axis=BOTH), sl.remat())
+@st.composite
+def cases(draw):
+    """A mesh of at most eight ranks, and what goes with it."""
+    sizes = {axis: draw(st.sampled_from([1, 2])) for axis in ("data", "model", "seq")}
+    sizes["expert"] = draw(st.sampled_from([n for n in (1, 2, 4) if n * math.prod(sizes.values()) <= 8]))
+    if sizes["expert"] == 4 and draw(st.booleans()):
+        sizes |= {"expert": 2, "local": 2}
+    axes = ("expert", "local") if "local" in sizes else ("expert",)
+    batch = ["data", *axes]
+    split = draw(st.lists(st.sampled_from([*batch, "seq"]), unique=True, max_size=3))
+    parts = [sl.experts(axes), *([SLICES] if sizes["model"] == 2 else [])]
+    parts += [sl.sequence("seq", draw(st.sampled_from(["ulysses", "ring"])))] if sizes["seq"] == 2 else []
+    parts += [sl.zero(draw(st.integers(0, 3)), axis=tuple(split))] if split else []
+    parts += [sl.zero(0, axis="data")] if sizes["data"] == 2 and "data" not in split else []
+    parts += [sl.remat(draw(st.sampled_from(["full", "dots"])))] * draw(st.booleans())
+    parts += [sl.accumulate(2)] * (draw(st.booleans()) and ROWS // math.prod(sizes[axis] for axis in batch) > 1)
+    mesh = {
+        axis: size for axis, size in draw(st.permutations(list(sizes.items()))) if size > 1 or axis in (*split, *axes)
+    }
+    lopsided = draw(st.sampled_from([(), (0,), (3,), (1, 2)]))
+    return mesh, draw(st.permutations(parts)), draw(st.sampled_from(ROUTERS)), lopsided
+
+
+@settings(max_examples=100 if NIGHTLY else 6)
+@given(cases())
+def test_any_legal_chain(case):
+    """Routers, meshes, stages, slices and sequence parts, drawn together and in any order."""
+    mesh, transforms, router, experts = case
+    assert_trains_like_one_device(mesh, *transforms, router=router, batches=skewed(*experts))
 
 
 def in_blocks(router=TOP_2):
