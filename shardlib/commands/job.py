@@ -96,7 +96,7 @@ class Job:
 
     def sample(self, state: TrainState, prompt: bytes, length: int) -> str:
         """The prompt followed by ``length`` sampled bytes; every rank must call this."""
-        params = state.params
+        params: Any = state.params
         if self.plan.stages.axes:  # with one token at a time stages would only wait for each other
             params = gpt.from_blocks(unshard(params))
         (new,) = generate(self.config, params, [list(prompt)], length, temperature=0.7)

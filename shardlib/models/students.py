@@ -20,9 +20,9 @@ def make_loss(student: GPTConfig, teacher: GPTConfig, *, temperature: float = 1.
     """The loss ``loss(params, batch, rng=None)`` of a student with a teacher, of ``{"student": ..., "teacher": ...}``.
 
     It is the student's own (`shardlib.models.gpt.make_loss`, with experts too) plus ``batch["distill"]`` times the divergence
-    from the teacher's predictions (`shardlib.nn.distillation`). That weight is a number, from a schedule of the step: a
-    student that follows its teacher to the end falls behind one that stops early and goes on with its own loss. Where it is 0
-    the teacher is not computed, and at stage 3 not gathered.
+    from the teacher's predictions (`shardlib.nn.distillation`). That weight is a number, from a schedule of the step: in the
+    paper a student that stops early, and goes on with its own loss, ends lower than one that follows to the end. Where it is
+    0 the teacher is not computed, and at stage 3 not gathered.
 
     Both are sharded alike, and the teacher is not trained: put ``sl.freeze("teacher/*")`` into the plan. The loss returns
     ``(loss, aux)``, with the divergence as ``aux["distill"]``.

@@ -4,15 +4,17 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.kernels import CUT, WITH_AMX, served_by
 from helpers.layer_kernels import outputs_and_gradients
 from helpers.rounding import rounding
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardlib.kernels.grouped_matmul import grouped_matmul
+from shardlib.kernels.grouped_matmul import cuda, grouped_matmul
 
-NAMES = ("avx512", "amx", CUT, "reference")  # without AMX, torch's products serve bf16 too
+# Without AMX, torch's products serve bf16 too; what serves a GPU runs on a CPU.
+NAMES = ("avx512", "amx", CUT, "cuda", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -94,6 +96,7 @@ LAYOUTS = (lambda x, weight: (x, weight), cut, turned, sparse)
 @example([0, 9, 0], 17, 5, torch.bfloat16, 0, 0, turned)  # one expert has all
 @example([4, 0, 5], 17, 33, torch.bfloat16, 3, 0, sparse)
 @example([1], 1, 1, torch.bfloat16, 0, 0, cut)
+@example([2, 0, 3], 16, 24, torch.bfloat16, 2, 0, sparse)  # rows of multiples of 16 bytes
 @example([32, 33, 16, 17], 32, 48, torch.bfloat16, 1, 0, LAYOUTS[0])  # of whole tiles, and one more row
 def test_drawn(name, counts, inner, outer, dtype, spare, seed, layout):
     check(name, counts, inner, outer, dtype, seed, spare, layout)
@@ -140,6 +143,18 @@ def test_a_gradient_that_is_no_memory_of_its_own(dtype):
     found = torch.autograd.grad(grouped_matmul(*leaves, offsets).sum(), leaves)
     wanted = torch.autograd.grad(grouped_matmul(*leaves, offsets), leaves, torch.ones(5, 8, dtype=dtype))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+
+
+def test_a_gpu_multiplies_all_experts_in_one_call(monkeypatch):
+    x, weight, offsets = drawn([3, 0, 2], 16, 8, torch.bfloat16, spare=2)
+    assert cuda.grouped(x, weight)
+    for one, other in ((x[:, :12], weight[:, :, :12]), (x, weight[:, :7]), (x[:0], weight), (x.half(), weight.half())):
+        assert not cuda.grouped(one, other)
+    wanted = computed("reference", x, weight, offsets)
+    monkeypatch.setattr(torch, "mm", None)
+    torch.testing.assert_close(computed("cuda", x, weight, offsets), wanted)
+    monkeypatch.delattr(F, "grouped_mm")
+    assert not cuda.grouped(x, weight) and "has no F.grouped_mm" in cuda.load(x.device)
 
 
 def test_numbers_without_end_stay_in_their_rows():

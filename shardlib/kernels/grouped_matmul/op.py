@@ -10,10 +10,10 @@ or wider. Operations: 2·R·inner·outer, and twice that in backward. Bytes move
 the other experts that have rows, and of all of them in dW.
 
 On a CPU with AMX tiles, bf16 has a kernel: it packs a block of a matrix once, in the order in which tiles are read, for all
-rows of the expert. Everywhere else each expert's product is one of torch's, written where the result belongs. (torch 2.13's
-``F.grouped_mm`` refuses float64 and rows of other than a multiple of 16 bytes; on a CPU it was slower than this in fp32.)
+rows of the expert. On a GPU, ``F.grouped_mm`` multiplies bf16 with rows of multiples of 16 bytes. Everywhere else each
+expert's product is one of torch's, written where the result belongs.
 
-``using`` names one implementation ("cpu", "reference"), for tests.
+``using`` names one implementation ("cpu", "cuda", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.common.operators import autocast_as_a_product, differentiable
 from shardlib.kernels.grouped_matmul import reference
 
-IMPLEMENTATIONS = {"cpu": ("cpu",)}
+IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda",)}
 
 
 def grouped_matmul(
