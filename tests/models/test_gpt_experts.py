@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import training
 from helpers.training import optimizer, simulate
 from helpers.trees import assert_close
 from optree import tree_leaves, tree_map
@@ -138,6 +139,20 @@ def test_training_on_meshes(alone, mesh):
     found = trained(MESHES[mesh][0], *MESHES[mesh][1])
     assert found[0] == pytest.approx(alone[0], rel=1e-10) and found[1] == pytest.approx(alone[1], rel=1e-10)
     assert_close(found[2], alone[2], 1e-10)
+
+
+def test_real_processes(pool):
+    """Four, of which two share each expert; one device takes their tokens one after the other."""
+    chain = sl.chain(sl.experts(), sl.zero(3, axis=("data", "expert")), sl.remat())
+    batches = [batch_of(8, seed) for seed in (3, 4)]
+
+    def run(mesh):
+        return training.train(mesh, gpt.make_loss(CONFIG), drawn(), batches, chain, optimizer(1.0))
+
+    alone = trained({"data": 1}, sl.zero(0), sl.accumulate(4))
+    for found in pool.run(run, mesh={"data": 2, "expert": 2}):
+        assert found[0] == pytest.approx(alone[0], rel=1e-10) and found[1] == pytest.approx(alone[1], rel=1e-10)
+        assert_close(found[2], alone[2], 1e-10)
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])

@@ -147,6 +147,23 @@ def test_experts_on_other_ranks(kind, plan):
         assert_close(grads, wanted, 1e-6 if kind == "deepseek_v3" else 1e-10)
 
 
+def test_experts_on_other_processes(pool):
+    model, experts = over_experts("gpt_oss")
+    apply, params = sl.from_module(model)
+    alone, wanted = sl.value_and_grad(logits_squared(apply))(params, TOKENS[0])
+    transform = sl.chain(experts, sl.zero(3, axis=("data", "expert")))
+    results = pool.run(
+        lambda mesh: shares_of(mesh, logits_squared(own_apply()), params, transform), mesh={"data": 2, "expert": 2}
+    )
+    for loss, grads in results:
+        assert loss == pytest.approx(alone.item(), rel=1e-10)
+        assert_close(grads, wanted, 1e-10)
+
+
+def own_apply():
+    return sl.from_module(over_experts("gpt_oss")[0])[0]
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"])
 def test_slices_of_attention_and_experts_on_other_ranks(kind):
     model, experts = over_experts(kind)

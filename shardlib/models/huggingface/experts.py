@@ -52,9 +52,10 @@ def with_experts(model: Any, *, counts: bool = False) -> Any:
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _run)
     model.set_experts_implementation(_NAME)
     for layer in layers if counts else ():
-        device = next(layer.parameters()).device
+        weight = next(layer.parameters())
+        where = "cpu" if weight.is_meta else weight.device  # a buffer of a hollow model has a value all the same
         layer.register_buffer(
-            _COUNTS, torch.zeros(layer.num_experts, dtype=torch.float64, device=device), persistent=False
+            _COUNTS, torch.zeros(layer.num_experts, dtype=torch.float64, device=where), persistent=False
         )
     return model
 
