@@ -47,6 +47,7 @@ class Trace:
         host: bytes held in host memory from the micro-batch's forward to its backward.
         blocks: how many blocks run, those within blocks not counted, which could be recomputed.
         flops: floating-point operations of matrix products: of forward; of backward, with what it recomputes.
+        launches: operators that compute, whatever their size: of forward; of backward, with what it recomputes.
         live_in: the phase that ``live`` is reached in, such as "backward of block 3".
         peak_in: the phase that ``peak`` is reached in.
     """
@@ -63,6 +64,7 @@ class Trace:
     host: int = 0
     blocks: int = 0
     flops: tuple[int, int] = (0, 0)
+    launches: tuple[int, int] = (0, 0)
     live_in: str = ""
     peak_in: str = ""
 

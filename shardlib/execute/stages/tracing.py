@@ -128,7 +128,8 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
 
 def _noted(work: Work, live: Peak, peak: Peak) -> dict[str, Any]:
     """The operations that were counted, and the phases of the peaks."""
-    return {"flops": tuple(work.flops), "live_in": live.phase, "peak_in": peak.phase}
+    counted = {"flops": tuple(work.flops), "launches": tuple(work.launches)}
+    return {**counted, "live_in": live.phase, "peak_in": peak.phase}
 
 
 def _kept(executor: Executor, phases: Phases) -> dict[str, Any]:

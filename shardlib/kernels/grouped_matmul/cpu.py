@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.common import native
+from shardlib.kernels.common import native, results
 from shardlib.kernels.common import rows as lines
 from shardlib.kernels.common.thresholds import threads
 from shardlib.kernels.grouped_matmul import reference
@@ -30,7 +30,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
     if not _tiled(x):
         return reference.forward(x, weight, offsets)
     reference.ranges(offsets, len(x))
-    y = x.new_empty(len(x), weight.shape[1])
+    y = results.empty(x, (len(x), weight.shape[1]))
     _library().grouped_matmul(*lines.strided(x), *_matrices(weight), *_sizes(weight, offsets, x), y, *_scratch())
     return y
 
@@ -39,7 +39,7 @@ def backward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, dy: t
     if not _tiled(x):
         return reference.backward(x, weight, offsets, dy)
     reference.ranges(offsets, len(x))
-    gradients = [lines.like(x), lines.like(weight)]
+    gradients = [results.like(x), results.like(weight)]
     factors = (dy.contiguous(), *lines.strided(x), *_matrices(weight))
     _library().grouped_matmul_backward(*factors, *_sizes(weight, offsets, x), *gradients, *_scratch())
     return gradients
