@@ -1,5 +1,6 @@
 """Layers of experts that are dealt out over a mesh axis: the training of one device on the joined batch, leaf by leaf."""
 
+import itertools
 import math
 
 import pytest
@@ -118,6 +119,26 @@ def skewed(*experts):
 def test_experts_and_ranks_without_tokens(experts, transforms):
     mesh = {"data": 2, "expert": 2}
     assert_trains_like_one_device(mesh, sl.experts(), *(transforms or (sl.zero(),)), batches=skewed(*experts))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_whose_tokens_need_no_gradient_takes_part_in_backward(stage):
+    still = [{**batch, "still": (torch.arange(ROWS) < ROWS // 2)[:, None, None]} for batch in BATCHES]
+
+    def loss_fn(params, batch):
+        x = batch["x"] @ params["w"]
+        still = batch["still"]  # of all rows on one rank, of none on the other
+        x = x.detach() if still.all() else torch.where(still, x.detach(), x)
+        return sl.nn.moe(params, x, sl.nn.MoEConfig(TOP_2))[0].square().mean()
+
+    def run(mesh, *transforms):
+        return training.train(mesh, loss_fn, PARAMS[0], still, sl.chain(*transforms), sl.optim.sgd(0.1))
+
+    (alone,) = sl.simulate(run, mesh={"data": 1})
+    split = [sl.zero(stage, axis="expert")] if stage else []
+    for found in sl.simulate(run, sl.experts(), *split, mesh={"expert": 2}):
+        assert found[0] == pytest.approx(alone[0], rel=1e-10)
+        assert_close(found[2], alone[2], 1e-10)
 
 
 def test_all_tokens_to_one_expert():
@@ -384,14 +405,51 @@ def test_sixteen_bits():
 
 
 def test_evaluation():
+    """Each rank evaluates its own share, by the experts of all ranks."""
+
     def run(mesh, chain):
-        evaluate = sl.make_eval_step(model(TOP_2), sl.shard(PARAMS, mesh, chain))
-        batch = skewed(1, 0)[0]
-        return float(evaluate(sl.shard(PARAMS, mesh, chain), share(batch, mesh.rank, mesh.size)))
+        params = sl.shard(PARAMS, mesh, chain)
+        evaluate, batch = sl.make_eval_step(model(TOP_2), params), skewed(1, 0)[0]
+        return [
+            float(evaluate(params, share(batch, rank, 4))) for rank in (range(4) if mesh.size == 1 else [mesh.rank])
+        ]
 
     (alone,) = sl.simulate(run, sl.zero(0), mesh={"data": 1})
     parts = sl.simulate(run, sl.chain(sl.experts(), sl.zero(3, axis="expert")), mesh={"expert": 4})
-    assert sum(parts) / 4 == pytest.approx(alone, rel=1e-10) or parts == pytest.approx([alone] * 4, rel=1e-10)
+    assert list(itertools.chain(*parts)) == pytest.approx(alone, rel=1e-10)
+
+
+@pytest.mark.parametrize("rows", [(6, 2), (8, 0), (0, 8)])
+def test_ranks_with_other_numbers_of_tokens(rows):
+    """A rank without any takes part too. The loss is a mean over all tokens."""
+    first = (0, *itertools.accumulate(rows))
+
+    def loss_fn(params, batch):
+        y, _ = sl.nn.moe(params, batch["x"] @ params["w"], sl.nn.MoEConfig(TOP_2))
+        return sl.Mean(y.square().sum(), y.numel())
+
+    def run(mesh, chain, whole):
+        state, step = sl.make_train_step(loss_fn, sl.shard(PARAMS[0], mesh, chain), sl.optim.sgd(0.1))
+        x = BATCHES[0]["x"]
+        state, metrics = step(state, {"x": x if whole else x[first[mesh.rank] : first[mesh.rank + 1]]})
+        return metrics["loss"].item(), metrics["grad_norm"].item(), sl.unshard(state.params)
+
+    ((loss, norm, wanted),) = sl.simulate(run, sl.zero(0), True, mesh={"data": 1})
+    for found in sl.simulate(run, sl.chain(sl.experts(), sl.zero(3, axis="expert")), False, mesh={"expert": 2}):
+        assert found[:2] == pytest.approx((loss, norm), rel=1e-10)
+        assert_close(found[2], wanted, 1e-10)
+
+
+def test_a_rank_draws_its_own_experts():
+    def drawn(mesh, chain):
+        params = sl.shard(
+            lambda: {"experts": {"w": sl.init.normal(sl.Key(3), (4, 6, 8))}, "b": torch.zeros(3)}, mesh, chain
+        )
+        return sl.unshard(params)
+
+    (alone,) = sl.simulate(drawn, sl.zero(0), mesh={"data": 1})
+    for found in sl.simulate(drawn, sl.chain(sl.experts(), sl.zero(3)), mesh={"data": 2, "expert": 2}):
+        assert torch.equal(found["experts"]["w"], alone["experts"]["w"])
 
 
 REFUSED = {

@@ -58,8 +58,11 @@ class Visit:
         self._params, self._routing, self._rows = params, routing, Rows.of(routing)
         self._exchange = _exchange(params, len(routing.counts))
         rows = permute(x, self._rows.positions, self._rows.number)
-        slots = _slots(routing) if self._exchange.padded else None
-        self._coming, self._way = self._exchange.send(current_mesh.get(), rows, self._rows.counts, slots=slots)
+        # By a leaf of the experts, which ranks train alike, backward reaches the exchange on a rank whose tokens need no
+        # gradient; the others would wait for it.
+        anchor = next((leaf for leaf in leaves_of(params) if leaf.requires_grad), None)
+        how = {"slots": _slots(routing) if self._exchange.padded else None, "anchor": anchor}
+        self._coming, self._way = self._exchange.send(current_mesh.get(), rows, self._rows.counts, **how)
 
     def outputs(self, expert: Expert) -> torch.Tensor:
         """See `run_experts`."""
@@ -84,7 +87,7 @@ class _Stay:
 
     padded = False
 
-    def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor, *, slots: int | None) -> tuple[_Here, _Here]:
+    def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[_Here, _Here]:
         here = _Here(rows, counts.cumsum(0))
         return here, here
 
