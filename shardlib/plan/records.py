@@ -45,6 +45,8 @@ class Trace:
         down: bytes copied to host memory.
         up: bytes copied from host memory.
         host: bytes held in host memory from the micro-batch's forward to its backward.
+        summands: bytes of host memory in which further summands of gradients arrive, beside the sums; of all of a step's
+            micro-batches.
         blocks: how many blocks run, those within blocks not counted, which could be recomputed.
         flops: floating-point operations of matrix products: of forward; of backward, with what it recomputes.
         launches: operators that compute, whatever their size: of forward; of backward, with what it recomputes.
@@ -62,6 +64,7 @@ class Trace:
     down: int = 0
     up: int = 0
     host: int = 0
+    summands: int = 0
     blocks: int = 0
     flops: tuple[int, int] = (0, 0)
     launches: tuple[int, int] = (0, 0)

@@ -143,6 +143,11 @@ class Landing:
             self._kept[name] = self._mesh.zeros(bucket.owned, dtype, bucket.memory.optimizer)
         return self._kept[name]
 
+    @property
+    def spare(self) -> int:
+        """Bytes of the memory for summands on their way."""
+        return sum(held.nbytes for name, held in self._kept.items() if name not in self._plan.bucket_of)
+
     def _spare(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a summand on its way, which buckets of one size share."""
         while len(self._addends) >= _ADDENDS:
