@@ -10,6 +10,8 @@ from benchmarks.cases import (
     communication,
     data,
     disk,
+    experts,
+    generating,
     large_gpt,
     layer_kernels,
     long_sequences,
@@ -18,6 +20,7 @@ from benchmarks.cases import (
     optimizer_kernels,
     overlap,
     pipeline,
+    planned_experts,
     planned_gpt,
     reproducible,
     slicing,
@@ -31,7 +34,7 @@ from benchmarks.harness.case import CPU, Table
 from benchmarks.learning import compressed as learning
 from benchmarks.learning import large_batch, rates
 from benchmarks.network import compressed as slow_network
-from benchmarks.network import link, report
+from benchmarks.network import link, report, tokens
 
 _OF_THE_CPU = (
     Table(
@@ -54,9 +57,13 @@ _OF_THE_CPU = (
     Table("offload_values", "Offload against DeepSpeed's", (offload_values.CASE,)),
     Table("data", "Reading data", data.CASES),
     Table("largest_gpt", "The largest GPT that a plan fits into a budget", (planned_gpt.CASE,)),
+    Table("planned_experts", "Plans of models with experts", (planned_experts.CASE,)),
+    Table("generating", "Generating on one core", (generating.CASE,)),
     Table("reproducible", "The same bits on every mesh", reproducible.CASES),
     Table("sparse_cpu", "Sparse attention on one core", (sparse_attention.CASE,)),
+    Table("experts", "A layer of experts on one core", (experts.CASE,), plots.ratios),
     Table("slow_network", "Slow networks", slow_network.CASES, report.plot),
+    Table("tokens", "Tokens on their way to experts over slow links", tokens.CASES),
     Table("learning", "Learning", (learning.CASE,)),
     Table("learning_rates", "Learning at several rates", (rates.CASE,)),
     Table("large_batch", "Large batches", (large_batch.CASE,)),

@@ -36,14 +36,16 @@ def generate(
 
     A prompt gets the same tokens alone and among others, and on every mesh, up to rounding of the logits: prompts are not
     padded, and a draw depends on ``seed``, the prompt's index and the new token's alone. Ranks along the plan's batch axes
-    divide the prompts; every rank gets all results. Where parameters are gathered (ZeRO stage 3, or offloaded ones) each
-    token takes a gather of all of them: for speed take a stage that keeps them whole.
+    divide the prompts; every rank gets all results. Under `shardlib.experts` tokens travel to the ranks of their experts.
+    Where parameters are gathered (ZeRO stage 3, or offloaded ones) each token takes a gather of all of them: for speed take
+    a stage that keeps them whole.
 
     The context is the model's longest, the last tokens; where it moves, everything in it is computed anew for each token.
 
     Args:
-        model: a `shardlib.models.gpt.GPTConfig`, a causal language model of transformers (GPT-2, Llama, Mistral, Qwen2,
-            Qwen3), of which only the configuration is read, or a `shardlib.models.decoding.Decoder` of your own.
+        model: a `shardlib.models.gpt.GPTConfig`, a causal language model of transformers (GPT-2, Llama, Mistral, Mixtral,
+            Qwen2, Qwen3, Qwen3-MoE), of which only the configuration is read, or a `shardlib.models.decoding.Decoder` of
+            your own.
         params: the model's parameters, a plain tree (of `shardlib.from_module` for transformers' models), `Sharded`, or a
             `TrainState`.
         prompts: the tokens of each prompt, at least one; lists or tensors of one dimension. The same on every rank.

@@ -15,19 +15,24 @@ import torch.distributed as dist
 
 from shardlib.kernels.common import build, dispatch
 from shardlib.plan.tables import table
+from shardlib.report.launches import measure_launches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No arguments."""
+    parser.add_argument(
+        "--measure", action="store_true", help="also measure how many operators per second each device begins"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    measured = [("Launches", _launches())] if args.measure else []
     for title, rows in (
         ("Versions", _versions()),
         ("Devices", _devices()),
         ("Communication", _backends()),
         ("Compilers", _compilers()),
         ("Kernels", _kernels()),
+        *measured,
     ):
         print(table((title, ""), rows), end="\n\n")
     return 0
@@ -89,9 +94,16 @@ def version_line(output: str) -> str | None:
 
 
 def _kernels() -> list[tuple[str, str]]:
-    devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
     return [
         (f"{operation} on {device.type}", str(dispatch.choose(operation, device)))
         for operation in dispatch.operations()
-        for device in devices
+        for device in _each_device()
     ]
+
+
+def _launches() -> list[tuple[str, str]]:
+    return [(device.type, f"{measure_launches(device):,.0f} operators per second") for device in _each_device()]
+
+
+def _each_device() -> list[torch.device]:
+    return [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])

@@ -58,14 +58,15 @@ class Job:
     ) -> None:
         self._args, self._mesh = args, mesh
         self._share, self._shares = mesh.coords["data"], mesh.shape["data"]
-        # Evaluation has no dropout, so its configuration differs from that of training.
-        self.config = replace(model.config(args), dropout=0.0)
+        config = model.config(args)
+        # Evaluation has no dropout and no routers' losses, so its configuration differs from that of training.
+        self.config = replace(config, dropout=0.0, moe=config.moe and replace(config.moe, load=0.0, z=0.0))
         self.train, self.validation = split(load_bytes(args.data))
         optimizer = optim.chain(
             optim.clip_by_global_norm(args.clip),
             optim.adamw(rate, b2=0.95, weight_decay=args.weight_decay),
         )
-        loss_fn = model.loss(model.config(args), mesh.shape)
+        loss_fn = model.loss(config, mesh.shape)
         transform = model.transform(args, mesh.shape)
         params = shard(lambda: model.init(args, mesh.shape, seed=args.seed), mesh, transform)
         self.plan: Plan = make_plan(
@@ -96,7 +97,7 @@ class Job:
 
     def sample(self, state: TrainState, prompt: bytes, length: int) -> str:
         """The prompt followed by ``length`` sampled bytes; every rank must call this."""
-        params = state.params
+        params: Any = state.params
         if self.plan.stages.axes:  # with one token at a time stages would only wait for each other
             params = gpt.from_blocks(unshard(params))
         (new,) = generate(self.config, params, [list(prompt)], length, temperature=0.7)
@@ -115,7 +116,8 @@ def _scored(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def scores(*args: Any) -> dict[str, Mean]:
         count = args[-1]["targets"].numel()
-        return {"loss": Mean(last(*args) * count, count)}
+        result = last(*args)  # with experts a pair: their losses are 0 here, and their metrics are left out
+        return {"loss": Mean((result[0] if isinstance(result, tuple) else result) * count, count)}
 
     *first, last = loss_fn.blocks if isinstance(loss_fn, Sequential) else [loss_fn]
     return sequential([*first, scores]) if first else scores

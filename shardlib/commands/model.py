@@ -13,20 +13,29 @@ from shardlib import schedules
 from shardlib.common._compat import cpu_multiplies_bf16
 from shardlib.models import gpt
 from shardlib.models.gpt import GPTConfig
+from shardlib.nn.moe.config import MoEConfig
+from shardlib.nn.moe.routers import top_k
 from shardlib.plan.transform import Chain, Transform, chain
 from shardlib.transforms import accumulate, offload, pipeline, precision, remat, tensor_slicing, zero
 
 AXES = ("data", "pipe", "model")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_sizes(parser: argparse.ArgumentParser) -> Any:
+    """Adds the sizes of a GPT, for `config`, which has no dropout without an argument for it; returns their group."""
     model = parser.add_argument_group("model")
     model.add_argument("--layers", type=int, default=2)
     model.add_argument("--width", type=int, default=256)
     model.add_argument("--heads", type=int, default=4)
     model.add_argument("--sequence", type=int, default=128, help="tokens of context")
     model.add_argument("--vocab", type=int, default=256, help="256 is one token per byte")
-    model.add_argument("--dropout", type=float, default=0.0)
+    model.add_argument("--experts", type=int, default=0, help="in every other layer, of which a token uses two")
+    parser.set_defaults(dropout=0.0)
+    return model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_sizes(parser).add_argument("--dropout", type=float, default=0.0)
     sharding = parser.add_argument_group("sharding")
     sharding.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     sharding.add_argument(
@@ -67,6 +76,9 @@ def config(args: argparse.Namespace) -> GPTConfig:
         heads=args.heads,
         sequence=args.sequence,
         dropout=args.dropout,
+        moe=gpt.Experts((0, args.experts), MoEConfig(top_k(2, renormalise="chosen"), "gelu_tanh"))
+        if args.experts
+        else None,
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import sys
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,7 +31,14 @@ def pages(size: int, pinned: bool) -> torch.Tensor:
     memory = torch.frombuffer(held, dtype=torch.uint8)[:size]
     if runtime is not None:
         held.pin(runtime(), memory.data_ptr(), size)
+        _Pages.at[memory.data_ptr()] = held
     return memory
+
+
+def settle(memory: torch.Tensor) -> None:
+    """Note that no copy from or to what `pages` gave is under way, or will be: it goes back without a wait."""
+    if (held := _Pages.at.get(memory.data_ptr())) is not None:
+        held.settled = True
 
 
 def cloned(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,6 +60,10 @@ def _pinned(tensor: torch.Tensor) -> bool:
 class _Pages(mmap.mmap):
     """Pages that stay pinned until they are given back."""
 
+    at: ClassVar[weakref.WeakValueDictionary[int, _Pages]] = (
+        weakref.WeakValueDictionary()
+    )  # address -> what is pinned there
+    settled = False
     _runtime: Any = None
     _device = 0  # whose copies are waited for
 
@@ -66,5 +78,6 @@ class _Pages(mmap.mmap):
     def __del__(self) -> None:
         # The memory goes back when this returns, so no copy may be under way.
         if self._runtime is not None and not sys.is_finalizing():
-            torch.accelerator.synchronize(self._device)
+            if not self.settled:
+                torch.accelerator.synchronize(self._device)
             self._runtime.cudaHostUnregister(self._address)

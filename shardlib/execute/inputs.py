@@ -107,8 +107,11 @@ class Inputs:
 
 
 def taken_together(plan: Plan) -> tuple[str, ...]:
-    """The axes along which ranks take each batch together: they share the batch, or gather parameters from each other."""
-    gathered = {axis for bucket in plan.everywhere.buckets for axis in bucket.axes[: bucket.param_level]}
+    """The axes along which ranks take each batch together: they share the batch, gather parameters from each other, or send
+    each other tokens for experts."""
+    waiting = {axis for bucket in plan.everywhere.buckets for axis in bucket.axes[: bucket.param_level]}
+    if plan.step.tokens is not None:
+        waiting.update(plan.step.tokens.axes)
     return tuple(
-        axis for axis, size in plan.sizes.items() if size > 1 and (axis in gathered or axis not in plan.batch_axes)
+        axis for axis, size in plan.sizes.items() if size > 1 and (axis in waiting or axis not in plan.batch_axes)
     )

@@ -73,18 +73,28 @@ class Phases:
 
 
 class Work(TorchDispatchMode):
-    """A mode that counts floating-point operations, of those operators that torch knows to count (matrix products).
+    """A mode that counts work: of forward, and of backward with what it recomputes.
 
     Attributes:
-        flops: of forward, and of backward with what it recomputes.
+        flops: floating-point operations, of those operators that torch knows to count (matrix products).
+        launches: operators that compute tensors: neither views nor memory without values.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = [0, 0]
+        self.flops, self.launches = [0, 0], [0, 0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        backward = graph_task() != -1
         if count := flop_registry.get(func.overloadpacket):
-            self.flops[graph_task() != -1] += count(*args, **(kwargs or {}), out_val=result)
+            self.flops[backward] += count(*args, **(kwargs or {}), out_val=result)
+        computes = not (func.is_view or func.overloadpacket in _WITHOUT_VALUES)
+        self.launches[backward] += computes and any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(result))
         return result
+
+
+_WITHOUT_VALUES = {
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
+}

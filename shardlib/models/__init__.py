@@ -1,7 +1,19 @@
 """Models as pure functions: a parameter pytree from ``init`` and functions of it, with no parallel code."""
 
-from shardlib.models import bert, gpt, huggingface, long, transformer_layer
+from shardlib.models import bert, decoding, gpt, huggingface, long, students, transformer_layer
 from shardlib.models.from_module import from_module
 from shardlib.models.state_dict import state_dict
+from shardlib.models.upcycle import upcycle
 
-__all__ = ["bert", "from_module", "gpt", "huggingface", "long", "state_dict", "transformer_layer"]
+__all__ = [
+    "bert",
+    "decoding",
+    "from_module",
+    "gpt",
+    "huggingface",
+    "long",
+    "state_dict",
+    "students",
+    "transformer_layer",
+    "upcycle",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,10 +14,14 @@ from shardlib.nn.functional import Mean
 from shardlib.nn.moe.config import MoEConfig
 from shardlib.nn.moe.fresh import init_moe
 from shardlib.nn.moe.layer import moe
+from shardlib.nn.moe.losses import balanced
 from shardlib.nn.moe.routing import Routing
 from shardlib.nn.sequence import shard_sequence, sum_sequence
 from shardlib.rng import Key
-from shardlib.tree import leaves_of
+from shardlib.sharded.shard import shard_like
+from shardlib.sharded.tree import Sharded
+from shardlib.transforms.tensor_slicing import column, row
+from shardlib.tree import Tree, flatten, leaves_of, unflatten
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,13 @@ class Experts:
             **how,
         )
 
+    def slicing_rules(self, prefix: str) -> dict[str, Any]:
+        """Rules for `shardlib.tensor_slicing` of layers whose paths begin with the glob ``prefix``: every expert is cut."""
+        styles, cut = self.config.slices, {"column": column(experts=True), "row": row(experts=True)}
+        alone = [name for name, width in (("shared", self.shared), ("residual", self.residual)) if width]
+        rules: dict[str, Any] = {f"{prefix}experts/{name}": cut[style] for name, style in styles.items()}
+        return rules | {f"{prefix}{one}/{name}": style for one in alone for name, style in styles.items()}
+
     def count(self, layer: int, width: int, hidden: int) -> int:
         """The number of elements of `init` of the same arguments."""
         return sum(leaf.numel() for leaf in leaves_of(self.init(Key(0), layer, width, hidden, device="meta")))
@@ -136,3 +147,23 @@ def _metrics(routed: Routed) -> dict[str, Any]:
     one, total = torch.ones_like(counts[0]), counts.sum()
     metrics: dict[str, Any] = {name: Mean(value, one) for name, value in zip(Routed._fields, aux)}
     return metrics | {"shares": [Mean(count, total) for count in counts.unbind()]}
+
+
+def moved(params: Tree, shifts: Mapping[str, Tensor]) -> Tree:
+    """``params``, a pytree or `Sharded`, with some leaves moved by whole tensors: path -> what is added."""
+    sharded = isinstance(params, Sharded)
+    paths, leaves, _ = flatten(params.tree if sharded else params)
+
+    def after(path: str, leaf: Tensor) -> Tensor:
+        if path not in shifts:
+            return leaf
+        shift = shifts[path].to(leaf)
+        return leaf + (shard_like(params, path, shift) if sharded else shift)
+
+    return unflatten(flatten(params)[2], [after(path, leaf) for path, leaf in zip(paths, leaves, strict=True)])
+
+
+def shift_of(shares: Sequence[Tensor], rate: float) -> Tensor:
+    """What `shardlib.nn.routers.balanced` adds to a bias, for the shares of a layer's metrics; 0 if no token was routed."""
+    loads = torch.stack([torch.as_tensor(share) for share in shares]).double().nan_to_num()
+    return balanced(torch.zeros_like(loads), loads, rate)

@@ -6,7 +6,7 @@ the parameters.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.models.experts import Experts, Routed, with_losses
+from shardlib.models.experts import Experts, Routed, moved, shift_of, with_losses
 from shardlib.models.layers import Fresh, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
 from shardlib.nn.attention import attention
 from shardlib.nn.blocks import Sequential, sequential
@@ -24,7 +24,9 @@ from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
 from shardlib.nn.names import checkpoint_name
 from shardlib.nn.sequence import gather_sequence, shard_sequence
 from shardlib.rng import Key
+from shardlib.sharded.tree import Sharded
 from shardlib.sparse import Layout
+from shardlib.tree import Tree
 
 # ``attend(q, k, v, layout=...)``, (B, heads, S, size) each: the attention of a layer.
 Attend = Callable[..., Tensor]
@@ -169,10 +171,10 @@ def hidden(
     ``attend`` gives the attention of each layer in place of causal attention among the tokens: to a cache. ``segments`` and
     ``positions`` (B, S) are those of packed documents.
     """
-    return _hidden(config, params, tokens, rng, attend, segments, positions)[0]
+    return hidden_and_layers(config, params, tokens, rng, attend, segments, positions)[0]
 
 
-def _hidden(
+def hidden_and_layers(
     config: GPTConfig,
     params: Params,
     tokens: Tensor,
@@ -181,6 +183,7 @@ def _hidden(
     segments: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Layers]:
+    """`hidden`, and what layers with experts say beside it."""
     x, layers = embed(config, params, tokens, rng, positions), []
     for i, params_i in enumerate(params["blocks"]):
         key = rng.fold_in(i) if rng is not None else None
@@ -210,14 +213,14 @@ def make_loss(config: GPTConfig) -> Callable[..., Any]:
 
     def loss(params: Params, batch: dict[str, Tensor], rng: Key | None = None) -> Any:
         segments, positions = batch.get("segments"), batch.get("positions")
-        x, layers = _hidden(config, params, batch["tokens"], rng, segments=segments, positions=positions)
-        return _scores(config, x, layers, params["head"]["weight"], batch)
+        x, layers = hidden_and_layers(config, params, batch["tokens"], rng, segments=segments, positions=positions)
+        return scored(config, x, layers, params["head"]["weight"], batch)
 
     return loss
 
 
-def _scores(config: GPTConfig, x: Tensor, layers: Layers, weight: Tensor, batch: dict[str, Tensor]) -> Any:
-    """The loss of the last hidden states x (B, S, W)."""
+def scored(config: GPTConfig, x: Tensor, layers: Layers, weight: Tensor, batch: dict[str, Tensor]) -> Any:
+    """The loss of `hidden_and_layers` by the output layer's ``weight``, in the form of `make_loss`."""
     targets = batch["targets"]
     if "segments" not in batch:
         loss: Any = linear_cross_entropy(x, weight, targets)
@@ -251,19 +254,46 @@ def make_sequential(config: GPTConfig) -> Sequential:
         return x, (*carry[1], routed)
 
     def last(params: Params, carry: Carry, batch: dict[str, Tensor]) -> Any:
-        return _scores(config, layer_norm(params["norm"], carry[0]), carry[1], params["weight"], batch)
+        return scored(config, layer_norm(params["norm"], carry[0]), carry[1], params["weight"], batch)
 
     return sequential([first, *[layer] * config.layers, last])
 
 
+def balanced(params: Tree, experts: Mapping[str, Any], rate: float = 1e-3) -> Tree:
+    """Parameters whose routers' biases are those of the next step (`shardlib.nn.routers.balanced`), for a model with balance.
+
+    ``state = sl.replace_params(state, gpt.balanced(state.params, metrics["aux"]["experts"]))`` after a step, on every rank.
+
+    Args:
+        params: of `init` or `to_blocks`, or `Sharded`.
+        experts: the metrics of the step.
+
+    >>> from shardlib.models import gpt
+    >>> router = sl.nn.MoEConfig(sl.nn.routers.top_k(1), "gelu_tanh")
+    >>> config = gpt.GPTConfig(layers=1, width=16, heads=2, moe=gpt.Experts((2,), router, balance=True))
+    >>> params = gpt.balanced(gpt.init(config), {"0": {"shares": [0.75, 0.25]}}, rate=0.5)
+    >>> params["blocks"][0]["moe"]["router"]["balance"]
+    tensor([-0.5000,  0.5000])
+    """
+    blocks = isinstance(params.tree if isinstance(params, Sharded) else params, list)
+    prefix, first = ("", 1) if blocks else ("blocks/", 0)
+    shifts = {
+        f"{prefix}{int(layer) + first}/moe/router/balance": shift_of(numbers["shares"], rate)
+        for layer, numbers in experts.items()
+    }
+    return moved(params, shifts)
+
+
 def slicing_rules(config: GPTConfig, blocks: bool = False) -> dict[str, Any]:
-    """Rules for `shardlib.tensor_slicing`: attention by heads, the MLP by its inner width, both embeddings by tokens.
+    """Rules for `shardlib.tensor_slicing`: attention by heads, MLP and experts by inner width, both embeddings by tokens.
 
     Args:
         blocks: whether the rules are for parameters that `to_blocks` made.
     """
     first, layers, last = ("0", "*", config.layers + 1) if blocks else ("embed", "blocks/*", "head")
     rules = layer_rules(f"{layers}/", config.heads) | {f"{first}/tokens": "vocab", f"{last}/weight": "vocab"}
+    if config.moe is not None:
+        rules |= config.moe.slicing_rules(f"{layers}/moe/")
     has_mlp = not all(map(config.experts_of, range(config.layers)))
     return rules if has_mlp else {glob: style for glob, style in rules.items() if "/mlp/" not in glob}
 

@@ -10,6 +10,7 @@ from shardlib.kernels.softmax import softmax
 from shardlib.kernels.swiglu import swiglu
 from shardlib.nn.attention import attention
 from shardlib.nn.blocks import block, sequential
+from shardlib.nn.distillation import distillation
 from shardlib.nn.dropout import dropout
 from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
 from shardlib.nn.moe import routers
@@ -31,6 +32,7 @@ __all__ = [
     "sum_sequence",
     # losses, and layers that may be sliced
     "Mean",
+    "distillation",
     "embedding",
     "linear_cross_entropy",
     "tiled",

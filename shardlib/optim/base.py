@@ -129,6 +129,12 @@ class Owned(Transform):
                 f"{self.name} sums gradients over axis {axis!r} itself, and {problem}. Split over another axis of the mesh, "
                 f"and replicate over this one: zero(stage, axis='local', replicate={axis!r})"
             )
+        dealt = [path for path, use in resolved.uses.items() if axis in (use.varying or ())]
+        if dealt and sizes[axis] > 1:
+            raise IllegalComposition(
+                f"{self.name} sums gradients over axis {axis!r} itself, and {len(dealt)} leaves ({dealt[0]} first) are dealt "
+                "out over it, whose gradients are complete: deal experts out over another axis"
+            )
         codec = resolved.of_axes("codec").get(axis)
         if codec is not None:
             raise IllegalComposition(

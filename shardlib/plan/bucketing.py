@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -57,10 +57,10 @@ def buckets_of(
     for placement in placements:
         groups.setdefault(_kind(placement, resolved, splits), []).append(placement)
     buckets: list[Bucket] = []
-    names: set[str] = set()
+    # States have what is kept by bucket and what is kept by path: a name that were a path would stand for both.
+    names = {path for placement in placements for path in (placement.path, *placement.aliases)}
     for kind in sorted(groups, key=lambda kind: kind.order(units)):
-        name = _name(kind)
-        name = name if name not in names else f"{name}/master"
+        name = next(name for name in _names(kind) if name not in names)
         names.add(name)
         buckets.append(_bucket(name, kind, groups[kind], resolved, splits, batch_axes, stages))
     return tuple(_in_memories(buckets, resolved))
@@ -101,15 +101,15 @@ def _sums(placement: Placement, use: Use, slices: tuple[str, ...], resolved: Res
     return sums if sequence.axis in (*slices, *sums) else (*sums, sequence.axis)
 
 
-def _name(kind: _Kind) -> str:
-    if kind.alone:
-        return kind.alone
+def _names(kind: _Kind) -> Iterator[str]:
+    """The names that a bucket may have; the first that is free is its name."""
     dtype = dtype_name(kind.dtype)
     shared = (f"stages {', '.join(map(str, kind.stages))}",) if len(kind.stages) > 1 else ()
     frozen = "" if kind.trainable else "/frozen"
-    return "/".join(
-        (f"{kind.unit or '(top)'}/{dtype}{frozen}", *kind.slices, *(f"sum over {a}" for a in kind.sums), *shared)
-    )
+    owner = kind.alone or kind.unit or "(top)"
+    name = "/".join((f"{owner}/{dtype}{frozen}", *kind.slices, *(f"sum over {a}" for a in kind.sums), *shared))
+    yield name
+    yield from (f"{name}/{number}" for number in itertools.count(2))
 
 
 def _bucket(

@@ -119,6 +119,12 @@ def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tupl
     if total is not None:
         notes += _several_nodes(total, {axis: resolved.sizes[axis] for axis in batch_axes})
     sequence = asked.sequence if asked.sequence and resolved.sizes[asked.sequence.axis] > 1 else None
+    if asked.tokens and not asked.tokens.padded:
+        ranks_of_experts = math.prod(resolved.sizes[axis] for axis in asked.tokens.axes)
+        notes.append(
+            f"tokens travel {asked.tokens}: counted as if every expert got as many, and at most {ranks_of_experts} times a "
+            "rank's own rows, there and back, where one rank's experts get all"
+        )
     prefetch, remat = asked.prefetch is not False, asked.remat
     if remat is not None:
         sliced = {use.style.axis for use in resolved.uses.values() if use.style}

@@ -9,8 +9,9 @@ from shardlib.plan.value import PlanValue
 
 FLOPS = 2e14  # operations per second, of one device
 AXIS = 5e10  # bytes per second that a rank sends along an axis of the mesh
-# Bytes per second of one rank: between device and host, of its share of the disks, and of what its host updates.
-LINKS: Mapping[str, float] = {"down": 2e10, "up": 2e10, "read": 3e9, "written": 2e9, "update": 2e10}
+# Bytes per second of one rank: between device and host, of its share of the disks, and of what its host updates. Then the
+# operators per second that a device begins, however small they are (`shardlib doctor --measure` measures that).
+LINKS: Mapping[str, float] = {"down": 2e10, "up": 2e10, "read": 3e9, "written": 2e9, "update": 2e10, "launches": 2e5}
 
 
 def nominal_seconds(plan: PlanValue) -> float:

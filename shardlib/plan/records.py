@@ -45,8 +45,11 @@ class Trace:
         down: bytes copied to host memory.
         up: bytes copied from host memory.
         host: bytes held in host memory from the micro-batch's forward to its backward.
+        summands: bytes of host memory in which further summands of gradients arrive, beside the sums; of all of a step's
+            micro-batches.
         blocks: how many blocks run, those within blocks not counted, which could be recomputed.
         flops: floating-point operations of matrix products: of forward; of backward, with what it recomputes.
+        launches: operators that compute, whatever their size: of forward; of backward, with what it recomputes.
         live_in: the phase that ``live`` is reached in, such as "backward of block 3".
         peak_in: the phase that ``peak`` is reached in.
     """
@@ -61,8 +64,10 @@ class Trace:
     down: int = 0
     up: int = 0
     host: int = 0
+    summands: int = 0
     blocks: int = 0
     flops: tuple[int, int] = (0, 0)
+    launches: tuple[int, int] = (0, 0)
     live_in: str = ""
     peak_in: str = ""
 

@@ -1,6 +1,7 @@
 """Reports of a run: progress, metrics, plots, predicted and measured times, and losses of n-gram models to compare with."""
 
 from shardlib.plan.prediction.step import StepTime, predict_step
+from shardlib.report.launches import measure_launches
 from shardlib.report.log import Log, Writer
 from shardlib.report.measure import measure_blocks
 from shardlib.report.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter
@@ -14,5 +15,6 @@ __all__ = [
     "WandbWriter",
     "Writer",
     "measure_blocks",
+    "measure_launches",
     "predict_step",
 ]

@@ -85,10 +85,7 @@ class LandingOnDisk(Landing):
         return _rests(bucket)
 
     def _depart(self, bucket: Bucket, grad: torch.Tensor, further: bool) -> torch.Tensor:
-        while further and any(flight.bucket is bucket for flight in self._flying):
-            self._arrive()
-        while self._flying and not self._store.room(bucket.name, 1 + further):
-            self._arrive()
+        self._make_room(bucket, further)
         with self._keeping_errors():
             target = self._store.lend(bucket.name)
             try:
@@ -97,7 +94,7 @@ class LandingOnDisk(Landing):
                 self._store.release(target)
                 raise
             self._files.held.append((target, before))
-            self._fly(bucket, grad, target)
+            self._fly(bucket, grad, target, further)
         return torch.empty(bucket.owned, dtype=grad.dtype, device="meta")  # stands for what `complete` reads
 
     def _arrive(self) -> Bucket:
@@ -139,7 +136,7 @@ class LandingOnDisk(Landing):
         """
 
         def work() -> None:
-            while self._flying:
+            while self._flights.first:
                 self._arrive()
             if self._failure is not None:
                 raise self._failure

@@ -9,18 +9,19 @@ is.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from shardlib.collectives.summation import sum_of_squares
+from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transfers import Transfer
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.counting import Counting
+from shardlib.sharded.flights import Flight, Flights
 
 _T = TypeVar("_T")
 _ADDENDS = 2  # summands of a gradient that are on their way to the first
@@ -40,14 +41,6 @@ class Follower(Protocol):
     def changes(self, bucket: Bucket) -> None:
         """A gradient that was complete gets a further summand, now."""
         ...
-
-
-class Flight(NamedTuple):
-    """A gradient, or a summand of one, that is on its way from the device."""
-
-    bucket: Bucket
-    transfer: Transfer
-    numel: int
 
 
 class Landing:
@@ -74,8 +67,7 @@ class Landing:
         self._counting = Counting(plan, mesh, unreduced)
         self._transfers: dict[str, Transfer] = {}
         self._squares: dict[str, torch.Tensor] = {}
-        self._flying: deque[Flight] = deque()
-        self._in_flight = 0  # elements
+        self._flights = Flights(plan)
         self._here: dict[str, torch.Tensor] = {}  # gradients that the follower has where they came to be
         self._addends: dict[str, torch.Tensor] = {}  # of buckets whose next summand is on its way
         self._summed: set[str] = set()  # buckets of several summands
@@ -105,7 +97,7 @@ class Landing:
         if not further:
             self._squares[bucket.name] = self._squares_of(bucket, grad)
         landed = self._depart(bucket, grad, further)
-        while self._flying and (self._in_flight > 2 * self._plan.largest_unit or self._flying[0].transfer.done):
+        while self._flights.crowded or self._flights.landed:
             self._arrive()
         return landed
 
@@ -115,23 +107,26 @@ class Landing:
         if further:
             self.wait(bucket.name)
             target = self._addends[bucket.name] = self._spare(bucket, grad.dtype)
-        self._transfers[bucket.name] = transfer = self._fly(bucket, grad, target)
+        self._transfers[bucket.name] = transfer = self._fly(bucket, grad, target, further)
         if not further:
             self._follow(bucket, landed, transfer)
         return landed
 
-    def _fly(self, bucket: Bucket, grad: torch.Tensor, target: torch.Tensor) -> Transfer:
+    def _fly(self, bucket: Bucket, grad: torch.Tensor, target: torch.Tensor, further: bool) -> Transfer:
         transfer = self._copy(grad, target)
-        self._flying.append(Flight(bucket, transfer, grad.numel()))
-        self._in_flight += grad.numel()
+        self._flights.begin(Flight(bucket, transfer, grad.numel(), further))
         return transfer
 
     def _arrive(self) -> Bucket:
         """Wait for the first of those that are on their way."""
-        first = self._flying.popleft()
+        first = self._flights.end()
         first.transfer.wait()
-        self._in_flight -= first.numel
         return first.bucket
+
+    def _make_room(self, bucket: Bucket, further: bool) -> None:
+        """Wait for those after which a gradient can go to files."""
+        while self._flights.in_the_way(bucket, further):
+            self._arrive()
 
     def _squares_of(self, bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
         return self._counting.summand(sum_of_squares, bucket, grad)
@@ -147,6 +142,11 @@ class Landing:
         if name not in self._kept:
             self._kept[name] = self._mesh.zeros(bucket.owned, dtype, bucket.memory.optimizer)
         return self._kept[name]
+
+    @property
+    def spare(self) -> int:
+        """Bytes of the memory for summands on their way."""
+        return sum(held.nbytes for name, held in self._kept.items() if name not in self._plan.bucket_of)
 
     def _spare(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a summand on its way, which buckets of one size share."""
@@ -209,6 +209,14 @@ class Imagined(Landing):
 
     def moves(self, bucket: Bucket) -> bool:
         return bucket.memory.optimizer != "device"
+
+    def _depart(self, bucket: Bucket, grad: torch.Tensor, further: bool) -> torch.Tensor:
+        if not MEMORIES[bucket.memory.grad].rests:
+            return super()._depart(bucket, grad, further)
+        self._make_room(bucket, further)
+        landed = self._buffer(bucket.name, bucket, grad.dtype)
+        self._fly(bucket, grad, landed, further)
+        return landed
 
     def _squares_of(self, bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, device="meta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -49,6 +50,16 @@ def shard_alike(params: Tree, like: Sharded) -> Sharded:
     check_same_tree(like.plan.everywhere, paths, [tuple(leaf.shape) for leaf in leaves], "parameters", whole=True)
     check_ties(like.plan, dict(zip(paths, leaves, strict=True)))
     return _placed(like.plan, like.mesh, params)
+
+
+def shard_like(params: Sharded, path: str, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a whole tensor in the place of the leaf ``path``, in the shape that the leaf has in the tree."""
+    plan, mesh = params.plan, params.mesh
+    placement = plan.placement_of[path]
+    bucket, shape = plan.bucket_of[placement.bucket], plan.local_shape(placement, "param")
+    flat = whole.new_zeros(math.prod(shape))
+    _fill(flat, shard_of(whole, placement.compute.spec, mesh.shape, mesh.coords), mesh, bucket)
+    return flat.view(shape)
 
 
 def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None, *, to_disk: bool = False) -> Sharded:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from shardlib.collectives.codecs.integers import Packing
 from shardlib.collectives.tokens import Direct, TokenExchange, TwoHops
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
@@ -22,11 +24,15 @@ class Experts(Coded):
 
     axes: tuple[str, ...]
     rules: tuple[str, ...]
+    codec: str | Packing | None
+    back_codec: str | Packing | None
+    padded: bool
 
     @property
     def call(self) -> Call:
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
-        return Call(experts, {"axis": axis, "rules": self.rules if self.rules == RULES else one_or_list(self.rules)})
+        rules = self.rules if self.rules == RULES else one_or_list(self.rules)
+        return Call(experts, {"axis": axis, "rules": rules, **self._options})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         dealt = [leaf for leaf in leaves if leaf.matches(self.rules)]
@@ -39,7 +45,13 @@ class Experts(Coded):
     def _exchange(self, sizes: Mapping[str, int]) -> TokenExchange | None:
         """How tokens travel along the axes on which there are several ranks."""
         axes = [axis for axis in self.axes if sizes.get(axis, 1) > 1]
-        return TwoHops(*axes) if len(axes) > 1 else Direct(*axes) if axes else None
+        kind = (None, Direct, TwoHops)[len(axes)]
+        return kind and kind(*axes, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """The options of the exchange."""
+        return {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded}
 
     def _check(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo], dealt: Sequence[LeafInfo]) -> None:
         """Refuse rules that match nothing, and numbers of experts that the axes do not divide."""
@@ -62,7 +74,14 @@ class Experts(Coded):
             )
 
 
-def experts(axis: str | Sequence[str] = "expert", rules: str | Sequence[str] = RULES) -> Experts:
+def experts(
+    axis: str | Sequence[str] = "expert",
+    rules: str | Sequence[str] = RULES,
+    *,
+    codec: str | Packing | None = None,
+    back_codec: str | Packing | None = None,
+    padded: bool = False,
+) -> Experts:
     """Deal out experts over ``axis``, which also divides the batch: tokens travel to their experts and back.
 
     A rank has as many experts as any other, and the experts' gradients are complete there. All other leaves are whole along
@@ -78,10 +97,17 @@ def experts(axis: str | Sequence[str] = "expert", rules: str | Sequence[str] = R
             messages to fewer ranks of other nodes (`shardlib.collectives.tokens.TwoHops`).
         rules: one or several globs of leaves with the experts along dimension 0: all leaves of a layer's experts. By default
             what lies under a key "experts".
+        codec: how rows are encoded on the way to experts, and the gradients of results: "int8", "int4", "fp8" or a packing.
+            DeepSeek-V3 sends fp8 (arXiv 2412.19437, section 3.3.3).
+        back_codec: the same on the way back, for results and the gradients of rows.
+        padded: whether the rows of every expert are padded to its capacity, as in DeepSpeed. All sizes are then known before
+            a step, and no host waits for them; routers must have a capacity, and ranks equally many tokens. Otherwise ranks
+            send the rows that there are, and how many beforehand.
 
     Raises:
         IllegalComposition: no axis, more than two, or one twice; when a plan is made, globs that match no parameter, and
             numbers of experts that do not divide over the axis.
+        SpecError: an unknown codec.
 
     >>> params = {"router": {"weight": torch.ones(8, 16)}, "experts": {"up": torch.ones(8, 32, 16)}}
     >>> plan = sl.make_plan(params, sl.abstract_mesh(data=2, expert=4), sl.chain(sl.experts(), sl.zero(3)))
@@ -91,4 +117,5 @@ def experts(axis: str | Sequence[str] = "expert", rules: str | Sequence[str] = R
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if not 1 <= len(axes) <= 2 or len(set(axes)) < len(axes):
         raise IllegalComposition(f"experts(axis={axis!r}): name one axis of the mesh, or two that differ")
-    return Experts(axes, globs_of(rules))
+    Direct(axes[0], codec=codec, back_codec=back_codec)  # refuses unknown codecs
+    return Experts(axes, globs_of(rules), codec, back_codec, padded)

@@ -3,14 +3,22 @@
 import pytest
 import torch
 
-from benchmarks.cases import data, disk, optimizer_kernels
+from benchmarks.cases import data, disk, generating, optimizer_kernels, planned_experts
 from benchmarks.harness.case import Setting
 
 SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
 
 
-@pytest.mark.parametrize("case", [*data.CASES, disk.CASE, optimizer_kernels.CASE], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*data.CASES, disk.CASE, generating.CASE, optimizer_kernels.CASE], ids=lambda case: case.name
+)
 def test_a_case_runs_to_its_end(case):
     result = case.measure(SMALL)
     assert result.text.startswith("## ") and not result.missing
     assert all(len(row) == len(result.header) for row in result.samples)
+
+
+def test_plans_of_experts_are_what_formulas_say():
+    samples = planned_experts.measure(SMALL).samples
+    assert len(samples) == 14
+    assert [sample[3] for sample in samples] == [sample[4] for sample in samples]

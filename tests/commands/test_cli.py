@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -123,6 +124,25 @@ def test_plan_and_train_sliced(text, tmp_path, capsys):
     assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
 
 
+def test_plan_and_train_with_experts(text, tmp_path, capsys, monkeypatch):
+    """Their shares are metrics; validation is of the tokens alone, without the routers' losses, here about 5."""
+    given = model.config
+
+    def config(args):
+        made = given(args)
+        return replace(made, moe=replace(made.moe, load=5.0))
+
+    monkeypatch.setattr(model, "config", config)
+    cli.main(["plan", *SIZES, "--experts", "4"])
+    assert "blocks/1/moe/experts/up" in capsys.readouterr().out
+    options = ["--data", text, "--out", tmp_path, "--steps", 2, "--warmup", 1, "--precision", "fp32", "--experts", 4]
+    cli.main(["train", *SIZES, *map(str, options)])
+    with open(tmp_path / "metrics.csv") as file:
+        *_, last = csv.DictReader(file)
+    assert sum(float(last[f"aux/experts/1/shares/{expert}"]) for expert in range(4)) == pytest.approx(1)
+    assert float(last["loss"]) - float(last["validation/loss"]) == pytest.approx(5, abs=0.5)
+
+
 @pytest.mark.parametrize("params", [[], ["--offload-params"]], ids=["", "parameters"])
 @pytest.mark.parametrize("memory", ["host", "disk"])
 def test_train_with_offload(text, tmp_path, capsys, monkeypatch, memory, params):
@@ -234,9 +254,18 @@ def test_a_range_test_needs_a_range():
 
 
 def test_doctor_names_versions_devices_and_kernels(capsys):
-    assert cli.main(["doctor"]) == 0
+    assert cli.main(["doctor", "--measure"]) == 0
     out = capsys.readouterr().out
-    for part in ("torch", "gloo", "g++", "adamw on cpu", "C++", "onebit on cpu", "quantize on cpu"):
+    for part in (
+        "torch",
+        "gloo",
+        "g++",
+        "adamw on cpu",
+        "C++",
+        "onebit on cpu",
+        "quantize on cpu",
+        "operators per second",
+    ):
         assert part in out
 
 

@@ -7,6 +7,7 @@ CASES = {
     "bf16": lambda sl: [sl.precision("bf16"), sl.offload()],
     "a share": lambda sl: [sl.precision("bf16"), sl.offload(fraction=0.5)],
     "parameters and gradients too": lambda sl: [sl.precision("bf16"), sl.offload(params="host", gradients="host")],
+    "accumulated": lambda sl: [sl.precision("bf16"), sl.offload(params="host", gradients="host"), sl.accumulate(2)],
     "inputs of blocks": lambda sl: [sl.offload(), sl.remat(store="host", smallest=1)],
     "on disk": lambda sl: [sl.precision("bf16"), sl.offload("disk", folder="states")],
     "gradients on disk": lambda sl: [sl.precision("bf16"), sl.offload("disk", gradients="disk", folder="all")],

@@ -38,6 +38,8 @@ def cases(draw):
 @example(Case(precision="bf16 sums", offload="all", microbatches=2, layers=3, samples=2, width=96))
 @example(Case(precision="bf16", offload="disk", microbatches=2, layers=4, samples=2, width=96))
 @example(Case(remat="names", tiles=2, offload="params", layers=1, vocab=64, sequence=16, samples=2))
+@example(Case(offload="disk", microbatches=2, layers=1, sequence=16, samples=2))
+@example(Case(offload="disk", microbatches=2, layers=2, sequence=16, samples=2))
 @settings(max_examples=200 if NIGHTLY else 4, phases=list(Phase) if NIGHTLY else (Phase.explicit, Phase.generate))
 @given(case=cases())
 def test_the_peak_of_a_step_is_the_plans(rigs, case):

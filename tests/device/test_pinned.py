@@ -32,6 +32,32 @@ def test_as_many_bytes_are_pinned_as_are_asked_for(on_device):
     assert on_device(run) == (5_000, True, True, True, (125, 10), 3_000.0, 0)
 
 
+def test_memory_of_files_is_cut_anew_without_a_wait_for_the_device(on_rig):
+    """A pool frees what lies idle in it for a buffer of another size; copies that are under way go on beside it."""
+
+    def run(mesh):
+        import torch
+        from helpers import rig
+
+        from shardlib.common.pages import pages
+        from shardlib.sharded.disk.pool import Pool
+
+        def freed(free):
+            with rig.limits(down=-1):  # a copy takes until somebody waits for it
+                copy = mesh.transfers.copy(torch.ones(1024, device=mesh.device), target)
+                free()
+                done = copy.done
+                copy.wait()
+            return done
+
+        target = pages(4096, pinned=True).view(torch.float32)
+        pool, held = Pool(8192, pinned=True), [pages(8192, pinned=True)]
+        pool.give(pool.take(8192))
+        return freed(lambda: pool.take(4096)), freed(held.clear), target.sum().item()
+
+    assert on_rig(run) == (False, True, 1024.0)
+
+
 @pytest.mark.parametrize("params", [None, "host"])
 def test_copies_of_a_state_stay_pinned(on_device, params):
     def run(mesh):

@@ -1,14 +1,20 @@
-"""Products by expert against a product for each row in float64, and every way to a gradient."""
+"""Products by expert against those of all rows with every matrix in float64, and every way to a gradient."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
+from helpers.kernels import CUT, WITH_AMX, served_by
 from helpers.layer_kernels import outputs_and_gradients
 from helpers.rounding import rounding
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardlib.kernels.grouped_matmul import grouped_matmul
+from shardlib.kernels.grouped_matmul import cuda, grouped_matmul
 
+# Without AMX, torch's products serve bf16 too; what serves a GPU runs on a CPU.
+NAMES = ("avx512", "amx", CUT, "cuda", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -20,25 +26,34 @@ def drawn(counts, inner, outer, dtype, seed=0, spare=0):
     return x, weight, torch.tensor(counts).cumsum(0)
 
 
-def row_by_row(offsets):
+def masked(offsets):
+    """All rows times every matrix, of which an expert's own rows are kept."""
+
     def product(x, weight):
         experts = torch.searchsorted(offsets, torch.arange(len(x)), right=True)
-        known = experts < len(weight)
-        return torch.einsum("ri,roi->ro", x, weight[experts.clamp(max=len(weight) - 1)]) * known[:, None]
+        return sum((x @ w.t()) * (experts == expert)[:, None] for expert, w in enumerate(weight))
 
     return product
 
 
-def check(counts, inner, outer, dtype, seed=0, spare=0):
+def computed(name, x, weight, offsets, seed=0):
+    with served_by(name) if name in (*WITH_AMX, CUT) else nullcontext(name) as using:
+        return outputs_and_gradients(
+            lambda x, w: grouped_matmul(x, w, offsets, using=using), (x, weight), x.dtype, seed
+        )
+
+
+def check(name, counts, inner, outer, dtype, seed=0, spare=0, laid_out=lambda x, weight: (x, weight)):
+    """Against float64; ``laid_out`` lays the inputs out in memory."""
     x, weight, offsets = drawn(counts, inner, outer, dtype, seed, spare)
-    found = outputs_and_gradients(lambda x, w: grouped_matmul(x, w, offsets), (x, weight), dtype, seed)
+    found = computed(name, *laid_out(x, weight), offsets, seed)
     doubles = (x.double(), weight.double())
-    wanted = outputs_and_gradients(row_by_row(offsets), doubles, dtype, seed)
+    wanted = outputs_and_gradients(masked(offsets), doubles, dtype, seed)
     # The magnitudes that are summed: of products of absolute values, whose cotangents are absolute too.
     generator = torch.Generator().manual_seed(seed + 1)
     dy = torch.randn(wanted[0].shape, generator=generator).to(dtype).double().abs()
     leaves = [value.abs().requires_grad_() for value in doubles]
-    size = row_by_row(offsets)(*leaves)
+    size = masked(offsets)(*leaves)
     sizes = [size, *torch.autograd.grad(size, leaves, dy)]
     unit = rounding(dtype)
     for mine, exact, summed in zip(found, wanted, sizes, strict=True):
@@ -49,19 +64,75 @@ def check(counts, inner, outer, dtype, seed=0, spare=0):
     assert not found[0][offsets[-1] :].any() and not found[1][offsets[-1] :].any()
 
 
+def cut(x, weight):
+    """Rows that begin anywhere, at unequal distances from the next matrix's."""
+    wide = torch.cat([x[:, :1], x, x], -1)[:, 1 : 1 + x.shape[1]]
+    return wide, torch.cat([weight[:, :1], weight], 1)[:, 1:]
+
+
+def turned(x, weight):
+    return x, weight.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def sparse(x, weight):
+    """Every other number."""
+    return torch.stack([x, x], -1)[..., 0], torch.stack([weight, weight], -1)[..., 0]
+
+
+LAYOUTS = (lambda x, weight: (x, weight), cut, turned, sparse)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @given(
-    counts=st.lists(st.one_of(st.just(0), st.integers(0, 12)), min_size=1, max_size=5),
-    inner=st.integers(1, 40),
-    outer=st.integers(1, 40),
-    dtype=st.sampled_from(DTYPES),
+    counts=st.lists(st.one_of(st.just(0), st.integers(0, 70)), min_size=1, max_size=5),
+    inner=st.integers(1, 70),
+    outer=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES[:3]),
     spare=st.sampled_from((0, 0, 3)),
     seed=st.integers(0, 2**30),
+    layout=st.sampled_from(LAYOUTS),
 )
-@example([0, 0, 0], 3, 5, torch.float32, 0, 0)  # no row at all
-@example([0, 9, 0], 17, 5, torch.bfloat16, 0, 0)  # one expert has all
-@example([4, 0, 5], 17, 33, torch.float32, 3, 0)
-def test_drawn(counts, inner, outer, dtype, spare, seed):
-    check(counts, inner, outer, dtype, seed, spare)
+@example([0, 0, 0], 3, 5, torch.float32, 0, 0, cut)  # no row at all
+@example([0, 9, 0], 17, 5, torch.bfloat16, 0, 0, turned)  # one expert has all
+@example([4, 0, 5], 17, 33, torch.bfloat16, 3, 0, sparse)
+@example([1], 1, 1, torch.bfloat16, 0, 0, cut)
+@example([2, 0, 3], 16, 24, torch.bfloat16, 2, 0, sparse)  # rows of multiples of 16 bytes
+@example([32, 33, 16, 17], 32, 48, torch.bfloat16, 1, 0, LAYOUTS[0])  # of whole tiles, and one more row
+def test_drawn(name, counts, inner, outer, dtype, spare, seed, layout):
+    check(name, counts, inner, outer, dtype, seed, spare, layout)
+
+
+@given(
+    counts=st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    inner=st.integers(1, 20),
+    outer=st.integers(1, 20),
+    spare=st.sampled_from((0, 3)),
+    seed=st.integers(0, 2**30),
+)
+def test_float64(counts, inner, outer, spare, seed):
+    check(None, counts, inner, outer, torch.float64, seed, spare)
+
+
+@pytest.mark.parametrize("layout", (cut, turned))
+@pytest.mark.parametrize(
+    ("counts", "inner", "outer"),
+    [
+        (
+            [5, 0, 1060],
+            2060,
+            260,
+        ),  # sums that are cut, for more rows than keep partial ones; several blocks of matrices
+        ([2060, 3], 33, 1060),  # the same of gradients
+    ],
+)
+def test_products_of_several_blocks(counts, inner, outer, layout):
+    check("amx", counts, inner, outer, torch.bfloat16, laid_out=layout)
+
+
+def test_threads_change_nothing():
+    x, weight, offsets = drawn([300, 0, 5, 40], 70, 200, torch.bfloat16)
+    one, three = (computed(name, x, weight, offsets) for name in ("amx", CUT))
+    assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,14 +145,26 @@ def test_a_gradient_that_is_no_memory_of_its_own(dtype):
     assert all(torch.equal(a, b) for a, b in zip(found, wanted))
 
 
-def test_strided_inputs():
-    x, weight, offsets = drawn([2, 0, 3], 6, 4, torch.float32)
-    turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    wide = torch.cat([x, x], -1)[:, :6]
-    inputs = ((x, weight), (wide, turned))
-    assert not wide.is_contiguous() and not turned.is_contiguous()
-    one, other = (outputs_and_gradients(lambda x, w: grouped_matmul(x, w, offsets), v, x.dtype, 0) for v in inputs)
-    torch.testing.assert_close(one, other)
+def test_a_gpu_multiplies_all_experts_in_one_call(monkeypatch):
+    x, weight, offsets = drawn([3, 0, 2], 16, 8, torch.bfloat16, spare=2)
+    assert cuda.grouped(x, weight)
+    for one, other in ((x[:, :12], weight[:, :, :12]), (x, weight[:, :7]), (x[:0], weight), (x.half(), weight.half())):
+        assert not cuda.grouped(one, other)
+    wanted = computed("reference", x, weight, offsets)
+    monkeypatch.setattr(torch, "mm", None)
+    torch.testing.assert_close(computed("cuda", x, weight, offsets), wanted)
+    monkeypatch.delattr(F, "grouped_mm")
+    assert not cuda.grouped(x, weight) and "has no F.grouped_mm" in cuda.load(x.device)
+
+
+def test_numbers_without_end_stay_in_their_rows():
+    """What is padded in a tile is 0, whatever lies behind a row or a matrix."""
+    x, weight, offsets = (value.abs() for value in drawn([3, 2], 7, 5, torch.bfloat16, spare=1))
+    wanted = grouped_matmul(x, weight, offsets)
+    x[2], weight[1] = torch.inf, torch.nan
+    found = grouped_matmul(x, weight, offsets)
+    assert torch.equal(found[:2], wanted[:2]) and found[2].isinf().all() and found[3:5].isnan().all()
+    assert not found[5].any()
 
 
 def test_second_derivatives():

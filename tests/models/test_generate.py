@@ -9,10 +9,11 @@ from helpers.profile import NIGHTLY
 from helpers.texts import uncached
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optree import tree_map
+from optree import tree_leaves, tree_map
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition, RankMismatch, TreeError
+from shardlib.kernels.quantized_matmul import QuantizedMatrix
 from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import Sampling
 
@@ -148,7 +149,8 @@ def test_generates_from_a_training_state():
     assert drawn(PROMPTS, params=state) == drawn(PROMPTS, params=sl.unshard(state.params)) != drawn(PROMPTS)
 
 
-KINDS = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+KINDS = ["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
+WITH_EXPERTS = ["mixtral", "qwen3_moe"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,7 +178,24 @@ def test_the_tokens_of_transformers(kind):
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WITH_EXPERTS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_on_other_ranks(kind, ranks):
+    """Each rank holds its share of the experts, and some have no prompt."""
+    made = decoder(kind, torch.float64).eval()
+    _, params = sl.from_module(made)
+    prompts = [[1, 5, 9], [7], [4, 4, 2, 30]]
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(sl.experts(), sl.zero(0)))
+        held = sharded.tree["model"]["layers"][0]["mlp"]["experts"]["down_proj"]
+        return len(held), lists(sl.generate(made, sharded, prompts, 4, seed=1, stop=[11]))
+
+    whole = lists(sl.generate(made, params, prompts, 4, seed=1, stop=[11]))
+    assert sl.simulate(run, mesh={"data": 1, "expert": ranks}) == [(4 // ranks, whole)] * ranks
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(WITH_EXPERTS)))
 def test_slices_of_transformers(kind):
     made = huggingface.sliceable(decoder(kind, torch.float64).eval())
     _, params = sl.from_module(made)
@@ -259,3 +278,28 @@ def test_stages_and_ranks_that_differ():
         sl.simulate(staged, mesh={"data": 1, "pipe": 2})
     with pytest.raises(RankMismatch, match="calls of generate differ"):
         sl.simulate(uneven, mesh={"data": 2})
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama", "mixtral", "qwen3"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_weights(kind, bits):
+    """The texts of the weights that the values stand for, which lie in as few bytes."""
+    if kind == "gpt":
+        made = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=4, sequence=17)
+        params = random_params(made)
+    else:
+        made = decoder(kind, torch.float32).eval()
+        _, params = sl.from_module(made)
+    found = sl.models.decoding.quantized(made, params, bits=bits)
+    dense = tree_map(lambda leaf: leaf.dense() if isinstance(leaf, QuantizedMatrix) else leaf, found)
+    texts = [lists(sl.generate(made, tree, [[1, 5, 9], [7]], 6, seed=1)) for tree in (found, dense)]
+    assert texts[0] == texts[1]
+    changed = [leaf for leaf in tree_leaves(found) if isinstance(leaf, QuantizedMatrix)]
+    assert len(changed) >= 2 * 4 + 1
+    assert sum(leaf.nbytes for leaf in changed) < sum(leaf.dense().nbytes for leaf in changed) * (bits + 2.1) / 32
+
+
+def test_models_without_weights_to_quantise():
+    made = decoder("gpt2", torch.float32)
+    with pytest.raises(TreeError, match=r"GPT2LMHeadModel has no weights to quantise: GPT2.products names none"):
+        sl.models.decoding.quantized(made, sl.from_module(made)[1])

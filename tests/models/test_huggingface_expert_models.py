@@ -147,6 +147,23 @@ def test_experts_on_other_ranks(kind, plan):
         assert_close(grads, wanted, 1e-6 if kind == "deepseek_v3" else 1e-10)
 
 
+def test_experts_on_other_processes(pool):
+    model, experts = over_experts("gpt_oss")
+    apply, params = sl.from_module(model)
+    alone, wanted = sl.value_and_grad(logits_squared(apply))(params, TOKENS[0])
+    transform = sl.chain(experts, sl.zero(3, axis=("data", "expert")))
+    results = pool.run(
+        lambda mesh: shares_of(mesh, logits_squared(own_apply()), params, transform), mesh={"data": 2, "expert": 2}
+    )
+    for loss, grads in results:
+        assert loss == pytest.approx(alone.item(), rel=1e-10)
+        assert_close(grads, wanted, 1e-10)
+
+
+def own_apply():
+    return sl.from_module(over_experts("gpt_oss")[0])[0]
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"])
 def test_slices_of_attention_and_experts_on_other_ranks(kind):
     model, experts = over_experts(kind)
@@ -162,3 +179,43 @@ def test_slices_of_attention_and_experts_on_other_ranks(kind):
 def test_a_model_without_a_plan_for_experts():
     with pytest.raises(TreeError, match="LlamaForCausalLM has no base_model_ep_plan"):
         huggingface.expert_rules(decoder("llama"))
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 2}, {"expert": 2}])
+def test_deepseeks_bias_moves_by_counts(mesh):
+    """The model's state dict is what it was; the choices follow the bias, and each step's bias the step's counts."""
+    model = huggingface.with_experts(decoder("deepseek_v3"), counts=True)
+    assert model.state_dict().keys() == decoder("deepseek_v3").state_dict().keys()
+    apply, params, buffers = sl.from_module(model, buffers=True)
+    layers = [f"model.layers.{layer}.mlp" for layer in (1, 2, 3)]
+
+    def loss_fn(params, buffers, tokens):
+        out, buffers = apply(params, buffers, input_ids=tokens, labels=tokens)
+        return out.loss, buffers
+
+    def run(mesh):
+        experts = [sl.experts(rules=huggingface.expert_rules(model))] if "expert" in mesh.shape else []
+        axis = "expert" if experts else "data"
+        plan = sl.chain(sl.zero(3, axis=axis), sl.accumulate(2), *experts)
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, plan), sl.optim.sgd(0.0), buffers=buffers)
+        for tokens in TOKENS:
+            state, _ = step(state, tokens.chunk(mesh.size)[mesh.rank])
+            state.buffers = huggingface.balanced(state.buffers, rate=0.05)
+        return state.buffers
+
+    wanted = dict(buffers)
+    for tokens in TOKENS:
+        after = apply(params, wanted, input_ids=tokens)[1]
+        for layer in layers:
+            counts, bias = after[f"{layer}.experts.counts"], f"{layer}.gate.e_score_correction_bias"
+            assert counts.sum() == 8 * 8 * 2
+            wanted[bias] = sl.nn.routers.balanced(wanted[bias], counts.long(), 0.05)
+    assert all(wanted[f"{layer}.gate.e_score_correction_bias"].any() for layer in layers)
+    for found in sl.simulate(run, mesh=mesh):
+        assert_close(found, wanted, 0)
+
+
+def test_buffers_without_counts():
+    _, _, buffers = sl.from_module(huggingface.with_experts(decoder("deepseek_v3")), buffers=True)
+    with pytest.raises(TreeError, match="these have none: call with_experts"):
+        huggingface.balanced(buffers)

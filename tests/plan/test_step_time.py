@@ -86,6 +86,39 @@ def test_activations_of_sliced_layers_are_waited_for():
     assert found.exposed == pytest.approx(plan.payload()["model"] / 1e6) and plan.payload()["model"] > 0
 
 
+def test_operators_take_a_fixed_time_in_every_microbatch():
+    """Half as many rows in twice as many micro-batches have as many operations, and twice the operators."""
+    config = gpt.GPTConfig(layers=2, width=16, heads=4, sequence=8, vocab=32)
+    tokens = torch.zeros(4, 8, dtype=torch.int64)
+
+    def traced(microbatches):
+        return sl.make_plan(
+            gpt.init(config, device="meta"),
+            sl.abstract_mesh(data=1),
+            sl.accumulate(microbatches),
+            loss_fn=gpt.make_loss(config),
+            batch={"tokens": tokens, "targets": tokens},
+        )
+
+    (whole,), (half,) = traced(1).traces, traced(2).traces
+    assert half.launches == whole.launches and 2 * half.flops[0] == whole.flops[0]
+    for microbatches in (1, 2, 4):
+        found = sl.report.predict_step(traced(microbatches), 3.0 / microbatches, {"launches": 100.0})
+        launches = microbatches * sum(whole.launches) / 100.0
+        assert found.links["launches"] == pytest.approx(launches)
+        assert found.total == found.compute == pytest.approx(9.0 + launches)
+
+
+def test_views_and_memory_without_values_are_no_operators():
+    from shardlib.execute.phases import Work
+
+    with Work() as work:
+        x = torch.empty(4, 4).fill_(1.0).requires_grad_()
+        (x.view(16)[2:].square().reshape(7, 2).mT @ torch.ones(7, 1)).sum().backward()
+    assert work.launches[0] == 6  # fill_, square, ones, the product, sum, and the one that backward starts from
+    assert work.launches[1] >= 4  # of the product, of the square (a power and two products) and of the slice
+
+
 def test_each_axis_is_a_link_of_its_own():
     plan = sl.make_plan(PARAMS, sl.abstract_mesh(node=2, data=2), sl.zero(3, replicate="node"))
     found = sl.report.predict_step(plan, 0.0, {"node": 1.0, "data": 1e9})

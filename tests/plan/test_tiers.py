@@ -202,7 +202,8 @@ def test_the_cheapest_change_is_named_and_fits(ranks, parallel, share):
 
 
 def test_recomputing_is_named_where_it_is_the_cheapest():
-    plan, batch = waves(ranks=1, shape=(1, 34, 32))  # one row, which no micro-batches share
+    # One row, which no micro-batches share; activations beside which states are small, and operators' fixed times too.
+    plan, batch = waves(ranks=1, shape=(1, 1 << 14, 32))
     parallel = sl.chain(sl.zero(0))
     budget = int(0.8 * (plan(parallel).peak_bytes + batch))
     with pytest.raises(
@@ -390,4 +391,4 @@ def test_a_refusal_traces_no_more_than_it_must(monkeypatch):
     monkeypatch.setitem(module, "_traced", lambda *args: traced.append(args[0]) or trace(*args))
     with pytest.raises(IllegalComposition, match="The cheapest change that fits"):
         plan(parallel, device_memory=budget)
-    assert 1 < len(traced) <= 6  # to plan every change takes 13
+    assert 1 < len(traced) <= 7  # to plan every change takes 13; the plan, and six that may take as long as it does

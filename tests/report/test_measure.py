@@ -23,6 +23,19 @@ def total(params, x, batch):
     return (x @ params["w"]).sum()
 
 
+def test_small_operators_take_the_same_time_together():
+    """Of a chain that the measure does not have."""
+    rate = sl.report.measure_launches()
+    x, count = torch.ones(4), 2000
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(count):
+            x = x * 1.0
+        seconds.append(time.perf_counter() - start)
+    assert 0.05 * rate < count / min(seconds) < 50 * rate
+
+
 def blocks(durations):
     loss_fn = sl.sequential([*(sleeping(seconds) for seconds in durations), total])
     return loss_fn, [{"w": torch.eye(4)} for _ in range(len(durations) + 1)]

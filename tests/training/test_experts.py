@@ -1,12 +1,23 @@
 """Layers of experts that are dealt out over a mesh axis: the training of one device on the joined batch, leaf by leaf."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from helpers import training
+from helpers.measure import count_payload
+from helpers.models import share
+from helpers.profile import NIGHTLY
 from helpers.trees import assert_close
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import shardlib as sl
+from shardlib.collectives.primitives import all_gather_object
+from shardlib.errors import HandleError, IllegalComposition, ShardlibError
 from shardlib.nn import routers
+from shardlib.tree import tree_map
 
 WIDTH, HIDDEN, EXPERTS, ROWS = 4, 6, 4, 8
 
@@ -50,15 +61,14 @@ def model(router, wrap=sl.block):
 
         return wrap(run)
 
-    blocks = [block(kind) for kind in KINDS]
-
     def loss_fn(params, batch):
         x, z = sl.nn.shard_sequence(batch["x"]), 0.0
-        for run, one in zip(blocks, params, strict=True):
+        for run, one in zip(loss_fn.blocks, params, strict=True):
             x, more = run(one, x, batch["skew"])
             z = z + more
         return sl.nn.sum_sequence(x.square().sum() / batch["x"].numel() + 0.1 * z / batch["x"].shape[1])
 
+    loss_fn.blocks = [block(kind) for kind in KINDS]
     return loss_fn
 
 
@@ -98,7 +108,10 @@ def test_stages(mesh, axis, stage):
 
 def skewed(*experts):
     """Batches whose tokens all go to these experts."""
-    return [{**batch, "skew": batch["skew"].index_fill(2, torch.tensor(experts), 30.0)} for batch in BATCHES]
+    return [
+        {**batch, "skew": batch["skew"].index_fill(2, torch.tensor(experts, dtype=torch.int64), 30.0)}
+        for batch in BATCHES
+    ]
 
 
 @pytest.mark.parametrize("transforms", [(), (sl.zero(3, axis=BOTH), sl.remat())], ids=["whole", "split"])
@@ -106,6 +119,26 @@ def skewed(*experts):
 def test_experts_and_ranks_without_tokens(experts, transforms):
     mesh = {"data": 2, "expert": 2}
     assert_trains_like_one_device(mesh, sl.experts(), *(transforms or (sl.zero(),)), batches=skewed(*experts))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_whose_tokens_need_no_gradient_takes_part_in_backward(stage):
+    still = [{**batch, "still": (torch.arange(ROWS) < ROWS // 2)[:, None, None]} for batch in BATCHES]
+
+    def loss_fn(params, batch):
+        x = batch["x"] @ params["w"]
+        still = batch["still"]  # of all rows on one rank, of none on the other
+        x = x.detach() if still.all() else torch.where(still, x.detach(), x)
+        return sl.nn.moe(params, x, sl.nn.MoEConfig(TOP_2))[0].square().mean()
+
+    def run(mesh, *transforms):
+        return training.train(mesh, loss_fn, PARAMS[0], still, sl.chain(*transforms), sl.optim.sgd(0.1))
+
+    (alone,) = sl.simulate(run, mesh={"data": 1})
+    split = [sl.zero(stage, axis="expert")] if stage else []
+    for found in sl.simulate(run, sl.experts(), *split, mesh={"expert": 2}):
+        assert found[0] == pytest.approx(alone[0], rel=1e-10)
+        assert_close(found[2], alone[2], 1e-10)
 
 
 def test_all_tokens_to_one_expert():
@@ -120,11 +153,13 @@ DROPPING = {
 }
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("router", DROPPING)
-def test_a_capacity_is_of_a_ranks_own_tokens(router):
+def test_a_capacity_is_of_a_ranks_own_tokens(router, padded):
     """So the training is that of whole experts on as many ranks."""
     wanted = trained({"data": 4}, sl.zero(0), router=DROPPING[router])
-    found = trained({"data": 2, "expert": 2}, sl.experts(), sl.zero(2, axis=BOTH), router=DROPPING[router])
+    experts = sl.experts(padded=padded)
+    found = trained({"data": 2, "expert": 2}, experts, sl.zero(2, axis=BOTH), router=DROPPING[router])
     assert found[:2] == (pytest.approx(wanted[0], rel=1e-10), pytest.approx(wanted[1], rel=1e-10))
     assert_close(found[2], wanted[2], 1e-10)
 
@@ -157,6 +192,18 @@ def test_beside_other_transforms(case):
     assert_trains_like_one_device(mesh, *transforms)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("mesh", [{"model": 2, "data": 1}, {"model": 2, "data": 2}])
+def test_slices_of_whole_experts(mesh, stage):
+    assert_trains_like_one_device(mesh, SLICES, sl.zero(stage))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("mesh", [{"expert": 2, "model": 2, "data": 1}, {"data": 2, "model": 2, "expert": 2}])
+def test_slices_of_experts_that_are_dealt_out(mesh, stage):
+    assert_trains_like_one_device(mesh, sl.experts(), SLICES, sl.zero(stage, axis=BOTH), sl.remat())
+
+
 SLICES = sl.tensor_slicing(
     {
         "*/experts/gate": sl.column(experts=True),
@@ -168,13 +215,298 @@ SLICES = sl.tensor_slicing(
 )
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("mesh", [{"model": 2, "data": 1}, {"model": 2, "data": 2}])
-def test_slices_of_whole_experts(mesh, stage):
-    assert_trains_like_one_device(mesh, SLICES, sl.zero(stage))
+ROUTERS = [TOP_2, routers.switch(), routers.top_k(3, score="sigmoid"), routers.gshard(second="best")]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("mesh", [{"expert": 2, "model": 2, "data": 1}, {"data": 2, "model": 2, "expert": 2}])
-def test_slices_of_experts_that_are_dealt_out(mesh, stage):
-    assert_trains_like_one_device(mesh, sl.experts(), SLICES, sl.zero(stage, axis=BOTH), sl.remat())
+@st.composite
+def cases(draw):
+    """A mesh of at most eight ranks, and what goes with it."""
+    sizes = {axis: draw(st.sampled_from([1, 2])) for axis in ("data", "model", "seq")}
+    sizes["expert"] = draw(st.sampled_from([n for n in (1, 2, 4) if n * math.prod(sizes.values()) <= 8]))
+    if sizes["expert"] == 4 and draw(st.booleans()):
+        sizes |= {"expert": 2, "local": 2}
+    axes = ("expert", "local") if "local" in sizes else ("expert",)
+    batch = ["data", *axes]
+    split = draw(st.lists(st.sampled_from([*batch, "seq"]), unique=True, max_size=3))
+    parts = [sl.experts(axes), *([SLICES] if sizes["model"] == 2 else [])]
+    parts += [sl.sequence("seq", draw(st.sampled_from(["ulysses", "ring"])))] if sizes["seq"] == 2 else []
+    parts += [sl.zero(draw(st.integers(0, 3)), axis=tuple(split))] if split else []
+    parts += [sl.zero(0, axis="data")] if sizes["data"] == 2 and "data" not in split else []
+    parts += [sl.remat(draw(st.sampled_from(["full", "dots"])))] * draw(st.booleans())
+    parts += [sl.accumulate(2)] * (draw(st.booleans()) and ROWS // math.prod(sizes[axis] for axis in batch) > 1)
+    mesh = {
+        axis: size for axis, size in draw(st.permutations(list(sizes.items()))) if size > 1 or axis in (*split, *axes)
+    }
+    lopsided = draw(st.sampled_from([(), (0,), (3,), (1, 2)]))
+    return mesh, draw(st.permutations(parts)), draw(st.sampled_from(ROUTERS)), lopsided
+
+
+@settings(max_examples=100 if NIGHTLY else 6)
+@given(cases())
+def test_any_legal_chain(case):
+    """Routers, meshes, stages, slices and sequence parts, drawn together and in any order."""
+    mesh, transforms, router, experts = case
+    assert_trains_like_one_device(mesh, *transforms, router=router, batches=skewed(*experts))
+
+
+def in_blocks(router=TOP_2):
+    """The same training as a list of blocks, whose carry holds the losses."""
+    loss_fn = model(router)
+
+    def block(index):
+        def run(params, carry, batch):
+            x, z = (batch["x"], torch.zeros((), dtype=torch.float64)) if carry is None else carry
+            more, aux = loss_fn.blocks[index](params, x, batch["skew"])
+            return more, z + aux
+
+        return run
+
+    def last(params, carry, batch):
+        x, z = carry
+        return (x * params["scale"]).square().mean() + 0.1 * z / x.shape[1]
+
+    return sl.sequential([block(0), block(1), last]), [*PARAMS, {"scale": normal(WIDTH)}]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_pipelines(schedule, stage):
+    """Ranks along the stages' axis have different experts, and those along the experts' axis the same schedule."""
+    loss_fn, params = in_blocks()
+    chain = sl.experts(), sl.zero(stage, axis="expert"), sl.pipeline(schedule, microbatches=2)
+
+    def run(mesh, *transforms):
+        return training.simulate(mesh, loss_fn, params, BATCHES, sl.chain(*transforms), sl.optim.sgd(0.1))
+
+    alone, found = run({"data": 1}, sl.zero(0)), run({"pipe": 2, "expert": 2}, *chain)
+    assert found[0] == pytest.approx(alone[0], rel=1e-10) and found[1] == pytest.approx(alone[1], rel=1e-10)
+    assert_close(found[2], alone[2], 1e-10)
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 4}, {"data": 2, "expert": 2}, {"expert": 2, "model": 2}], ids=str)
+def test_real_processes(pool, mesh):
+    """All tokens go to one rank's experts in the first step."""
+    batches = [skewed(2, 3)[0], BATCHES[1]]
+    transforms = [sl.zero(3, axis=("expert", *mesh.keys() & {"data"})), *([SLICES] if "model" in mesh else [])]
+    assert_trains_like_one_device(mesh, sl.experts(), *transforms, batches=batches, run=pool.run)
+
+
+def test_two_hops_between_real_processes(pool):
+    mesh = {"node": 2, "local": 2}
+    chain = sl.experts(("node", "local")), sl.zero(2, axis=("node", "local")), sl.remat()
+    assert_trains_like_one_device(mesh, *chain, batches=skewed(1, 3), run=pool.run)
+
+
+def test_checkpoints_move_between_numbers_of_ranks(tmp_path):
+    loss_fn, tx = model(TOP_2), sl.optim.adamw(1e-2)
+
+    def fresh(mesh, chain, params):
+        return sl.make_train_step(loss_fn, sl.shard(params, mesh, chain), tx)
+
+    def begun(mesh, chain):
+        state, step = fresh(mesh, chain, PARAMS)
+        state, _ = step(state, share(BATCHES[0], mesh.rank, mesh.size))
+        sl.checkpoint.save(tmp_path / "saved", state)
+
+    def ended(mesh, chain):
+        state, step = fresh(mesh, chain, tree_map(torch.zeros_like, PARAMS))
+        state = sl.checkpoint.restore(tmp_path / "saved", state)
+        state, metrics = step(state, share(BATCHES[1], mesh.rank, mesh.size))
+        return sl.unshard(state.params), metrics["grad_norm"].item()
+
+    def both(mesh, chain):
+        state, step = fresh(mesh, chain, PARAMS)
+        for batch in BATCHES:
+            state, metrics = step(state, batch)
+        return sl.unshard(state.params), metrics["grad_norm"].item()
+
+    wanted, norm = sl.simulate(both, sl.zero(0), mesh={"data": 1})[0]
+    sl.simulate(begun, sl.chain(sl.experts(), sl.zero(2, axis=BOTH)), mesh={"data": 2, "expert": 2})
+    for mesh, chain in (
+        ({"expert": 2}, sl.experts()),
+        ({"expert": 4}, sl.chain(sl.experts(), sl.zero(3, axis="expert"))),
+        ({"data": 2}, sl.zero(1)),
+    ):
+        for found, other in sl.simulate(ended, chain, mesh=mesh):
+            assert other == pytest.approx(norm, rel=1e-10)
+            assert_close(found, wanted, 1e-10)
+
+
+def counted(router):
+    """One layer, whose loss hands out how many rows each expert gets of this rank."""
+
+    def loss_fn(params, batch):
+        y, routing = sl.nn.moe(params, batch["x"] @ params["w"], sl.nn.MoEConfig(router))
+        return y.square().mean(), {"counts": routing.counts}
+
+    return loss_fn
+
+
+def sent_in_a_step(mesh, chain, router):
+    """What a rank sends along the experts' axis: counted outside of the library, and as the plan has it with the loss and
+    without; and what it sends for the layer by the rows of all ranks."""
+    loss_fn, batch = counted(router), share(BATCHES[0], mesh.rank, mesh.size)
+    state, step = sl.make_train_step(loss_fn, sl.shard(PARAMS[0], mesh, chain), sl.optim.sgd(0.1))
+    sent = count_payload(mesh)
+    state, metrics = step(state, batch)
+    planned, bare = (sl.make_plan(PARAMS[0], mesh, chain, **how) for how in ({"loss_fn": loss_fn, "batch": batch}, {}))
+    measured, exchange = sent()["expert"], planned.step.tokens
+    everyone = torch.stack(all_gather_object(mesh, ["expert"], metrics["aux"]["counts"]))
+    slots = router.slots((batch["x"].shape[:2].numel(), router.k), EXPERTS) if exchange.padded else None
+    layer = exchange.payload(mesh.shape, mesh.coords, everyone, WIDTH, torch.float64, slots=slots)
+    most = exchange.bound(mesh.shape, ROWS * 4 // mesh.size * router.k, EXPERTS, WIDTH, torch.float64)
+    sums = bare.payload()["expert"]
+    return measured - sums, planned.payload()["expert"] - sums, *(bytes_of(payload) for payload in (layer, most))
+
+
+def bytes_of(payload):
+    return payload.forward["expert"] + payload.backward["expert"]
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+def test_payload_is_that_of_the_rows_that_there_are(ways):
+    for measured, _, by_counts, most in sl.simulate(sent_in_a_step, sl.experts(), TOP_2, mesh={"expert": ways}):
+        assert measured == by_counts <= most
+
+
+def test_payload_of_padded_rows_is_known_before():
+    router = routers.switch(routers.Capacity(1.3, 1))
+    for measured, planned, by_counts, _ in sl.simulate(
+        sent_in_a_step, sl.experts(padded=True), router, mesh={"expert": 4}
+    ):
+        assert measured == planned == by_counts
+
+
+def test_the_plan_says_that_loads_are_taken_as_equal():
+    plan = sl.make_plan(PARAMS, sl.abstract_mesh(expert=4), sl.experts(codec="fp8"))
+    assert "tokens travel direct over axis 'expert', to experts in fp8: counted as if every expert got as many" in str(
+        plan
+    )
+    assert "at most 4 times a rank's own rows" in str(plan)
+    assert "counted as if" not in str(sl.make_plan(PARAMS, sl.abstract_mesh(expert=4), sl.experts(padded=True)))
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_rows_are_encoded(codec):
+    """In fp32 training stays near that without codecs, and is not it."""
+    params, batches = (tree_map(torch.Tensor.float, tree) for tree in (PARAMS, BATCHES))
+    how = {"params": params, "batches": batches}
+    wanted = trained({"expert": 2}, sl.experts(), **how)
+    found = trained({"expert": 2}, sl.experts(codec=codec, back_codec=codec), **how)
+    assert found[0] == pytest.approx(wanted[0], rel=0.05) and found[0] != wanted[0]
+    assert found[1] == pytest.approx(wanted[1], rel=0.2) and found[1] != wanted[1]
+
+
+def test_sixteen_bits():
+    """Experts and tokens in bf16: the losses of one device in bf16, but for the order of sums."""
+    wanted = trained({"data": 1}, sl.zero(0), sl.precision("bf16"), params=tree_map(torch.Tensor.float, PARAMS))
+    found = trained({"expert": 2}, sl.experts(), sl.precision("bf16"), params=tree_map(torch.Tensor.float, PARAMS))
+    assert found[0] == pytest.approx(wanted[0], rel=2e-2)
+
+
+def test_evaluation():
+    """Each rank evaluates its own share, by the experts of all ranks."""
+
+    def run(mesh, chain):
+        params = sl.shard(PARAMS, mesh, chain)
+        evaluate, batch = sl.make_eval_step(model(TOP_2), params), skewed(1, 0)[0]
+        return [
+            float(evaluate(params, share(batch, rank, 4))) for rank in (range(4) if mesh.size == 1 else [mesh.rank])
+        ]
+
+    (alone,) = sl.simulate(run, sl.zero(0), mesh={"data": 1})
+    parts = sl.simulate(run, sl.chain(sl.experts(), sl.zero(3, axis="expert")), mesh={"expert": 4})
+    assert list(itertools.chain(*parts)) == pytest.approx(alone, rel=1e-10)
+
+
+@pytest.mark.parametrize("rows", [(6, 2), (8, 0), (0, 8)])
+def test_ranks_with_other_numbers_of_tokens(rows):
+    """A rank without any takes part too. The loss is a mean over all tokens."""
+    first = (0, *itertools.accumulate(rows))
+
+    def loss_fn(params, batch):
+        y, _ = sl.nn.moe(params, batch["x"] @ params["w"], sl.nn.MoEConfig(TOP_2))
+        return sl.Mean(y.square().sum(), y.numel())
+
+    def run(mesh, chain, whole):
+        state, step = sl.make_train_step(loss_fn, sl.shard(PARAMS[0], mesh, chain), sl.optim.sgd(0.1))
+        x = BATCHES[0]["x"]
+        state, metrics = step(state, {"x": x if whole else x[first[mesh.rank] : first[mesh.rank + 1]]})
+        return metrics["loss"].item(), metrics["grad_norm"].item(), sl.unshard(state.params)
+
+    ((loss, norm, wanted),) = sl.simulate(run, sl.zero(0), True, mesh={"data": 1})
+    for found in sl.simulate(run, sl.chain(sl.experts(), sl.zero(3, axis="expert")), False, mesh={"expert": 2}):
+        assert found[:2] == pytest.approx((loss, norm), rel=1e-10)
+        assert_close(found[2], wanted, 1e-10)
+
+
+def test_a_rank_draws_its_own_experts():
+    def drawn(mesh, chain):
+        params = sl.shard(
+            lambda: {"experts": {"w": sl.init.normal(sl.Key(3), (4, 6, 8))}, "b": torch.zeros(3)}, mesh, chain
+        )
+        return sl.unshard(params)
+
+    (alone,) = sl.simulate(drawn, sl.zero(0), mesh={"data": 1})
+    for found in sl.simulate(drawn, sl.chain(sl.experts(), sl.zero(3)), mesh={"data": 2, "expert": 2}):
+        assert torch.equal(found["experts"]["w"], alone["experts"]["w"])
+
+
+REFUSED = {
+    "does not divide\n  - 0/experts/down: shape \\(4, 4, 6\\)[\\s\\S]*All divide over 1, 2, 4 ranks": (
+        lambda: sl.experts("data"),
+        {"data": 3},
+    ),
+    r"experts\(rules='\*/expert/\*'\): '\*/expert/\*' match no parameter; paths look like 0/experts/down": (
+        lambda: sl.experts(rules="*/expert/*"),
+        {"expert": 2},
+    ),
+    "name one axis of the mesh, or two that differ": (lambda: sl.experts(("a", "a")), {"a": 2}),
+    "use a packing, or 'int8'": (lambda: sl.experts(codec="int3"), {"expert": 2}),
+    "uses axis 'expert', which .* does not have; use 'ep' instead: experts\\('ep'\\)": (
+        lambda: sl.chain(sl.experts(), sl.zero()),
+        {"data": 2, "ep": 2},
+    ),
+    "divides experts, and sequence.* cuts sequences": (
+        lambda: sl.chain(sl.experts("seq"), sl.sequence("seq"), sl.zero(axis="seq")),
+        {"seq": 2},
+    ),
+    "cannot give the same bits on every mesh": (lambda: sl.chain(sl.experts(), sl.reproducible(4)), {"expert": 2}),
+    "both claim\n  - the spec of 0/experts/up: P\\('expert'\\) against P\\(None, 'expert'\\)": (
+        lambda: sl.chain(sl.experts(), sl.tensor_slicing({"*/experts/up": sl.column(experts=True)}, axis="expert")),
+        {"expert": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refusals(words):
+    make, mesh = REFUSED[words]
+    with pytest.raises(ShardlibError, match=words):
+        sl.make_plan(PARAMS, sl.abstract_mesh(**mesh), make())
+
+
+def test_an_optimizer_that_owns_the_axis_is_refused():
+    tx = sl.optim.onebit_adam(1e-3, 2, axis="expert")
+    with pytest.raises(
+        IllegalComposition, match="dealt out over it, whose gradients are complete: deal experts out over"
+    ):
+        sl.make_plan(PARAMS, sl.abstract_mesh(expert=2), sl.experts(), optimizer=tx)
+
+
+def test_layers_that_do_not_fit_the_plan():
+    def run(mesh, chain, router):
+        state, step = sl.make_train_step(counted(router), sl.shard(PARAMS[0], mesh, chain), sl.optim.sgd(0.1))
+        step(state, BATCHES[0])
+
+    with pytest.raises(
+        ValueError, match=r"hold 2, 4 of them on this rank.*all should hold 2, or 4 if none is dealt out"
+    ):
+        sl.simulate(run, sl.experts(rules="experts/up"), TOP_2, mesh={"expert": 2})
+    with pytest.raises(ValueError, match="this layer's router has none: give the router a capacity"):
+        sl.simulate(run, sl.experts(padded=True), TOP_2, mesh={"expert": 2})
+    slices = sl.tensor_slicing({"experts/gate": "column", "experts/up": "column"})
+    with pytest.raises(
+        HandleError, match=r"is consumed as \(experts, out, in\) weight and sliced as one layer's; .*experts=True"
+    ):
+        sl.simulate(run, slices, TOP_2, mesh={"model": 2})

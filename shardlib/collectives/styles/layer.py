@@ -59,7 +59,8 @@ class LayerStyle(Style):
         if self.experts and len(shape) < 2:
             return "experts=True is for leaves with a dimension of experts and then a layer's", ""
         if wrong := super().misfit(shape[int(self.experts) :], ways):
-            return wrong
+            remedy = f"replace it with sl.{self.name}(experts=True) where dimension 0 counts experts"
+            return wrong[0], remedy if len(shape) == 3 else wrong[1]
         size = shape[self.dim(shape)]
         if self.heads and size % self.heads:
             return f"{size} {self.cut} are not {self.heads} heads of one size", ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -48,8 +48,11 @@ class TokenExchange(ABC):
     backward. Which collectives are called does not depend on counts.
 
     Attributes:
+        padded: whether rows to experts that have a capacity are to be padded to it: whether layers give `send` its ``slots``.
         name: the exchange's name in a plan's print-out and in messages.
     """
+
+    padded: bool = field(default=False, kw_only=True)
 
     name: ClassVar[str]
 

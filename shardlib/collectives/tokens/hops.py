@@ -44,7 +44,8 @@ class Hops(TokenExchange):
     def __str__(self) -> str:
         ways = ("to experts", self.codec), ("back", self.back_codec)
         coded = [f", {way} in {codec}" for way, codec in ways if codec is not None]
-        return f"{self.name} over {' and '.join(f'axis {axis!r}' for axis in self.axes)}{''.join(coded)}"
+        padded = ", padded" * self.padded
+        return f"{self.name} over {' and '.join(f'axis {axis!r}' for axis in self.axes)}{''.join(coded)}{padded}"
 
     def send(
         self,

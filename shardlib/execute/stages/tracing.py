@@ -40,13 +40,17 @@ def trace(
         return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
     runner, phases = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None), Phases()
 
+    landing: Imagined  # of the last of them
+
     def live_bytes(*indices: int) -> tuple[Peak, Peak]:
         """The peaks of some micro-batches, with the cast batch: without the sums of gradients, and with them."""
+        nonlocal landing
+        landing = Imagined(plan, mesh, ())
         live, runner.executor.around = LiveBytes(lambda: phases.now), phases.around
         with live:
             microbatches = split_batch(batch, plan, mesh)
             call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, 1.0, 1.0)
-            gradients = runner.executor.gradients(default_options(mesh, Imagined(plan, mesh, ())))
+            gradients = runner.executor.gradients(default_options(mesh, landing))
             for index in indices:
                 phases.begin()
                 runner.microbatch(call, index, buffers, gradients)
@@ -61,7 +65,7 @@ def trace(
         plan.step.microbatches > 1
     ):  # the others find sums of earlier ones, and the last one ends with the step's exchanges
         peak = peak.or_higher(live_bytes(*sorted({0, 1, plan.step.microbatches - 1}))[1])
-    noted = _noted(work, live, peak)
+    noted = {**_noted(work, live, peak), "summands": landing.spare}
     return (Trace(runner.executor.touches, activations, live.bytes, peak.bytes, **noted, **kept),)
 
 
@@ -128,7 +132,8 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
 
 def _noted(work: Work, live: Peak, peak: Peak) -> dict[str, Any]:
     """The operations that were counted, and the phases of the peaks."""
-    return {"flops": tuple(work.flops), "live_in": live.phase, "peak_in": peak.phase}
+    counted = {"flops": tuple(work.flops), "launches": tuple(work.launches)}
+    return {**counted, "live_in": live.phase, "peak_in": peak.phase}
 
 
 def _kept(executor: Executor, phases: Phases) -> dict[str, Any]:

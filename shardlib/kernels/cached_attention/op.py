@@ -21,7 +21,7 @@ from shardlib.kernels.cached_attention.arguments import Attention
 from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.common.dispatch import on, serving
 
-IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {}
+IMPLEMENTATIONS = {"cpu": ("cpu",)}
 
 
 def cached_attention(
@@ -62,7 +62,7 @@ def cached_attention(
     check_tensors(
         "cached_attention", {"rows": rows, "starts": starts}, exactly=dict.fromkeys(("rows", "starts"), torch.int64)
     )
-    how = Attention(q, k, v, keys, values, rows, starts, window or keys.shape[2])
+    how = Attention(q, k, v, keys, values, rows, starts, keys.shape[-2] if window is None else window)
     how.check()
     with on(q.device):
         return serving("cached_attention", q, using).attend(how)

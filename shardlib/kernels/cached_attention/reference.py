@@ -20,6 +20,6 @@ def attend(how: Attention) -> torch.Tensor:
         seen = slice(max(0, start + 1 - how.window), start + 1)
         keys, values = how.keys[row, :, seen], how.values[row, :, seen]
         # A batch of one: torch's fused attention takes four dimensions.
-        heads = (x.unsqueeze(0) for x in (how.q[i].unsqueeze(1), keys, values))
-        y[i] = F.scaled_dot_product_attention(*heads, enable_gqa=grouped)[0, :, 0]
+        q, keys, values = (x.unsqueeze(0) for x in (how.q[i].unsqueeze(1), keys, values))
+        y[i] = F.scaled_dot_product_attention(q, keys, values, enable_gqa=grouped)[0, :, 0]
     return y

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.common import native, rows
+from shardlib.kernels.common import native, results, rows
 from shardlib.kernels.common.thresholds import threads
 
 _SIGNATURES = {"gelu": "pipillpi", "gelu_backward": "pipipllpppi"}
@@ -18,7 +18,7 @@ def load(device: torch.device) -> str:
 
 def forward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
     x = native.readable(x)
-    y = rows.like(x)
+    y = results.like(x)
     where = (*rows.sizes(x), y, threads())
     _library().gelu(x, native.DTYPES[x.dtype], native.floats(bias), tanh, *where)
     return y
@@ -26,7 +26,7 @@ def forward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Ten
 
 def backward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, dy: torch.Tensor) -> list[torch.Tensor]:
     x, dy = native.readable(x), native.readable(dy)
-    dx = rows.like(x)
+    dx = results.like(x)
     dbias, partial = (None, None) if bias is None else (torch.empty(bias.shape), rows.partial_sums(len(bias)))
     where = (*rows.sizes(x), dx, partial, dbias, threads())
     _library().gelu_backward(x, native.DTYPES[x.dtype], native.floats(bias), tanh, dy, *where)

@@ -5,12 +5,15 @@ With o_e the end of the rows of expert e, and o_(e−1) their beginning (0 for t
 - forward: y_r = x_r W_eᵀ for o_(e−1) ≤ r < o_e, and 0 for rows from the last end on.
 - backward: dx_r = dy_r W_e, 0 for rows from the last end on;  dW_e = Σ_r dy_rᵀ x_r over the expert's rows, 0 without any.
 
-x is ``[R, inner]``, W ``[E, outer, inner]`` and y ``[R, outer]``, of one dtype: fp32, bf16, fp16 or float64. Operations:
-2·R·inner·outer, and twice that in backward. Bytes moved beside those of one product: the matrices of the other experts that
-have rows, and of all of them in dW.
+x is ``[R, inner]``, W ``[E, outer, inner]`` and y ``[R, outer]``, of one dtype: fp32, bf16, fp16 or float64. Sums are in fp32
+or wider. Operations: 2·R·inner·outer, and twice that in backward. Bytes moved beside those of one product: the matrices of
+the other experts that have rows, and of all of them in dW.
 
-Each expert's product is one of torch's, written where the result belongs. (torch 2.13's ``F.grouped_mm`` refuses float64
-and rows of other than a multiple of 16 bytes; on a CPU it was slower than this in fp32.)
+On a CPU with AMX tiles, bf16 has a kernel: it packs a block of a matrix once, in the order in which tiles are read, for all
+rows of the expert. On a GPU, ``F.grouped_mm`` multiplies bf16 with rows of multiples of 16 bytes. Everywhere else each
+expert's product is one of torch's, written where the result belongs.
+
+``using`` names one implementation ("cpu", "cuda", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.common.operators import autocast_as_a_product, differentiable
 from shardlib.kernels.grouped_matmul import reference
 
-IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {}
+IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda",)}
 
 
 def grouped_matmul(

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.kernels.common import results
+
 
 def load(device: torch.device) -> str:
     return "reference"
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    y = x.new_empty(len(x), weight.shape[1])
-    ranges = _ranges(offsets, len(x))
-    for expert, (first, end) in enumerate(ranges):
+    y = results.empty(x, (len(x), weight.shape[1]))
+    parts = ranges(offsets, len(x))
+    for expert, (first, end) in enumerate(parts):
         if first < end:
             torch.mm(x[first:end], weight[expert].t(), out=y[first:end])
-    y[ranges[-1][1] :] = 0
+    y[parts[-1][1] :] = 0
     return y
 
 
 def backward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-    dx, dweight = x.new_empty(x.shape), weight.new_empty(weight.shape)
-    ranges = _ranges(offsets, len(x))
-    for expert, (first, end) in enumerate(ranges):
+    dx, dweight = results.like(x), results.like(weight)
+    parts = ranges(offsets, len(x))
+    for expert, (first, end) in enumerate(parts):
         if first == end:
             dweight[expert] = 0
             continue
         torch.mm(dy[first:end], weight[expert], out=dx[first:end])
         torch.mm(_transposed(dy[first:end]), x[first:end], out=dweight[expert])
-    dx[ranges[-1][1] :] = 0
+    dx[parts[-1][1] :] = 0
     return [dx, dweight]
 
 
@@ -36,13 +38,13 @@ def plain_backward(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, dy: torch.Tensor
 ) -> list[torch.Tensor]:
     """`backward`, which can be differentiated."""
-    ranges = _ranges(offsets, len(x))
-    products = [dy[first:end] @ weight[expert] for expert, (first, end) in enumerate(ranges)]
-    dx = torch.cat([*products, torch.zeros_like(x[ranges[-1][1] :])])
-    return [dx, torch.stack([dy[first:end].t() @ x[first:end] for first, end in ranges])]
+    parts = ranges(offsets, len(x))
+    products = [dy[first:end] @ weight[expert] for expert, (first, end) in enumerate(parts)]
+    dx = torch.cat([*products, torch.zeros_like(x[parts[-1][1] :])])
+    return [dx, torch.stack([dy[first:end].t() @ x[first:end] for first, end in parts])]
 
 
-def _ranges(offsets: torch.Tensor, count: int) -> list[tuple[int, int]]:
+def ranges(offsets: torch.Tensor, count: int) -> list[tuple[int, int]]:
     """The first row of each expert and the one behind its last."""
     ends = offsets.tolist()
     starts = [0, *ends[:-1]]

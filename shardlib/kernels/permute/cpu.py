@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.common import native
-from shardlib.kernels.common import rows as lines
+from shardlib.kernels.common import native, results
 from shardlib.kernels.common.thresholds import threads
 
 _SIGNATURES = {"permute": "plpllllppi", "unpermute": "pipplllpli", "unpermute_backward": "ppippllllpppi"}
@@ -18,14 +17,14 @@ def load(device: torch.device) -> str:
 
 
 def permute(x: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-    x, out = x.contiguous(), x.new_empty(count, x.shape[1])
+    x, out = x.contiguous(), results.empty(x, (count, x.shape[1]))
     sizes = (*positions.shape, x.shape[1], count)
     _library().permute(x, x.element_size(), positions.contiguous(), *sizes, out, _filled(count), threads())
     return out
 
 
 def unpermute(rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    rows, y = rows.contiguous(), rows.new_empty(len(positions), rows.shape[1])
+    rows, y = rows.contiguous(), results.empty(rows, (len(positions), rows.shape[1]))
     given = (rows, native.DTYPES[rows.dtype], positions.contiguous(), native.floats(weights))
     _library().unpermute(*given, *positions.shape, rows.shape[1], y, len(rows), threads())
     return y
@@ -34,7 +33,7 @@ def unpermute(rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor
 def backward(
     rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor, dy: torch.Tensor
 ) -> list[torch.Tensor]:
-    rows, drows = rows.contiguous(), lines.like(rows)
+    rows, drows = rows.contiguous(), results.like(rows)
     dweights = torch.empty(weights.shape)
     given = (dy.contiguous(), rows, native.DTYPES[rows.dtype], positions.contiguous(), native.floats(weights))
     made = (drows, dweights, _filled(len(rows)), threads())

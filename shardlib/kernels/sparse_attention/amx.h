@@ -1,32 +1,11 @@
-// Products of bf16 by AMX tiles, summed in fp32: 16 rows by 16 columns, over 16 numbers at a time, as many as the smallest
-// block has. Right factors are stored in pairs of rows: the first of a pair in the lower half of every 32 bits.
+// Products of bf16 by AMX tiles: 16 rows by 16 columns, over 16 numbers at a time, as many as the smallest block has.
 // Tiles 0 to 3 hold sums, tile 4 the left factor, tile 5 the right one.
 #pragma once
 
+#include "../common/amx.h"
 #include "products.h"
 
 namespace {
-
-// Inline assembly, as the compilers' intrinsics do not take a template parameter as the number of a tile.
-template <int tile>
-inline void tile_zero() {
-    asm volatile("tilezero %%tmm%c0" ::"i"(tile));
-}
-
-template <int tile>
-inline void tile_load(const void* from, int64_t bytes) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(bytes), "i"(tile) : "memory");
-}
-
-template <int tile>
-inline void tile_store(void* to, int64_t bytes) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(bytes), "i"(tile) : "memory");
-}
-
-template <int tile>
-inline void tile_multiply() {
-    asm volatile("tdpbf16ps %%tmm5, %%tmm4, %%tmm%c0" ::"i"(tile));
-}
 
 // body(Count<0>()), …, body(Count<V - 1>())
 template <int V, typename Body>
@@ -47,30 +26,19 @@ struct Products<BFloat16> {
         static void store(uint16_t* to, Floats values) { ::store(to, _mm512_cvtneps_pbh(bitcast<__m512>(values))); }
     };
 
-    struct Setup {
-        Setup() {
-            struct {
-                uint8_t palette = 1, start = 0, reserved[14] = {};
-                uint16_t bytes[16] = {64, 64, 64, 64, 32, 64};  // of a row
-                uint8_t rows[16] = {16, 16, 16, 16, 16, 8};
-            } shapes;
-            static_assert(sizeof(shapes) == 64, "");
-            asm volatile("ldtilecfg %0" ::"m"(shapes));
-        }
-        Setup(const Setup&) = delete;
-        ~Setup() { asm volatile("tilerelease"); }
+    struct Setup : Tiles {
+        Setup() : Tiles({16, 16, 16, 16, 16, 8}, {64, 64, 64, 64, 32, 64}) {}
     };
 
-    static Ints paired(const uint16_t* first, const uint16_t* second) {
-        return __builtin_convertvector(load<Shorts>(first), Ints) |
-               __builtin_convertvector(load<Shorts>(second), Ints) << 16;
+    static Ints pair(const uint16_t* first, const uint16_t* second) {
+        return paired(load<Shorts>(first), load<Shorts>(second));
     }
 
     // [TILE / 2][size] pairs
     static void rows(const uint16_t* from, int64_t size, uint16_t* into) {
         for (int64_t i = 0; i < TILE; i += 2)
             for (int64_t d = 0; d < size; d += TILE)
-                store(into + i * size + 2 * d, paired(from + i * size + d, from + (i + 1) * size + d));
+                store(into + i * size + 2 * d, pair(from + i * size + d, from + (i + 1) * size + d));
     }
 
     // [size / 2][TILE] pairs
@@ -111,7 +79,7 @@ struct Products<BFloat16> {
                 tile_load<4>(queries.left() + d, size * 2);
                 each<V>([&](auto v) {
                     tile_load<5>(keys[first + v.value] + d * TILE, 64);
-                    tile_multiply<v.value>();
+                    tile_multiply<v.value, 4, 5>();
                 });
             }
             each<V>([&](auto v) { tile_store<v.value>(scores + (first + v.value) * TILE, SCORES * 4); });
@@ -127,7 +95,7 @@ struct Products<BFloat16> {
                 tile_load<4>(weights + panel * TILE, ROW * 2);
                 each<V>([&](auto v) {
                     tile_load<5>(values[panel] + (first + v.value) * PAIR, size * 4);
-                    tile_multiply<v.value>();
+                    tile_multiply<v.value, 4, 5>();
                 });
             }
             each<V>([&](auto v) { tile_store<v.value>(into + v.value * TILE, size * 4); });
@@ -143,7 +111,7 @@ struct Products<BFloat16> {
             for (int half = 0; half < both; ++half)
                 for (int i = 0; i < TILE / 2; ++i) {
                     const uint16_t* row = weights + 2 * i * ROW + (panel + half) * TILE;
-                    x[half * TILE / 2 + i] = bitcast<Floats>(paired(row, row + ROW));
+                    x[half * TILE / 2 + i] = bitcast<Floats>(pair(row, row + ROW));
                 }
             transpose(x);
             for (int half = 0; half < both; ++half)
@@ -154,7 +122,7 @@ struct Products<BFloat16> {
                     each<V>([&](auto v) {
                         tile_load<v.value>(into + v.value * TILE, size * 4);
                         tile_load<5>(right + (first + v.value) * PAIR, size * 4);
-                        tile_multiply<v.value>();
+                        tile_multiply<v.value, 4, 5>();
                         tile_store<v.value>(into + v.value * TILE, size * 4);
                     });
                 });

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.common import native, rows
+from shardlib.kernels.common import native, results, rows
 from shardlib.kernels.common.thresholds import threads
 
 _SIGNATURES = {"swiglu": "plplillpi", "swiglu_backward": "plplipllppi"}
@@ -18,14 +18,14 @@ def load(device: torch.device) -> str:
 
 def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     inputs = _strided(gate, up)
-    y = rows.like(inputs[0])
+    y = results.like(inputs[0])
     _library().swiglu(*inputs, native.DTYPES[y.dtype], *rows.sizes(y), y, threads())
     return y
 
 
 def backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
     inputs, dy = _strided(gate, up), native.readable(dy)
-    gradients = [rows.like(dy), rows.like(dy)]
+    gradients = [results.like(dy), results.like(dy)]
     where = (native.DTYPES[dy.dtype], dy, *rows.sizes(dy), *gradients, threads())
     _library().swiglu_backward(*inputs, *where)
     return gradients

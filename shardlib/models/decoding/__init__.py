@@ -7,6 +7,7 @@ own keys, as many as it has. So a sequence's tokens are the same alone and among
 from shardlib.models.decoding.decoder import Decoder
 from shardlib.models.decoding.kinds import decoder_of
 from shardlib.models.decoding.loop import decode
+from shardlib.models.decoding.quantized import quantized
 from shardlib.models.decoding.sampling import Sampling
 
-__all__ = ["Decoder", "Sampling", "decode", "decoder_of"]
+__all__ = ["Decoder", "Sampling", "decode", "decoder_of", "quantized"]

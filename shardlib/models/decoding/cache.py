@@ -50,7 +50,7 @@ class Cache:
         for row, here in new.prompts:
             count = here.stop - here.start
             keys[row, :, :count], values[row, :, :count] = k[here].transpose(0, 1), v[here].transpose(0, 1)
-            y[here] = _prompt(*(x[here].transpose(0, 1)[None] for x in (q, k, v)), window, layout)[0].transpose(0, 1)
+            y[here] = _prompt(q[here], k[here], v[here], window, layout)
         first, rows, starts = new.singles
         if len(rows):
             given = (q[first:], k[first:], v[first:], keys, values, rows, starts)
@@ -67,16 +67,17 @@ class Cache:
 def _prompt(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, layout: Layout | None
 ) -> torch.Tensor:
-    """Causal attention of a sequence's first tokens, (1, heads, S, size)."""
-    length = q.shape[2]
+    """Causal attention of a sequence's first tokens, ``[S, heads, size]``."""
+    length, grouped = len(q), q.shape[1] != k.shape[1]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if layout is not None:
-        return attention(q, k, v, causal=True, layout=layout.leading(length))
+        return attention(q, k, v, causal=True, layout=layout.leading(length))[0].transpose(0, 1)
     if window is None or window >= length:
-        return attention(q, k, v, causal=True)
+        return attention(q, k, v, causal=True)[0].transpose(0, 1)
     back = torch.arange(length, device=q.device)
     back = back[:, None] - back
     mask = (back >= 0) & (back < window)
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=k.shape[1] != q.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)[0].transpose(0, 1)
 
 
 def _by_layout(
@@ -97,7 +98,7 @@ def _by_layout(
         columns, held = layout.row(start // layout.block)
         positions = (columns[:, None] * layout.block + torch.arange(layout.block, device=q.device)).flatten()
         past = positions <= start
-        seen = (x[row].index_select(1, positions[past]) for x in (keys, values))
+        seen_keys, seen_values = (x[row].index_select(1, positions[past]) for x in (keys, values))
         mask = held.repeat_interleave(layout.block, 1)[:, past].unsqueeze(1)
-        y[i] = F.scaled_dot_product_attention(q[i].unsqueeze(1), *seen, mask).squeeze(1)
+        y[i] = F.scaled_dot_product_attention(q[i].unsqueeze(1), seen_keys, seen_values, mask).squeeze(1)
     return y

@@ -30,9 +30,12 @@ class Decoder(ABC):
 
     Attributes:
         sequence: the longest context, in tokens.
+        products: globs over the paths of weights ``[outputs, inputs]`` that nothing but ``F.linear`` uses, which `quantized`
+            may replace.
     """
 
     sequence: int
+    products: tuple[str, ...] = ()
 
     @abstractmethod
     def hidden(self, params: Any, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:

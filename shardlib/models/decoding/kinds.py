@@ -12,6 +12,7 @@ from shardlib.models.decoding.decoder import Decoder
 from shardlib.models.decoding.gpt2 import GPT2
 from shardlib.models.decoding.library import GPT
 from shardlib.models.decoding.llama import Llama
+from shardlib.models.decoding.mixtral import Mixtral
 from shardlib.models.gpt import GPTConfig
 
 # ``model_type`` of transformers -> the decoder of such a model.
@@ -19,8 +20,10 @@ KINDS: dict[str, Callable[[Any], Decoder]] = {
     "gpt2": GPT2,
     "llama": Llama,
     "mistral": Llama,
+    "mixtral": Mixtral,
     "qwen2": Llama,
     "qwen3": Llama,
+    "qwen3_moe": Mixtral,
 }
 
 

@@ -1,4 +1,7 @@
-"""Llama of transformers, and the models that differ from it in biases and norms, as a `Decoder`."""
+"""Llama of transformers, and the models that differ from it in biases and norms, as a `Decoder`.
+
+To rows of a few tokens torch's own small operations add less time than those with a backward, as those of `shardlib.nn`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import torch.nn.functional as F
 from shardlib.errors import TreeError
 from shardlib.models.decoding.decoder import Attend, Decoder
 from shardlib.models.decoding.settings import require_settings
-from shardlib.nn import rms_norm, rotary, swiglu
 
 _SETTINGS = {"hidden_act": ("silu",)}
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
@@ -25,6 +27,8 @@ class Llama(Decoder):
         TreeError: settings that this does not compute.
     """
 
+    products = ("model/layers/*/self_attn/*_proj/weight", "model/layers/*/mlp/*_proj/weight", "lm_head/weight")
+
     def __init__(self, model: Any) -> None:
         config = model.config
         require_settings(config, _SETTINGS)
@@ -37,10 +41,10 @@ class Llama(Decoder):
     def hidden(self, params: Any, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         params = params["model"]
         x = F.embedding(tokens, params["embed_tokens"]["weight"])
-        angles = (self._cos.to(x.device)[positions], self._sin.to(x.device)[positions])
+        cos, sin = (table.to(x.device)[positions].unsqueeze(1).to(x.dtype) for table in (self._cos, self._sin))
         for index, layer in enumerate(params["layers"]):
             normed = self._norm(layer["input_layernorm"], x)
-            x = x + self._attention(layer["self_attn"], index, normed, angles, attend)
+            x = x + self._attention(layer["self_attn"], index, normed, (cos, sin), attend)
             x = x + self._mlp(layer["mlp"], self._norm(layer["post_attention_layernorm"], x))
         return self._norm(params["norm"], x)
 
@@ -58,18 +62,24 @@ class Llama(Decoder):
         q, k, v = (_linear(params[f"{name}_proj"], x).unflatten(-1, (-1, self._size)) for name in "qkv")
         if "q_norm" in params:
             q, k = self._norm(params["q_norm"], q), self._norm(params["k_norm"], k)
-        q, k = (rotary(heads.transpose(0, 1), *angles).transpose(0, 1) for heads in (q, k))
+        q, k = _rotated(torch.cat([q, k], 1), *angles).split([q.shape[1], k.shape[1]], 1)
         return _linear(params["o_proj"], attend(index, q, k, v, window=self._windows[index]).flatten(1))
 
     def _mlp(self, params: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
-        return _linear(params["down_proj"], swiglu(_linear(params["gate_proj"], x), _linear(params["up_proj"], x)))
+        return _linear(params["down_proj"], F.silu(_linear(params["gate_proj"], x)).mul_(_linear(params["up_proj"], x)))
 
     def _norm(self, params: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, params["weight"], eps=self._eps)
+        return F.rms_norm(x, x.shape[-1:], params["weight"], self._eps)
 
 
 def _linear(params: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, params["weight"], params.get("bias"))
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Heads ``[T, heads, size]``, whose pairs (x_j, x_j+size/2) are rotated by angles of cos and sin ``[T, 1, size / 2]``."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def _windows(config: Any) -> list[int | None]:

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 
 from shardlib.errors import TreeError
+from shardlib.nn.moe import routers
 from shardlib.nn.moe.config import Product
 from shardlib.nn.moe.experts import run_experts
 from shardlib.nn.moe.routing import Routing
 
 _NAME = "shardlib"
+_COUNTS, _BIAS = "counts", "gate.e_score_correction_bias"
 
 
-def with_experts(model: Any) -> Any:
+def with_experts(model: Any, *, counts: bool = False) -> Any:
     """Makes a transformers model compute its layers of experts by `shardlib.nn.run_experts`.
 
     Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3, GPT-OSS and others: all models whose experts have an implementation to
@@ -23,6 +25,10 @@ def with_experts(model: Any) -> Any:
     before `shardlib.from_module`. Without it these models train too, by loops or by torch's ``grouped_mm``; with it they take
     any widths and dtypes, experts may lie on other ranks (`shardlib.experts`), and a layer that `shardlib.remat` recomputes
     takes over the choices of its first run.
+
+    Args:
+        counts: whether each layer adds up the assignments to its experts in a buffer "counts", for `balanced` and for
+            metrics. It comes out of ``sl.from_module(model, buffers=True)``, and is no part of the model's state dict.
 
     Raises:
         TreeError: the model has no layers of experts with an implementation to choose.
@@ -35,7 +41,8 @@ def with_experts(model: Any) -> Any:
     >>> apply(params, torch.zeros(2, 8, dtype=torch.int64)).logits.shape
     torch.Size([2, 8, 32])
     """
-    if not any(hasattr(module, "_is_expert_parallel") for module in model.modules()):
+    layers = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    if not layers:
         raise TreeError(
             f"{type(model).__name__} has no layers of experts whose implementation can be chosen (transformers' "
             "set_experts_implementation); write them with sl.nn.moe"
@@ -44,7 +51,46 @@ def with_experts(model: Any) -> Any:
 
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _run)
     model.set_experts_implementation(_NAME)
+    for layer in layers if counts else ():
+        weight = next(layer.parameters())
+        where = "cpu" if weight.is_meta else weight.device  # a buffer of a hollow model has a value all the same
+        layer.register_buffer(
+            _COUNTS, torch.zeros(layer.num_experts, dtype=torch.float64, device=where), persistent=False
+        )
     return model
+
+
+def balanced(buffers: Mapping[str, torch.Tensor | None], rate: float = 1e-3) -> dict[str, torch.Tensor | None]:
+    """The buffers of the next step: DeepSeek-V3's biases moved by the counts, and these 0 (arXiv 2412.19437, section 2.1.2).
+
+    ``state.buffers = huggingface.balanced(state.buffers)`` after a step, on every rank; buffers are averaged over ranks.
+
+    Args:
+        buffers: of a model made by ``with_experts(model, counts=True)``.
+        rate: what a bias moves by; see `shardlib.nn.routers.balanced`.
+
+    Raises:
+        TreeError: there are no counts beside a bias.
+
+    >>> buffers = {"mlp.experts.counts": torch.tensor([3.0, 1.0]), "mlp.gate.e_score_correction_bias": torch.zeros(2)}
+    >>> from shardlib.models import huggingface
+    >>> huggingface.balanced(buffers, rate=0.5)["mlp.gate.e_score_correction_bias"]
+    tensor([-0.5000,  0.5000])
+    """
+    end = f"experts.{_COUNTS}"
+    pairs = {name: f"{name.removesuffix(end)}{_BIAS}" for name in buffers if name.endswith(end)}
+    found = {name: (counts, buffers.get(bias)) for name, bias in pairs.items() if (counts := buffers[name]) is not None}
+    after: dict[str, torch.Tensor | None] = {}
+    for name, (counts, bias) in found.items():
+        if bias is not None:
+            after[pairs[name]] = routers.balanced(bias, counts, rate)
+            after[name] = torch.zeros_like(counts)
+    if not after:
+        raise TreeError(
+            f"balanced moves buffers {_BIAS!r} by counts, and these have none: call with_experts(model, counts=True) on a "
+            "model with such biases (DeepSeek-V3), before sl.from_module(model, buffers=True)"
+        )
+    return {**buffers, **after}
 
 
 def _run(
@@ -64,6 +110,8 @@ def _run(
         y = layer("down", hidden)
         return self.post_expert_norm(y) if self.has_post_expert_norm else y
 
-    params = {name: getattr(self, name) for name, leaf in self.named_parameters(recurse=False)}
     routing = Routing.of(top_k_index, top_k_weights, self.num_experts)
+    if _COUNTS in self._buffers:
+        setattr(self, _COUNTS, getattr(self, _COUNTS) + routing.counts)
+    params = {name: getattr(self, name) for name, leaf in self.named_parameters(recurse=False)}
     return run_experts(params, hidden_states, routing, expert).to(hidden_states.dtype)

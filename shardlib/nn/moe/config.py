@@ -92,6 +92,12 @@ class MoEConfig:
         """The experts' function."""
         return EXPERTS[self.expert].compute if isinstance(self.expert, str) else self.expert
 
+    @property
+    def slices(self) -> dict[str, str]:
+        """Parameter -> the style of `shardlib.tensor_slicing` that cuts an expert's inner width; none of a function's."""
+        sizes = EXPERTS[self.expert].sizes if isinstance(self.expert, str) else {}
+        return {name: "column" if order[0] == "hidden" else "row" for name, order in sizes.items()}
+
     def shapes(self, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
         """Parameter -> shape, for one expert of these widths.
 

@@ -58,7 +58,11 @@ class Visit:
         self._params, self._routing, self._rows = params, routing, Rows.of(routing)
         self._exchange = _exchange(params, len(routing.counts))
         rows = permute(x, self._rows.positions, self._rows.number)
-        self._coming, self._way = self._exchange.send(current_mesh.get(), rows, self._rows.counts)
+        # By a leaf of the experts, which ranks train alike, backward reaches the exchange on a rank whose tokens need no
+        # gradient; the others would wait for it.
+        anchor = next((leaf for leaf in leaves_of(params) if leaf.requires_grad), None)
+        how = {"slots": _slots(routing) if self._exchange.padded else None, "anchor": anchor}
+        self._coming, self._way = self._exchange.send(current_mesh.get(), rows, self._rows.counts, **how)
 
     def outputs(self, expert: Expert) -> torch.Tensor:
         """See `run_experts`."""
@@ -81,12 +85,23 @@ class _Here(NamedTuple):
 class _Stay:
     """The exchange of tokens whose experts are all on their rank."""
 
-    def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor) -> tuple[_Here, _Here]:
+    padded = False
+
+    def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[_Here, _Here]:
         here = _Here(rows, counts.cumsum(0))
         return here, here
 
     def back(self, mesh: Any, rows: torch.Tensor, way: _Here) -> _Here:
         return way._replace(rows=rows)
+
+
+def _slots(routing: Routing) -> int:
+    if routing.slots is None:
+        raise ValueError(
+            "sl.experts(padded=True) pads the rows of every expert to its capacity, and this layer's router has none: give "
+            "the router a capacity (shardlib.nn.routers.Capacity), or leave padded out"
+        )
+    return routing.slots
 
 
 def _exchange(params: Mapping[str, Any], experts: int) -> Any:

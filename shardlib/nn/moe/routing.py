@@ -25,6 +25,7 @@ class Routing(NamedTuple):
         aux: numbers without dimensions. "load", the auxiliary load loss, and "z", the z-loss, have gradients; add them to a
             loss with a coefficient. "entropy" is the mean over tokens of the entropy of the router's probabilities, and
             "dropped" the share of assignments that were dropped (of tokens that no expert took, where experts choose).
+        slots: the most assignments that one expert keeps, where sizes alone bound it; else None.
 
     >>> routing = sl.nn.routers.top_k(1)(torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 3.0]]))
     >>> routing.experts[:, 0].tolist(), routing.counts.tolist(), routing.kept.tolist()
@@ -36,6 +37,7 @@ class Routing(NamedTuple):
     counts: torch.Tensor
     kept: torch.Tensor
     aux: Mapping[str, torch.Tensor]
+    slots: int | None = None
 
     @classmethod
     def of(cls, experts: torch.Tensor, weights: torch.Tensor, number: int) -> Routing:

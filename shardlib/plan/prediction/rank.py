@@ -19,7 +19,7 @@ class Rank:
     """The clocks of one rank.
 
     Attributes:
-        bandwidth: link -> bytes per second.
+        bandwidth: link -> bytes per second; "launches" -> operators per second.
         owned: the axis that the optimizer sums over itself, or None.
         now: the time on the processor.
         computed: seconds that the processor has computed.
@@ -51,10 +51,12 @@ class Rank:
         last: bool | None = None,
         whole: bool = True,
         first: bool = False,
+        launches: float = 0.0,
     ) -> None:
         """Compute ``factor * seconds`` of each unit in turn, with the unit's gathers, activations and reductions.
 
         Args:
+            launches: operators that the walk begins, of which units have equal shares.
             last: None in a walk without gradients; else whether its gradients are the step's last.
             whole: whether parameters are gathered and activations exchanged; not so for weight gradients alone.
             first: whether this is the micro-batch's first walk.
@@ -86,6 +88,7 @@ class Rank:
                 if after is not None:
                     self._kept[after] = self.send("up", up, self.now)
             self.compute(factor * seconds[unit])
+            self.launch(launches / len(units))
             for axis, count in sent.items():
                 self.now = self.send(axis, count / 2 / len(units), self.now)
             if first and after is not None:
@@ -97,6 +100,12 @@ class Rank:
     def compute(self, seconds: float) -> None:
         self.now += seconds
         self.computed += seconds
+
+    def launch(self, count: float) -> None:
+        """Begin operators, each of which takes a fixed time beside that of its elements."""
+        if rate := self.bandwidth.get("launches"):
+            self.compute(count / rate)
+            self.busy["launches"] = self.busy.get("launches", 0.0) + count / rate
 
     def send(self, link: str, count: float, ready: float) -> float:
         """The time at which ``count`` bytes, ready at time ``ready``, have gone over a link."""

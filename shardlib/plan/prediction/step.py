@@ -28,7 +28,8 @@ class StepTime:
     Attributes:
         total: time from the batch to the next parameters.
         ranks: time each rank along the stages' axis computes; one number for one stage.
-        links: axis or way -> time its link is busy, on the rank where it is busiest; "update": time that a host updates.
+        links: axis or way -> time its link is busy, on the rank where it is busiest; "update": time that a host updates;
+            "launches": time that operators take however small they are, which is part of the time a rank computes.
     """
 
     total: float
@@ -75,7 +76,8 @@ def predict_step(
             unit by unit.
         bandwidth: bytes per second of one rank: axis -> what it sends; "down" and "up" -> what it moves from its device and
             to it; "read" and "written" -> of states on disk; "update" -> of masters and moments that the host updates.
-            What is left out takes no time.
+            "launches" -> operators per second, which ``forward`` then leaves out: each takes that fixed time beside what its
+            elements take. They are counted if the plan was traced. What is left out takes no time.
         backward: seconds of backward per second of forward.
         update: seconds of the optimizer on each device.
         owned: predicts a step whose optimizer sums over its axis itself, after backward (1-bit Adam, once frozen).
@@ -91,7 +93,7 @@ def predict_step(
     """
     plan = plan.everywhere
     units = plan.tiled.units
-    ways = (*WAYS, "update")
+    ways = (*WAYS, "update", "launches")
     if taken := [axis for axis in plan.sizes if axis in ways]:
         raise MeshError(
             f"the mesh has {axes_named(taken)}, and links have the names {', '.join(ways)}: rename the axis"
@@ -151,15 +153,16 @@ def _run(
     def visit(rank_number: int, action: Action, need: Action | None) -> None:
         (number, kind, microbatch), rank = action, ranks[rank_number]
         stage, final = stages[number], last[number] == microbatch
+        first, later = plan.traces[number].launches if plan.traces else (0, 0)
         rank.now = max(rank.now, ready[need])
         if kind is Kind.F:
-            rank.walk(stage.plan, stage.forward, 1.0, first=True)
+            rank.walk(stage.plan, stage.forward, 1.0, first=True, launches=first)
         elif kind is Kind.I:
-            rank.walk(stage.plan, stage.backward, backward / 2)
+            rank.walk(stage.plan, stage.backward, backward / 2, launches=later / 2)
         elif kind is Kind.W:
-            rank.walk(stage.plan, stage.backward, backward / 2, final, whole=False)
+            rank.walk(stage.plan, stage.backward, backward / 2, final, whole=False, launches=later / 2)
         else:
-            rank.walk(stage.plan, stage.backward, backward, final)
+            rank.walk(stage.plan, stage.backward, backward, final, launches=later)
         if kind is not Kind.W:
             result = Action(number, Kind.B if kind is Kind.I else kind, microbatch)
             ready[result] = pass_on(rank, number, kind is Kind.F)

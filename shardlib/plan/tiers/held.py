@@ -94,7 +94,9 @@ def _host(view: PlanValue) -> Tier:
     """The host's peak. Its memory is pinned and reused, so it is held from the first time that it is needed."""
     parts, inputs = _state(view, "host"), kept_on_host(view)
     staged = max((needs.staged for needs in view.needs or ()), default=0)
+    summands = sum(view.traces[stage].summands for stage in view.local_stages) if view.traces else 0
     parts |= {"inputs of blocks": inputs} if inputs else {}
+    parts |= {"summands of gradients": summands} if summands else {}
     parts |= {"parameters on their way": staged} if staged else {}
     resting = [bucket for bucket in view.trained if MEMORIES[bucket.memory.optimizer].rests]
     if resting:

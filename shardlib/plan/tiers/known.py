@@ -48,12 +48,17 @@ def _seen(plan: Plan) -> Plan:
 def assumed(before: Plan, after: Plan) -> tuple[Trace, ...] | None:
     """At most what a trace of ``after`` would find, from the traces of a plan with one transform less or other.
 
-    A step has the same operations in forward, and no fewer in backward, but for what ``before`` recomputes; smaller
-    micro-batches have their share of them, as each row is computed alone. Nobody knows how little activations may take.
+    A step has the same operations in forward, and no fewer in backward, but for what ``before`` recomputes. Smaller
+    micro-batches have their share of the elements, as each row is computed alone, and all of the launches. Nobody knows how
+    little activations may take.
     """
     if before.traces is None or len(before.traces) != after.stages.count:
         return None
     share = before.step.microbatches / after.step.microbatches
     again = before.step.remat is not None
-    flops = [(forward, max(0, backward - again * forward)) for forward, backward in (t.flops for t in before.traces)]
-    return tuple(Trace((), {}, flops=(int(share * forward), int(share * backward))) for forward, backward in flops)
+
+    def least(of: tuple[int, int], share: float) -> tuple[int, int]:
+        forward, backward = of
+        return int(share * forward), int(share * max(0, backward - again * forward))
+
+    return tuple(Trace((), {}, flops=least(t.flops, share), launches=least(t.launches, 1.0)) for t in before.traces)

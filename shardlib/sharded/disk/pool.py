@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from shardlib.common.pages import pages
+from shardlib.common.pages import pages, settle
 from shardlib.errors import StorageError
 
 
@@ -84,6 +84,7 @@ class Pool:
             self._idle = [idle for idle in self._idle if idle is not block]
         else:
             while self._idle and size > free:
+                settle(self._idle[0])  # which came back when its copies had ended
                 free += self._idle.pop(0).numel()
             block = pages(size, self._pinned)
         self._lent[block.data_ptr()] = block

@@ -116,9 +116,9 @@ class Store:
         """Whether something was written since the last commit."""
         return bool(self._changed)
 
-    def room(self, name: str, times: int = 1) -> bool:
-        """Whether a buffer can be fetched or lent now, so many ``times``, without waiting for memory."""
-        return self._pool.room([self._block_size(name)] * times)
+    def room(self, name: str) -> bool:
+        """Whether a buffer can be fetched or lent now, without waiting for memory."""
+        return self._pool.room([self._block_size(name)])
 
     def _block_size(self, name: str) -> int:
         return max(self._layout.buffers[name].padded, BLOCK)

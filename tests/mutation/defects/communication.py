@@ -325,4 +325,13 @@ DEFECTS = (
         "inp.numel() * inp.dtype.itemsize",
         (f"{_TOKENS}_payload.py::test_payload_is_what_leaves_a_rank",),
     ),
+    Defect(
+        "a layer of experts without its anchor",
+        "agreement",
+        "nn/moe/experts.py",
+        "in a train step a rank whose tokens need no gradient stays away from backward's exchange",
+        '"anchor": anchor}',
+        '"anchor": None}',
+        ("tests/training/test_experts.py::test_a_rank_whose_tokens_need_no_gradient_takes_part_in_backward",),
+    ),
 )

@@ -60,8 +60,8 @@ DEFECTS = (
         "key",
         "models/gpt.py",
         "all layers drop out the same elements",
-        "key = rng.fold_in(i) if rng is not None else None\n        x = block",
-        "key = rng\n        x = block",
+        "key = rng.fold_in(i) if rng is not None else None\n        x, routed = block",
+        "key = rng\n        x, routed = block",
         ("tests/models/test_gpt.py::test_every_dropout_has_a_key_of_its_own",),
     ),
     Defect(

@@ -76,7 +76,8 @@ class Router(ABC):
             "entropy": entropy(probabilities.detach(), mask),
             "dropped": self.dropped(keeps, counts, mask),
         }
-        return Routing(experts, self.weights(logits, scores, experts, keeps), counts, kept, aux)
+        slots = self.slots(experts.shape, logits.shape[1])
+        return Routing(experts, self.weights(logits, scores, experts, keeps), counts, kept, aux, slots)
 
     def _decide(
         self,
@@ -121,9 +122,12 @@ class Router(ABC):
 
     def rows(self, shape: tuple[int, ...], number: int) -> int:
         """The most assignments that are kept, of choices of ``shape`` ``(T, k)`` among a ``number`` of experts."""
-        count, choices = shape
-        taken = count * choices
-        return taken if self.capacity is None else min(taken, number * self.capacity.of(count, choices, number))
+        taken, slots = shape[0] * shape[1], self.slots(shape, number)
+        return taken if slots is None else min(taken, number * slots)
+
+    def slots(self, shape: tuple[int, ...], number: int) -> int | None:
+        """The most of them that one expert keeps; None where it may be all."""
+        return None if self.capacity is None else self.capacity.of(shape[0], shape[1], number)
 
     def dropped(self, keeps: torch.Tensor, counts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """The share of the wanted assignments that was dropped."""

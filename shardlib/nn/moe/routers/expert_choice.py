@@ -40,8 +40,8 @@ class ExpertChoice(Router):
         """How many of ``count`` tokens one of ``number`` experts takes."""
         return min(count, math.ceil(Fraction(str(self.factor)) * count / number))
 
-    def rows(self, shape: tuple[int, ...], number: int) -> int:
-        return number * self.tokens_of_one(shape[0], number)
+    def slots(self, shape: tuple[int, ...], number: int) -> int:
+        return self.tokens_of_one(shape[0], number)
 
     def weights(
         self, logits: torch.Tensor, scores: torch.Tensor, experts: torch.Tensor, keeps: torch.Tensor

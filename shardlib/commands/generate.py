@@ -1,0 +1,113 @@
+"""Continue prompts with a trained model, on every rank that torchrun started."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardlib import checkpoint, optim
+from shardlib.commands import model
+from shardlib.errors import CheckpointError, TreeError
+from shardlib.generate import generate
+from shardlib.mesh.mesh import Mesh, make_mesh
+from shardlib.models import gpt, huggingface
+from shardlib.models.decoding import quantized
+from shardlib.optional import require
+from shardlib.plan.transform import chain
+from shardlib.shard import shard
+from shardlib.sharded.unshard import unshard
+from shardlib.train import make_train_step
+from shardlib.transforms import tensor_slicing, zero
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="checkpoints of shardlib train (then --layers, --width and so on are as in training), or a model of "
+        "transformers: config.json, safetensors files, and a tokenizer if there is one",
+    )
+    parser.add_argument("--prompt", action="append", default=[], help="text; may be given several times")
+    parser.add_argument("--tokens", action="append", default=[], type=_numbers, help="a prompt as numbers: 1,2,3")
+    parser.add_argument("--max-new", type=int, default=100, help="the most new tokens of each prompt")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely tokens")
+    parser.add_argument("--top-k", type=int, help="draw among so many tokens, the most likely ones")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw among as few tokens as have this probability")
+    parser.add_argument("--stop", type=int, action="append", default=[], help="a token that ends a text")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bits", type=int, choices=(8, 4), help="weights in so many bits, on one rank")
+    parser.add_argument("--mesh", help="axes and sizes, such as data=2,model=2; by default every rank on axis data")
+    model.add_sizes(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.prompt and not args.tokens:
+        raise SystemExit("shardlib generate: give a --prompt, or --tokens")
+    shape: dict[str, Any] = model.parse_mesh(args.mesh) if args.mesh else {}
+    mesh = make_mesh(**shape)
+    if args.bits and mesh.size > 1:
+        raise SystemExit("shardlib generate: --bits takes one rank, whose weights are whole")
+    try:
+        kind, params, encode, decode = _opened(args, mesh)
+        if args.bits:
+            params = quantized(kind, unshard(params), args.bits)
+        prompts = [*map(encode, args.prompt), *args.tokens]
+        options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
+        texts = generate(kind, params, prompts, args.max_new, stop=args.stop, **options)
+    except (CheckpointError, TreeError, FileNotFoundError, ValueError) as error:
+        raise SystemExit(f"shardlib generate: {error}") from None
+    for prompt, new in zip(prompts, texts) if mesh.rank == 0 else ():
+        print(decode([*prompt, *new.tolist()]))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+# The model, its parameters, and functions from text to tokens and from tokens to what is printed.
+Opened = tuple[Any, Any, Callable[[str], list[int]], Callable[[list[int]], str]]
+
+
+def _opened(args: argparse.Namespace, mesh: Mesh) -> Opened:
+    return (_of_transformers if (args.folder / "config.json").exists() else _of_training)(args, mesh)
+
+
+def _of_training(args: argparse.Namespace, mesh: Mesh) -> Opened:
+    """A byte-level GPT; its optimizer's states are left out."""
+    config = model.config(args)
+    sliced = [tensor_slicing(gpt.slicing_rules(config))] if "model" in mesh.shape else []
+    params = shard(lambda: gpt.init(config), mesh, chain(zero(0), *sliced))
+    state, _ = make_train_step(gpt.make_loss(config), params, optim.sgd(0.0))
+    state = checkpoint.restore(checkpoint.checkpoint_at(args.folder), state, partial=["opt/*"])
+    return config, state.params, lambda text: list(text.encode()), lambda tokens: _text(bytes(tokens))
+
+
+def _of_transformers(args: argparse.Namespace, mesh: Mesh) -> Opened:
+    transformers = require("transformers", "shardlib generate", "transformers", "hf")
+    with torch.device("meta"):
+        kind = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(args.folder))
+    sliced = [tensor_slicing(huggingface.slicing_rules(kind))] if "model" in mesh.shape else []
+    _, params = checkpoint.from_pretrained(args.folder, mesh, chain(zero(0), *sliced))
+    if not any((args.folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return kind, params, _without_tokenizer, lambda tokens: ",".join(map(str, tokens))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.folder)
+    return kind, params, tokenizer.encode, tokenizer.decode
+
+
+def _without_tokenizer(text: str) -> list[int]:
+    raise ValueError(f"--prompt {text!r}: the folder has no tokenizer; give --tokens 1,2,3")
+
+
+def _text(content: bytes) -> str:
+    return content.decode("utf-8", errors="replace")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,2,3") from None

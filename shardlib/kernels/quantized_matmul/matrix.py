@@ -1,0 +1,59 @@
+"""`QuantizedMatrix`: a layer's weight in 8 or 4 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardlib.kernels.quantize import Blockwise, quantize
+from shardlib.kernels.quantized_matmul.arguments import Matrix
+from shardlib.kernels.quantized_matmul.op import quantized_matmul
+from shardlib.kernels.quantized_matmul.reference import whole
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedMatrix(Matrix):
+    """A layer's weight, quantised blockwise: ``F.linear`` takes it in place of the weight, and nothing else does."""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bits: int = 8, block: int = 128) -> QuantizedMatrix:
+        """``weight`` ``[outputs, inputs]``, in blocks of at most ``block`` elements: the most that divide the inputs.
+
+        Raises:
+            ValueError: no matrix, or inputs that are no multiple of 16.
+
+        >>> from shardlib.kernels.quantized_matmul import QuantizedMatrix
+        >>> matrix = QuantizedMatrix.of(torch.ones(8, 48), bits=4)
+        >>> matrix.form.block, matrix.nbytes
+        (16, 288)
+        >>> torch.nn.functional.linear(torch.ones(48), matrix)
+        tensor([48., 48., 48., 48., 48., 48., 48., 48.])
+        """
+        if weight.dim() != 2 or weight.shape[1] % 16:
+            raise ValueError(
+                f"a weight {tuple(weight.shape)} is not quantised: take a matrix whose inputs are a multiple of 16"
+            )
+        inputs = weight.shape[1]
+        form = Blockwise(bits, min(block, inputs & -inputs))
+        values, scales = quantize(weight.detach().float().flatten(), form)
+        return cls(values, scales, form, weight.shape, weight.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and scales."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def dense(self) -> torch.Tensor:
+        """The weight that the values stand for, ``[outputs, inputs]``."""
+        return whole(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return quantized_matmul(*args, **(kwargs or {}))
+        raise TypeError(
+            f"{getattr(func, '__name__', func)} of a QuantizedMatrix: F.linear alone takes it; weight.dense() is a tensor"
+        )

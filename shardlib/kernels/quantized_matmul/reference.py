@@ -1,0 +1,23 @@
+"""Products with a quantised matrix in plain torch, which makes it whole first."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from shardlib.kernels.quantize import dequantize
+from shardlib.kernels.quantized_matmul.arguments import Matrix
+
+
+def load(device: torch.device) -> str:
+    return "reference"
+
+
+def product(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, whole(weight), bias)
+
+
+def whole(weight: Matrix) -> torch.Tensor:
+    """The weight that the values stand for, ``[outputs, inputs]``."""
+    flat = dequantize(weight.values, weight.scales, weight.form, weight.shape.numel())
+    return flat.view(weight.shape).to(weight.dtype)
