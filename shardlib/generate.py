@@ -9,7 +9,7 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.collectives.primitives import sum_over
-from shardlib.errors import IllegalComposition
+from shardlib.errors import IllegalComposition, NonFiniteError
 from shardlib.execute.inputs import taken_together
 from shardlib.execute.stages.runner import runner_of
 from shardlib.mesh.mesh import rank_of
@@ -60,10 +60,11 @@ def generate(
         the new tokens of each prompt, int64 ``[n]`` on the CPU, n at most ``max_new``. A token of ``stop`` is the last one.
 
     Raises:
-        ValueError: a prompt without tokens or of other numbers than integers; options out of range.
+        ValueError: a prompt without tokens, or of others than the model's; options out of range.
         TreeError: a model that is not supported.
+        NonFiniteError: logits that are NaN or infinite; the prompts after which they came are listed.
         RankMismatch: ranks were given different prompts or options.
-        IllegalComposition: a plan with several stages, or one that cuts sequences.
+        IllegalComposition: a plan with several stages, with padded exchanges of experts, or one that cuts sequences.
 
     >>> config = sl.models.gpt.GPTConfig(vocab=32, layers=1, width=16, heads=2)
     >>> params = sl.models.gpt.init(config)
@@ -73,18 +74,24 @@ def generate(
     >>> bool((sl.generate(config, params, [[1, 2, 3]], 5, temperature=0.8, seed=1)[0] == texts[0]).all())
     True
     """
-    if max_new < 0:
-        raise ValueError(f"generate: max_new={max_new}, but it must be at least 0")
+    if not isinstance(max_new, int) or max_new < 0:
+        raise ValueError(f"generate: max_new={max_new!r}, but it must be a whole number of at least 0")
     sampling, decoder = Sampling(temperature, top_k, top_p, seed), decoder_of(model)
-    texts = [_tokens(prompt, index) for index, prompt in enumerate(prompts)]
+    texts = [_tokens(prompt, f"prompt {index}", decoder.vocab) for index, prompt in enumerate(prompts)]
+    ends = frozenset(_tokens([*stop], "stop", decoder.vocab) if stop else ())
     current = params.params if isinstance(params, TrainState) else params
     if not isinstance(current, Sharded):
         device = next(
             (leaf.device for leaf in leaves_of(current) if isinstance(leaf, torch.Tensor)), torch.device("cpu")
         )
-        new = decode(decoder, lambda step: step(current), texts, range(len(texts)), max_new, sampling, stop, device)
+        new = decode(decoder, lambda step: step(current), texts, range(len(texts)), max_new, sampling, ends, device)
     else:
-        new = _on_mesh(decoder, current, texts, max_new, sampling, stop)
+        new = _on_mesh(decoder, current, texts, max_new, sampling, ends)
+    if bad := [f"prompt {number}" for number, tokens in enumerate(new) if None in tokens]:
+        raise NonFiniteError(
+            f"generate: the logits after {', '.join(bad)} are not finite; look for NaN in the parameters with "
+            "torch.isfinite, or compute in a wider dtype"
+        )
     return [torch.tensor(tokens, dtype=torch.int64) for tokens in new]
 
 
@@ -95,7 +102,7 @@ def _on_mesh(
     max_new: int,
     sampling: Sampling,
     stop: Collection[int],
-) -> list[list[int]]:
+) -> list[list[int | None]]:
     """The new tokens of all prompts, on every rank."""
     plan, mesh = params.plan, params.mesh
     _refuse(plan)
@@ -126,19 +133,31 @@ def _refuse(plan: Any) -> None:
     if plan.stages.axes:
         raise IllegalComposition(
             "generate runs one token at a time, for which the stages of a pipeline would only wait for each other: gather "
-            "the parameters, sl.unshard(params), or shard them by a plan without sl.pipeline"
+            "the parameters, sl.unshard(params), for the library's GPT put its blocks together by models.gpt.from_blocks, "
+            "and shard them by a plan without sl.pipeline"
         )
     if plan.step.sequence:
         raise IllegalComposition(
             "generate runs one token at a time, which sequence(...) cannot cut: shard the parameters by a plan without it"
         )
-
-
-def _tokens(prompt: Sequence[int] | torch.Tensor, index: int) -> list[int]:
-    tokens = torch.as_tensor(prompt)
-    if tokens.dim() != 1 or not len(tokens) or tokens.is_floating_point() or tokens.is_complex():
-        raise ValueError(
-            f"generate: prompt {index} is {tokens.dtype} of shape {tuple(tokens.shape)}; a prompt is a list of integers, "
-            "tokens, at least one"
+    if plan.step.tokens and plan.step.tokens.padded:
+        raise IllegalComposition(
+            "generate drops no tokens, so experts(padded=True) has no capacity to pad them to: shard the parameters by a "
+            "plan with experts(padded=False)"
         )
+
+
+def _tokens(given: Sequence[int] | torch.Tensor, name: str, vocab: int) -> list[int]:
+    try:
+        tokens = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"generate: {name} is {given!r}, and not a list of integers, tokens, at least one") from None
+    whole = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
+    if tokens.dim() != 1 or not len(tokens) or not whole:
+        raise ValueError(
+            f"generate: {name} is {tokens.dtype} of shape {tuple(tokens.shape)}, and not a list of integers, tokens, at "
+            "least one"
+        )
+    if unknown := [token for token in tokens.tolist() if not 0 <= token < vocab]:
+        raise ValueError(f"generate: {name} has the token {unknown[0]}, and the model {vocab} tokens, from 0 on")
     return tokens.tolist()

@@ -83,7 +83,9 @@ def _of_training(args: argparse.Namespace, mesh: Mesh) -> Opened:
     params = shard(lambda: gpt.init(config), mesh, chain(zero(0), *sliced))
     state, _ = make_train_step(gpt.make_loss(config), params, optim.sgd(0.0))
     state = checkpoint.restore(checkpoint.checkpoint_at(args.folder), state, partial=["opt/*"])
-    return config, state.params, lambda text: list(text.encode()), lambda tokens: _text(bytes(tokens))
+    # Beyond the bytes tokens have no text.
+    written = (lambda tokens: _text(bytes(tokens))) if config.vocab <= 256 else _as_numbers
+    return config, state.params, lambda text: list(text.encode()), written
 
 
 def _of_transformers(args: argparse.Namespace, mesh: Mesh) -> Opened:
@@ -93,7 +95,7 @@ def _of_transformers(args: argparse.Namespace, mesh: Mesh) -> Opened:
     sliced = [tensor_slicing(huggingface.slicing_rules(kind))] if "model" in mesh.shape else []
     _, params = checkpoint.from_pretrained(args.folder, mesh, chain(zero(0), *sliced))
     if not any((args.folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return kind, params, _without_tokenizer, lambda tokens: ",".join(map(str, tokens))
+        return kind, params, _without_tokenizer, _as_numbers
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.folder)
     return kind, params, tokenizer.encode, tokenizer.decode
 
@@ -104,6 +106,10 @@ def _without_tokenizer(text: str) -> list[int]:
 
 def _text(content: bytes) -> str:
     return content.decode("utf-8", errors="replace")
+
+
+def _as_numbers(tokens: list[int]) -> str:
+    return ",".join(map(str, tokens))
 
 
 def _numbers(text: str) -> list[int]:

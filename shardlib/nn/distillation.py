@@ -46,7 +46,9 @@ def distillation(
     dtype = torch.promote_types(student.dtype, torch.float32)
     ours = (student.to(dtype) / temperature).log_softmax(-1)
     theirs = (teacher.detach().to(dtype) / temperature).log_softmax(-1)
-    losses = (theirs.exp() * (theirs - ours)).sum(-1) * temperature**2
+    # Where p is 0, as of a masked token with a logit of -inf, the term is 0, its limit.
+    terms = (theirs.exp() * (theirs - ours)).masked_fill(theirs == -torch.inf, 0)
+    losses = terms.sum(-1) * temperature**2
     counts = torch.ones_like(losses) if mask is None else mask.to(dtype)
     total = sum_sequence((losses * counts).sum())
     return total if reduction == "sum" else total / sum_sequence(counts.sum()).clamp(min=1)

@@ -1,6 +1,7 @@
 """`sl.generate` against models that see the whole context anew for every token, alone, among others and on meshes."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from optree import tree_leaves, tree_map
 
 import shardlib as sl
-from shardlib.errors import IllegalComposition, RankMismatch, TreeError
+from shardlib.errors import IllegalComposition, NonFiniteError, RankMismatch, TreeError
 from shardlib.kernels.quantized_matmul import QuantizedMatrix
 from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import Sampling
@@ -149,6 +150,43 @@ def test_generates_from_a_training_state():
     assert drawn(PROMPTS, params=state) == drawn(PROMPTS, params=sl.unshard(state.params)) != drawn(PROMPTS)
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_finite_are_an_error(temperature):
+    """Of one rank's prompt, on every rank; masked tokens with a logit of -inf are none."""
+    broken = tree_map(torch.clone, PARAMS)
+    broken["embed"]["tokens"][9] = torch.nan  # which the second prompt has alone
+
+    def run(mesh):
+        with pytest.raises(NonFiniteError, match="after prompt 1 are"):
+            drawn(PROMPTS[:2], 1, params=sl.shard(broken, mesh, sl.zero(0)), temperature=temperature)
+        return True
+
+    assert sl.simulate(run, mesh={"data": 2}) == [True, True]
+    assert Sampling(temperature).choose(torch.tensor([[-torch.inf, 0.0], [torch.nan, 0.0]]), range(2), 0) == [1, None]
+
+
+def test_arguments_are_named_where_they_are_wrong():
+    """On every rank, before any runs."""
+    for prompts, options, message in [
+        ([[1], [99]], {}, "prompt 1 has the token 99, and the model 64 tokens"),
+        ([[-1]], {}, "prompt 0 has the token -1"),
+        (["abc"], {}, "prompt 0 is 'abc'"),
+        ([[[1], [2, 3]]], {}, "prompt 0 is"),
+        ([[True]], {}, "torch.bool"),
+        ([[]], {}, "at least one"),
+        ([[1]], {"stop": [64]}, "stop has the token 64"),
+        ([[1]], {"max_new": 2.5}, "max_new=2.5"),
+        ([[1]], {"top_k": 2.5}, "top_k=2.5"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            drawn(prompts, **options)
+
+
+def test_stop_tokens_may_come_from_an_iterator():
+    stop = drawn(PROMPTS)[0][4], drawn(PROMPTS)[2][1]
+    assert drawn(PROMPTS, stop=iter(stop)) == drawn(PROMPTS, stop=stop)
+
+
 KINDS = ["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
 WITH_EXPERTS = ["mixtral", "qwen3_moe"]
 
@@ -176,6 +214,30 @@ def test_the_tokens_of_transformers(kind):
         uncached(lambda window: made(window[None]).logits[0, -1], prompt, 5, i, 8, SHARP)
         for i, prompt in enumerate(prompts)
     ]
+
+
+HALF = {"layer_types": ["full_attention", "sliding_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {"sliding_window": 3}),
+        ("mistral", HALF),
+        ("mixtral", {"sliding_window": 3} | HALF),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 3} | HALF),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 3} | HALF),
+    ],
+)
+def test_windows_are_those_that_the_model_computes(kind, changes):
+    """Some kinds ignore a window, or which layers are to have it."""
+    made = decoder(kind, torch.float64, **changes).eval()
+    text = [1, 5, 9, 4, 4, 2]
+    (found,) = sl.generate(made, sl.from_module(made)[1], [text], 2, temperature=0)
+    for _ in range(2):
+        with torch.no_grad():
+            text.append(int(made(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    assert found.tolist() == text[6:]
 
 
 @pytest.mark.parametrize("kind", WITH_EXPERTS)

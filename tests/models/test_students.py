@@ -54,6 +54,16 @@ def test_the_loss_written_down(padded, temperature):
     assert list(aux["experts"]) == ["1"] and apart > 0.05
 
 
+def test_masked_tokens_count_nothing():
+    """A logit of -inf in both models."""
+    student = torch.tensor([[1.0, 2.0, -torch.inf]], dtype=torch.float64, requires_grad=True)
+    loss = sl.nn.distillation(student, torch.tensor([[2.0, 1.0, -torch.inf]], dtype=torch.float64))
+    loss.backward()
+    whole = sl.nn.distillation(torch.tensor([[1.0, 2.0]]).double(), torch.tensor([[2.0, 1.0]]).double())
+    torch.testing.assert_close(loss, whole)
+    assert student.grad.isfinite().all()
+
+
 RULES = {f"*{glob}": style for glob, style in gpt.slicing_rules(STUDENT).items()}
 PLANS = {
     **{f"stage {stage}": ({"data": 2}, (sl.zero(stage),)) for stage in range(4)},

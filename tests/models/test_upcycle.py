@@ -98,19 +98,22 @@ def test_a_model_with_experts_is_refused():
         sl.models.upcycle(dense_params(), experts(), 0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama, tied", "mistral", "qwen3"])
+WINDOW = {"use_sliding_window": True, "sliding_window": 3}
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama, tied", "mistral", "qwen3", "qwen3, window"])
 def test_transformers_models(kind):
     from helpers.decoders import VOCAB, decoder
 
-    model = decoder(
-        kind.partition(",")[0], torch.float64, tie="tied" in kind, **({} if kind == "qwen3" else {"head_dim": 4})
-    )
+    changes = {} if "qwen3" in kind else {"head_dim": 4}
+    changes |= WINDOW | {"max_window_layers": 0} if "window" in kind else {}
+    model = decoder(kind.partition(",")[0], torch.float64, tie="tied" in kind, **changes)
     made = huggingface.upcycle(model, 4, sl.Key(0), per_token=3)
     apply, params = sl.from_module(huggingface.with_experts(made))
     tokens = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(3))
     # Routers' weights are rounded to fp32, and sum to 1 but for that.
     torch.testing.assert_close(apply(params, input_ids=tokens).logits, model(tokens).logits, rtol=1e-6, atol=1e-6)
-    assert made.config.model_type == ("qwen3_moe" if kind == "qwen3" else "mixtral")
+    assert made.config.model_type == ("qwen3_moe" if "qwen3" in kind else "mixtral")
     assert (made.lm_head.weight is made.model.embed_tokens.weight) == ("tied" in kind)
     assert made.dtype is torch.float64 and made.model.layers[0].mlp.experts.gate_up_proj.shape == (4, 24, 16)
 
@@ -124,3 +127,5 @@ def test_transformers_models_that_are_refused():
         huggingface.upcycle(decoder("llama", attention_bias=True), 4, sl.Key(0))
     with pytest.raises(ValueError, match="a token uses at least one, and at most all"):
         huggingface.upcycle(decoder("llama"), 2, sl.Key(0), per_token=3)
+    with pytest.raises(TreeError, match="layers have the sliding windows None, None, 3, 3"):
+        huggingface.upcycle(decoder("qwen3", **WINDOW, max_window_layers=2), 4, sl.Key(0))

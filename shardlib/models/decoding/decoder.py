@@ -30,11 +30,13 @@ class Decoder(ABC):
 
     Attributes:
         sequence: the longest context, in tokens.
+        vocab: number of tokens that there are.
         products: globs over the paths of weights ``[outputs, inputs]`` that nothing but ``F.linear`` uses, which `quantized`
             may replace.
     """
 
     sequence: int
+    vocab: int
     products: tuple[str, ...] = ()
 
     @abstractmethod

@@ -29,7 +29,7 @@ class GPT2(Decoder):
     def __init__(self, model: Any) -> None:
         config = model.config
         require_settings(config, _SETTINGS)
-        self.sequence = config.n_positions
+        self.sequence, self.vocab = config.n_positions, config.vocab_size
         self._size, self._eps = config.n_embd // config.n_head, config.layer_norm_epsilon
 
     def hidden(self, params: Any, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:

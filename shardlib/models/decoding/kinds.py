@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,17 +14,18 @@ from shardlib.models.decoding.gpt2 import GPT2
 from shardlib.models.decoding.library import GPT
 from shardlib.models.decoding.llama import Llama
 from shardlib.models.decoding.mixtral import Mixtral
+from shardlib.models.decoding.windows import by_layer, everywhere, nowhere
 from shardlib.models.gpt import GPTConfig
 
 # ``model_type`` of transformers -> the decoder of such a model.
 KINDS: dict[str, Callable[[Any], Decoder]] = {
     "gpt2": GPT2,
-    "llama": Llama,
-    "mistral": Llama,
-    "mixtral": Mixtral,
-    "qwen2": Llama,
-    "qwen3": Llama,
-    "qwen3_moe": Mixtral,
+    "llama": partial(Llama, windows=nowhere),
+    "mistral": partial(Llama, windows=everywhere),
+    "mixtral": partial(Mixtral, windows=everywhere),
+    "qwen2": partial(Llama, windows=by_layer),
+    "qwen3": partial(Llama, windows=by_layer),
+    "qwen3_moe": partial(Mixtral, windows=everywhere),
 }
 
 

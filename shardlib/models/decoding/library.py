@@ -33,7 +33,7 @@ class GPT(Decoder):
                 f"sequence={config.sequence}; to generate, make it for that length, or lower sequence"
             )
         self._config = replace(config, dropout=0.0, moe=None if config.moe is None else _with_room(config.moe))
-        self.sequence = config.sequence
+        self.sequence, self.vocab = config.sequence, config.vocab
 
     def hidden(self, params: Any, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         def of_layer(layer: int) -> Callable[..., torch.Tensor]:

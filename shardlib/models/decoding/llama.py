@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from shardlib.errors import TreeError
 from shardlib.models.decoding.decoder import Attend, Decoder
 from shardlib.models.decoding.settings import require_settings
+from shardlib.models.decoding.windows import Windows
 
 _SETTINGS = {"hidden_act": ("silu",)}
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
@@ -23,25 +24,30 @@ _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 class Llama(Decoder):
     """A Llama, Mistral, Qwen2 or Qwen3 with an output layer. Its parameters are by module path.
 
+    Args:
+        model: of transformers, of which only the configuration and the rotary embedding's type are read.
+        windows: which layers have a sliding window.
+
     Raises:
         TreeError: settings that this does not compute.
     """
 
     products = ("model/layers/*/self_attn/*_proj/weight", "model/layers/*/mlp/*_proj/weight", "lm_head/weight")
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, windows: Windows) -> None:
         config = model.config
         require_settings(config, _SETTINGS)
-        self.sequence = config.max_position_embeddings
+        self.sequence, self.vocab = config.max_position_embeddings, config.vocab_size
         self._size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._eps = config.rms_norm_eps
-        self._windows = _windows(config)
-        self._cos, self._sin = _angles(model.model.rotary_emb, config)
+        self._windows = windows(config)
+        self._frequencies, self._scale = _rotary(model.model.rotary_emb, config)
 
     def hidden(self, params: Any, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         params = params["model"]
         x = F.embedding(tokens, params["embed_tokens"]["weight"])
-        cos, sin = (table.to(x.device)[positions].unsqueeze(1).to(x.dtype) for table in (self._cos, self._sin))
+        theta = positions[:, None].float() * self._frequencies.to(x.device)
+        cos, sin = ((table * self._scale).unsqueeze(1).to(x.dtype) for table in (theta.cos(), theta.sin()))
         for index, layer in enumerate(params["layers"]):
             normed = self._norm(layer["input_layernorm"], x)
             x = x + self._attention(layer["self_attn"], index, normed, (cos, sin), attend)
@@ -82,17 +88,8 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer, None for attention to all tokens."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return [window] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _angles(module: Any, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of every position, ``[sequence, size / 2]``, by the frequencies of the model's rotary embedding."""
+def _rotary(module: Any, config: Any) -> tuple[torch.Tensor, float]:
+    """The frequencies ``[size / 2]`` of the model's rotary embedding, and the factor of its cos and sin."""
     if module.rope_type not in _FIXED_ROTARY:
         raise TreeError(
             f"generate cannot run rotary embeddings of the type {module.rope_type!r}, whose frequencies change with the "
@@ -100,5 +97,4 @@ def _angles(module: Any, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
         )
     with torch.device("cpu"):  # the model may be on the meta device
         fresh = type(module)(config)
-    theta = torch.arange(config.max_position_embeddings)[:, None].float() * fresh.inv_freq.float()
-    return theta.cos() * fresh.attention_scaling, theta.sin() * fresh.attention_scaling
+    return fresh.inv_freq.float(), fresh.attention_scaling

@@ -27,8 +27,8 @@ def decode(
     stop: Collection[int],
     device: torch.device,
     more: Callable[[bool], bool] = bool,
-) -> list[list[int]]:
-    """The new tokens of each prompt.
+) -> list[list[int | None]]:
+    """The new tokens of each prompt. Where logits are not finite a sequence ends, with None for a token.
 
     A step runs the model once, on the new tokens of all sequences that are not finished: of their prompts in the first step,
     then of one token each. The context is the last ``decoder.sequence`` tokens. Where that window moves, all positions in it
@@ -42,7 +42,8 @@ def decode(
         more: of whether this rank has sequences that are not finished, whether any rank has; where ranks gather parameters
             from each other, all of them run the model until all are done.
     """
-    texts = [list(prompt) for prompt in prompts]
+    texts: list[list[int]] = [list(prompt) for prompt in prompts]
+    broken: set[int] = set()
     lengths = [0] * len(texts)  # in the cache
     longest = max((len(prompt) for prompt in prompts), default=1) + max_new
     cache = Cache(len(texts), min(longest, decoder.sequence))
@@ -54,11 +55,18 @@ def decode(
             logits = run(partial(_logits, decoder, cache, new, device))
             chosen = sampling.choose(logits, [numbers[row] for row in new.rows], number)
             for row, start, given, token in zip(new.rows, new.starts, new.tokens, chosen):
+                if token is None:
+                    broken.add(row)
+                    continue
                 texts[row].append(token)
                 lengths[row] = start + len(given)
             number += 1
-            active = [row for row in active if number < max_new and texts[row][-1] not in stop]
-    return [text[len(prompt) :] for text, prompt in zip(texts, prompts)]
+            going = number < max_new
+            active = [row for row in active if going and row not in broken and texts[row][-1] not in stop]
+    return [
+        [*text[len(prompt) :], *([None] if row in broken else [])]
+        for row, (text, prompt) in enumerate(zip(texts, prompts))
+    ]
 
 
 def _logits(decoder: Decoder, cache: Cache, new: New, device: torch.device, params: Any) -> torch.Tensor:

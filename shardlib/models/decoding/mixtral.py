@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.models.decoding.llama import Llama
+from shardlib.models.decoding.windows import Windows
 from shardlib.nn.moe.config import Product
 from shardlib.nn.moe.experts import run_experts
 from shardlib.nn.moe.routing import Routing
@@ -21,8 +22,8 @@ class Mixtral(Llama):
         TreeError: settings that this does not compute.
     """
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, windows: Windows) -> None:
+        super().__init__(model, windows)
         self._choices = model.config.num_experts_per_tok
         self._renormalises = getattr(model.config, "norm_topk_prob", True)  # Mixtral always does
 

@@ -9,6 +9,7 @@ import torch
 from shardlib.errors import TreeError
 from shardlib.kernels.quantized_matmul import QuantizedMatrix
 from shardlib.models.decoding.kinds import decoder_of
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import flatten, matches, unflatten
 
 
@@ -34,6 +35,8 @@ def quantized(model: Any, params: Any, bits: int = 8, block: int = 128) -> Any:
     >>> [text.shape for text in sl.generate(config, params, [[1, 2, 3]], 5)]
     [torch.Size([5])]
     """
+    if isinstance(params, Sharded):
+        raise TreeError("quantized takes a plain tree, and got a Sharded one: gather it first, sl.unshard(params)")
     decoder = decoder_of(model)
     paths, leaves, treedef = flatten(params)
     chosen = [

@@ -33,21 +33,26 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"generate: temperature={self.temperature}, but it must be a number of at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"generate: top_k={self.top_k}, but it must be at least 1; None takes all tokens")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ValueError(
+                f"generate: top_k={self.top_k!r}, but it must be a whole number of at least 1; None takes all tokens"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"generate: top_p={self.top_p}, but it must lie in (0, 1]; 1 takes all tokens")
 
-    def choose(self, logits: torch.Tensor, prompts: Sequence[int], number: int) -> list[int]:
-        """The next token of each prompt.
+    def choose(self, logits: torch.Tensor, prompts: Sequence[int], number: int) -> list[int | None]:
+        """The next token of each prompt; None where its logits have no largest one that is finite.
 
         Args:
             logits: ``[N, V]``.
             prompts: the numbers of the N prompts among all prompts on all ranks.
             number: of the new token: 0 for the first after the prompt.
         """
-        if self.temperature == 0:
-            return logits.argmax(-1).tolist()
+        finite = logits.amax(-1).isfinite().tolist()  # a NaN is the largest of numbers
+        tokens = logits.argmax(-1).tolist() if self.temperature == 0 else self._drawn(logits, prompts, number)
+        return [token if usable else None for token, usable in zip(tokens, finite)]
+
+    def _drawn(self, logits: torch.Tensor, prompts: Sequence[int], number: int) -> list[int]:
         key = Key(self.seed).fold_in("generate").fold_in(number)
         bits = bits_at(key, torch.tensor(prompts, dtype=torch.int64)).to(logits.device)
         uniform = (bits.double() + 0.5) / 2**24

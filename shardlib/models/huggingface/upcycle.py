@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardlib import init
 from shardlib.errors import TreeError
+from shardlib.models.decoding.windows import Windows, by_layer, everywhere, nowhere
 from shardlib.models.upcycle import copies
 from shardlib.rng import Key, require_key
 
-# A dense model's kind -> the kind with experts, and what the latter's configuration calls things.
-_KINDS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
-    "llama": ("mixtral", {"number": "num_local_experts"}, {"sliding_window": None}),
-    "mistral": ("mixtral", {"number": "num_local_experts"}, {}),
+# A dense model's kind -> the kind with experts, what the latter's configuration calls things, and the former's windows.
+_KINDS: dict[str, tuple[str, dict[str, str], dict[str, Any], Windows]] = {
+    "llama": ("mixtral", {"number": "num_local_experts"}, {}, nowhere),
+    "mistral": ("mixtral", {"number": "num_local_experts"}, {}, everywhere),
     "qwen3": (
         "qwen3_moe",
         {"number": "num_experts", "hidden": "moe_intermediate_size"},
         {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        by_layer,
     ),
 }
+# Settings that the new kind has of its own, or does not read.
+_OF_THE_KIND = ("model_type", "architectures", "layer_types", "max_window_layers", "use_sliding_window")
 _MLP = re.compile(r"(.*\.mlp\.)(gate|up|down)_proj\.weight$")
 
 
@@ -39,7 +44,8 @@ def upcycle(model: Any, experts: int, key: Key, *, per_token: int = 2, noise: fl
         noise: as in `shardlib.models.upcycle`.
 
     Raises:
-        TreeError: a model of another kind, or one with biases, which the new kind does not have.
+        TreeError: a model of another kind, or one with biases or with sliding windows in some layers only, which the new
+            kind does not have.
         ValueError: more experts per token than there are.
         TypeError: a ``key`` that is no key.
 
@@ -62,8 +68,10 @@ def upcycle(model: Any, experts: int, key: Key, *, per_token: int = 2, noise: fl
         )
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, names, fixed = _KINDS[dense]
-    own = {name: value for name, value in model.config.to_dict().items() if name not in ("model_type", "architectures")}
+    kind, names, fixed, windows = _KINDS[dense]
+    own = {name: value for name, value in model.config.to_dict().items() if name not in _OF_THE_KIND}
+    window = _window(windows(model.config))
+    own |= {"sliding_window": window, "use_sliding_window": window is not None}
     sizes = {names["number"]: experts, "num_experts_per_tok": per_token}
     if "hidden" in names:
         sizes[names["hidden"]] = model.config.intermediate_size
@@ -78,6 +86,16 @@ def upcycle(model: Any, experts: int, key: Key, *, per_token: int = 2, noise: fl
             f"{', and needs ' + ', '.join(missing) if missing else ''}; make the dense model without biases"
         )
     return made
+
+
+def _window(windows: Sequence[int | None]) -> int | None:
+    """The window of all layers."""
+    if len(set(windows)) > 1:
+        raise TreeError(
+            f"upcycle: layers have the sliding windows {', '.join(map(str, windows))}, and a kind with experts has one for "
+            "all; make a dense model whose layers all have the same, or none"
+        )
+    return windows[0]
 
 
 def _state(dense: dict[str, torch.Tensor], experts: int, key: Key, noise: float, std: float) -> dict[str, torch.Tensor]:
