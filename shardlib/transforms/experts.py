@@ -12,7 +12,7 @@ from shardlib.collectives.tokens import Direct, TokenExchange, TwoHops
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
 from shardlib.plan.claims import Claim, LeafInfo, Step, Use
-from shardlib.plan.code import Call, Coded, one_or_list
+from shardlib.plan.code import Call, Coded, axes_of, one_or_list
 from shardlib.tree import globs_of
 
 RULES = ("experts/*", "*/experts/*")
@@ -114,8 +114,8 @@ def experts(
     >>> plan.placement_of["experts/up"].compute.spec, plan.placement_of["experts/up"].param.spec
     (P('expert'), P(('expert', 'data')))
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    if not 1 <= len(axes) <= 2 or len(set(axes)) < len(axes):
-        raise IllegalComposition(f"experts(axis={axis!r}): name one axis of the mesh, or two that differ")
+    axes = axes_of("experts", axis, most=2)
+    if not isinstance(padded, bool):
+        raise IllegalComposition(f"experts(padded={padded!r}): use True or False")
     Direct(axes[0], codec=codec, back_codec=back_codec)  # refuses unknown codecs
     return Experts(axes, globs_of(rules), codec, back_codec, padded)

@@ -284,3 +284,17 @@ def test_leaves_of_another_number_of_experts(number):
         sl.nn.run_experts(
             {"w": torch.ones(3, 5, 4)}, torch.ones(6, 4), routing, lambda p, x, product: product(x, p["w"])
         )
+
+
+def test_masks_that_do_not_fit():
+    params, x = {"router": {"weight": torch.ones(3, 4)}, "experts": {"up": torch.ones(3, 5, 4)}}, torch.ones(2, 3, 4)
+    config, mask = (
+        sl.nn.MoEConfig(routers.top_k(1), expert=lambda p, x, product: x),
+        torch.zeros(2, 3, dtype=torch.bool),
+    )
+    _, routing = sl.nn.moe(params, x, config, mask=mask)
+    with pytest.raises(ValueError, match="give mask= or routing=, not both"):
+        sl.nn.moe(params, x, config, mask=mask, routing=routing)
+    for wrong in (mask.float(), mask.long(), mask[:1]):
+        with pytest.raises(ValueError, match=r"it must be \(2, 3\) of torch.bool"):
+            sl.nn.moe(params, x, config, mask=wrong)

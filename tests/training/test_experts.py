@@ -462,7 +462,12 @@ REFUSED = {
         {"expert": 2},
     ),
     "name one axis of the mesh, or two that differ": (lambda: sl.experts(("a", "a")), {"a": 2}),
-    "use a packing, or 'int8'": (lambda: sl.experts(codec="int3"), {"expert": 2}),
+    "codec='int3'.: use a packing, or 'int8'": (lambda: sl.experts(codec="int3"), {"expert": 2}),
+    "back_codec=8.: use a packing, or 'int8'": (lambda: sl.experts(back_codec=8), {"expert": 2}),
+    r"experts\(axis=3\): name one axis of the mesh, or two": (lambda: sl.experts(3), {"expert": 2}),
+    r"experts\(padded='no'\): use True or False": (lambda: sl.experts(padded="no"), {"expert": 2}),
+    r"zero\(axis=None\): name one axis of the mesh, or several": (lambda: sl.zero(1, axis=None), {"data": 2}),
+    r"zero\(replicate=\('b', 'c'\)\): name one axis": (lambda: sl.zero(2, "a", ("b", "c")), {"a": 2}),
     "uses axis 'expert', which .* does not have; use 'ep' instead: experts\\('ep'\\)": (
         lambda: sl.chain(sl.experts(), sl.zero()),
         {"data": 2, "ep": 2},
