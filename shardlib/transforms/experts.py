@@ -66,8 +66,8 @@ class Experts(Coded):
             )
         if lists := _lists(dealt):
             raise IllegalComposition(
-                f"{self.name} deals out dimension 0, and these lists have each expert in leaves of its own, whose dimension 0 "
-                f"is another:\n{listing(lists)}\nStack each leaf of the experts in one, (experts, ...): torch.stack, or "
+                f"{self.name} deals out dimension 0, and in these lists each expert has leaves of its own, whose dimension "
+                f"0 is another:\n{listing(lists)}\nStack each leaf of the experts in one, (experts, ...): torch.stack, or "
                 "sl.models.huggingface for a model of transformers."
             )
         ways = math.prod(sizes.get(axis, 1) for axis in self.axes)
@@ -147,7 +147,7 @@ def experts(
         raise IllegalComposition(f"experts(kind={code_of(kind)}) takes no such axes or options: {error}") from error
     if not isinstance(exchange, TokenExchange) or exchange.axes != axes:
         raise IllegalComposition(
-            f"experts(kind={code_of(kind)}) makes {exchange!r} of {axes}, which is no shardlib.collectives.tokens.TokenExchange "
-            "over these axes, as a subclass is"
+            f"experts(kind={code_of(kind)}) makes {exchange!r} of {axes}, which is no "
+            "shardlib.collectives.tokens.TokenExchange over these axes, as a subclass makes"
         )
     return made

@@ -94,5 +94,5 @@ def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path, pool):
 
 
 def test_options_that_a_kind_does_not_have_are_refused():
-    with pytest.raises(IllegalComposition, match="Everywhere.*codec"):
+    with pytest.raises(IllegalComposition, match=r"Everywhere.*codec"):
         sl.experts("data", kind=Everywhere, codec="int8")

@@ -83,7 +83,7 @@ class _Here(NamedTuple):
 
 
 class _Travel:
-    """The plan's exchange, which torch.compile leaves as it is: a graph ends before each part of it, and another begins after.
+    """The plan's exchange, which torch.compile leaves as it is: a graph ends before it, and another begins after.
 
     Its sizes are known only in the run, and what it sends is not made of operators.
     """
