@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardlib.collectives.codecs.integers import Packing
 from shardlib.collectives.tokens import Direct, TokenExchange, TwoHops
@@ -52,7 +53,7 @@ class Experts(Coded):
 
     def exchange_over(self, axes: Sequence[str]) -> TokenExchange:
         """The exchange of tokens along these axes. A kind of a user's own is given the options that are not the default."""
-        options = {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded}
+        options: dict[str, Any] = {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded}
         kind = self.kind or (Direct, TwoHops)[len(axes) - 1]
         return kind(*axes, **{name: value for name, value in options.items() if value})
 
