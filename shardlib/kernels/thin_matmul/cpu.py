@@ -23,8 +23,10 @@ def product(x: torch.Tensor, weight: torch.Tensor | Matrix, bias: torch.Tensor |
     outputs, inputs = weight.shape
     rows = x.reshape(-1, inputs)
     few = len(rows) <= _MOST()
-    plain = isinstance(weight, torch.Tensor)
-    if x.dtype == torch.float16 or (plain and not (few and weight.is_contiguous())):
+    served = x.dtype != torch.float16
+    if isinstance(weight, torch.Tensor):
+        served = served and few and weight.is_contiguous()
+    if not served:
         return reference.product(x, weight, bias)
     y = x.new_empty(len(rows), outputs)
     for part, out in [(rows, y)] if few else zip(rows.split(_MOST()), y.split(_MOST())):
@@ -50,7 +52,7 @@ def run(
         values, bits, scales, block = weight.values, weight.form.bits, weight.scales, weight.form.block
     else:
         values, bits, scales, block = weight, 8 * weight.element_size(), None, 0
-    x = x.contiguous() if bits == 32 or (bits == 16 and _has_tiles()) else native.floats(x)
+    x = x.contiguous() if bits == 32 or (bits == 16 and _has_tiles()) else x.float().contiguous()
     rows = (*x.shape, ends, 1 if ends is None else len(ends))
     _library().thin_matmul(
         x, *rows, values, bits, scales, block, y.shape[1], native.floats(bias), native.DTYPES[y.dtype], y, threads()
