@@ -1,6 +1,7 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
 from shardlib import checkpoint, collectives, data, errors, init, models, nn, optim, plan, report, schedules, sparse
+from shardlib.checkpoint.relayout import relayout
 from shardlib.common.version import VERSION
 from shardlib.evaluate import make_eval_step
 from shardlib.generate import generate
@@ -51,6 +52,7 @@ __all__ = [
     "make_plan",
     "value_and_grad",
     "replace_params",
+    "relayout",
     "to_host",
     "to_disk",
     "to_device",

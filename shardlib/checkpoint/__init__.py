@@ -5,6 +5,7 @@ from shardlib.checkpoint.dcp import import_dcp
 from shardlib.checkpoint.deepspeed import import_deepspeed
 from shardlib.checkpoint.manager import Manager
 from shardlib.checkpoint.pretrained import from_pretrained
+from shardlib.checkpoint.relayout import relayout_payload
 from shardlib.checkpoint.restore import bytes_to_read, checkpoint_at, latest, read_notes, restore
 from shardlib.checkpoint.rollback import with_rollback
 from shardlib.checkpoint.safetensors import export_safetensors, import_safetensors
@@ -22,6 +23,7 @@ __all__ = [
     "import_safetensors",
     "latest",
     "read_notes",
+    "relayout_payload",
     "remove",
     "restore",
     "save",

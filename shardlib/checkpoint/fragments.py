@@ -103,7 +103,7 @@ def _shared_out(fragments: Iterable[Fragment], mesh: Mesh, copies: Sequence[str]
 def bucket_fragments(parts: Parts, bucket: Bucket) -> Iterator[Fragment]:
     """The ranges of a bucket's parameters, and of the optimizer's trees for them, that this rank owns: views."""
     yield from _owned(parts.params, bucket)
-    for prefix, subset, tensor in _flat_states(parts, bucket):
+    for prefix, subset, tensor in flat_states(parts, bucket):
         yield from _cut(parts.params.plan, parts.params.mesh, subset, prefix, tensor, subset.levels)
 
 
@@ -130,7 +130,7 @@ def needed_fragments(parts: Parts) -> Iterator[Fragment]:
     """Every range of the sharded tensors that this rank holds, as views to fill."""
     yield from needed_params(parts.params)
     for bucket in parts.params.plan.buckets:
-        for prefix, subset, tensor in _flat_states(parts, bucket):
+        for prefix, subset, tensor in flat_states(parts, bucket):
             yield from _cut(parts.params.plan, parts.params.mesh, subset, prefix, tensor, subset.levels)
 
 
@@ -146,7 +146,7 @@ def source_of(name: str, saved: Container[str]) -> str:
     return name
 
 
-def _flat_states(parts: Parts, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
+def flat_states(parts: Parts, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
     """The flat tensors in the optimizer's layout for a bucket or a subset of its leaves: prefix of their names, bucket of
     these leaves, tensor.
 
@@ -177,12 +177,9 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> lis
 
 def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tensor, level: int) -> Iterator[Fragment]:
     """The fragment of each leaf that this rank's flat ``buffer`` of a bucket holds, without padding."""
-    index = bucket.owner(mesh.coords, 0, level)
-    slices = windows(plan, mesh, bucket)
-    held = bucket.held(mesh.coords)
-    for path, numel, shard in zip(bucket.paths, held, bucket.leaf_segments(buffer, level), strict=True):
-        start = index * shard.numel()
-        yield Fragment(prefix + path, start, shard[: max(0, min(shard.numel(), numel - start))], slices[path])
+    slices, extents = windows(plan, mesh, bucket), bucket.extents(mesh.coords, level)
+    for path, extent, shard in zip(bucket.paths, extents, bucket.leaf_segments(buffer, level), strict=True):
+        yield Fragment(prefix + path, extent.start, shard[: len(extent)], slices[path])
 
 
 def windows(plan: Plan, mesh: Mesh, bucket: Bucket) -> dict[str, Window]:

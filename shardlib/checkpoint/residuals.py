@@ -183,7 +183,7 @@ def _kept_leaves(parts: Parts, channel: Channel) -> Iterator[KeptLeaf]:
                 yield KeptLeaf(kind, exchange, holder, holders, path, 0, data, data.numel(), window, False, saves)
             continue
         kind, takes = _kind(channel), first and not kept.by_row
-        for path, numel, start, data in _views(channel, parts.comm[name], kept, coords):
+        for path, numel, start, data in residual_views(channel, parts.comm[name], kept, coords):
             yield KeptLeaf(kind, exchange, holder, holders, path, start, data, numel, slices[path], takes, saves)
 
 
@@ -210,7 +210,7 @@ def _factors(bucket: Bucket, kept: Kept, data: torch.Tensor) -> Iterator[tuple[s
         yield bucket.paths[leaf], "×".join(map(str, shape)), factor
 
 
-def _views(
+def residual_views(
     channel: Channel, residual: torch.Tensor, kept: Kept, coords: Mapping[str, int]
 ) -> Iterator[tuple[str, int, int, torch.Tensor]]:
     """Path, number of elements, index of the first held element, and view, of each leaf in a channel's residual."""

@@ -47,6 +47,7 @@ read_backward_hooks = torch.Tensor._backward_hooks.__get__  # type: ignore[union
 wrapper_subclass = torch.Tensor._make_wrapper_subclass
 graph_task = torch._C._current_graph_task_id  # of the backward that runs in this thread; −1 if none does
 flatten_dense_tensors, unflatten_dense_tensors = _flatten_dense_tensors, _unflatten_dense_tensors
+asks_device = torch.ops.prim.device.default  # dispatched wherever torch reads the device of a fake tensor
 add_to_each_ = torch._foreach_add_
 writes: Callable[[Any], bool] = attrgetter("_schema.is_mutable")  # whether an operator writes to its arguments
 

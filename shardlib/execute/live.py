@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from shardlib.common._compat import TorchDispatchMode, pytree, storage_id
+from shardlib.common._compat import TorchDispatchMode, asks_device, storage_id
+from shardlib.tree import leaves_of
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,12 @@ class LiveBytes(TorchDispatchMode):
         self._count = itertools.count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in pytree.tree_leaves((args, kwargs)):
+        if func is asks_device:  # most of what fake tensors dispatch
+            return func(*args)
+        for value in leaves_of((args, kwargs)):
             self._meet(value, made=False)
         result = func(*args, **(kwargs or {}))
-        for value in pytree.tree_leaves(result):
+        for value in leaves_of(result):
             self._meet(value, made=True)
         return result
 

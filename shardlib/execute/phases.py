@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from shardlib.common._compat import TorchDispatchMode, graph_task
+from shardlib.common._compat import TorchDispatchMode, asks_device, graph_task
 from shardlib.execute.handles import Handle
 from shardlib.nn.blocks import Runner
 from shardlib.tree import leaves_of
@@ -85,6 +85,8 @@ class Work(TorchDispatchMode):
         self.flops, self.launches = [0, 0], [0, 0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is asks_device:  # no work
+            return func(*args)
         result = func(*args, **(kwargs or {}))
         backward = graph_task() != -1
         if count := flop_registry.get(func.overloadpacket):

@@ -211,7 +211,7 @@ def first_bad_leaf(evaluation: Evaluation, plan: Plan, mesh: Mesh) -> str:
 
     def examine() -> list[str]:
         bad = []
-        for bucket in plan.trained:
+        for bucket in evaluation.landing.suspects:  # others need not be read from disk
             grads = bucket.leaf_segments(evaluation.grads[bucket.name], bucket.levels)
             bad += [path for path, grad in zip(bucket.paths, grads, strict=True) if not torch.isfinite(grad).all()]
         return bad

@@ -38,6 +38,7 @@ class Experts:
         load, z: what the sums of the layers' auxiliary losses are multiplied by, to be added to the loss. They are of the
             tokens that a rank has at once, and averaged over ranks and micro-batches as the loss is.
         balance: whether routers have a bias for balance without a loss; see `shardlib.nn.init_moe`.
+        seats: whether experts have seats, which `shardlib.relayout` changes to balance the ranks' loads.
 
     Raises:
         ValueError: no layer, a negative number of experts, or no experts at all.
@@ -56,6 +57,7 @@ class Experts:
     load: float = 0.01
     z: float = 0.0
     balance: bool = False
+    seats: bool = False
 
     def __post_init__(self) -> None:
         if not self.per_layer or min(self.per_layer) < 0 or not any(self.per_layer):
@@ -79,6 +81,7 @@ class Experts:
             shared=self.shared,
             residual=self.residual,
             balance=self.balance,
+            seats=self.seats,
             **how,
         )
 

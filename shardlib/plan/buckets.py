@@ -236,6 +236,14 @@ class Bucket:
         first = self.owner(coords, 0, level) * owners
         return LeafSpans(tuple(self.chunks), tuple(self.held(coords)), range(first, first + owners))
 
+    def extents(self, coords: Mapping[str, int], level: int) -> list[range]:
+        """The elements of each leaf's flattened slice that the buffer at ``level`` of ``coords`` holds, without padding."""
+        index, sizes = self.owner(coords, 0, level), self.segment_sizes(level)
+        return [
+            range(index * size, max(index * size, min((index + 1) * size, numel)))
+            for size, numel in zip(sizes, self.held(coords), strict=True)
+        ]
+
     def leaf_segments(self, buffer: torch.Tensor, level: int) -> list[torch.Tensor]:
         """Each leaf's flat segment of a leaf-major buffer at ``level``, padding included (views)."""
         return list(torch.split_with_sizes(buffer, self.segment_sizes(level)))

@@ -180,6 +180,15 @@ class Landing:
             self._squares[name] = torch.full_like(self._squares[name], squares.item())
         return self._counting.total([self._squares[bucket.name] for bucket in self._plan.trained])
 
+    @property
+    def suspects(self) -> list[Bucket]:
+        """Buckets whose squares, where this rank counts them, do not sum to a finite number; for after `squares`.
+
+        A gradient that is not finite is in a suspect of one of the ranks, as a rank counts each element.
+        """
+        value = self._plan.reductions.summation.values
+        return [bucket for bucket in self._plan.trained if not value(self._squares[bucket.name]).isfinite()]
+
     def wait(self, name: str) -> None:
         """Return once the gradient of a bucket has landed."""
         if name in self._transfers:

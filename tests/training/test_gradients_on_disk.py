@@ -14,7 +14,7 @@ import shardlib as sl
 from shardlib.errors import IllegalComposition, NonFiniteError, RankFailure, StorageError
 from shardlib.execute.live import LiveBytes
 from shardlib.plan.transfers import transfers
-from shardlib.sharded.gradients_on_disk import FOLDER, LandingOnDisk
+from shardlib.sharded.gradients_on_disk import FOLDER, LandingOnDisk, _Read
 
 PLANS = {
     "one device": ([sl.zero(0)], {"data": 1}),
@@ -139,6 +139,22 @@ def test_gradients_are_not_read_for_the_norm(tmp_path, monkeypatch):
     with pytest.raises(NonFiniteError, match=r"the gradient of layers/0/bias is not finite"):
         other, raises = start(mesh, on_disk(tmp_path / "other"))
         raises(other, (x * float("inf"), y))
+
+
+def test_only_gradients_that_are_not_finite_are_read_to_name_one(tmp_path, monkeypatch):
+    mesh, read, kept = sl.make_mesh(), [], _Read.__getitem__
+    multiply = sl.block(lambda p, x: x @ p["w"])
+
+    def loss_fn(params, x):  # summands of their own: one layer's infinite gradient reaches no other
+        return sum(scale * multiply(p, x).sum() for p, scale in zip(params, (1.0, float("inf"), 1.0), strict=True))
+
+    params = sl.shard([{"w": torch.ones(4, 4)} for _ in range(3)], mesh, sl.chain(sl.zero(0), on_disk(tmp_path, None)))
+    state, step = sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1, momentum=0.9))
+    monkeypatch.setattr(_Read, "__getitem__", lambda grads, name: read.append(name) or kept(grads, name))
+    with pytest.raises(NonFiniteError, match="the gradient of 1/w is not finite"):
+        step(state, torch.ones(2, 4))
+    (name,) = read
+    assert params.plan.bucket_of[name].paths == ("1/w",)
 
 
 OTHERS = {

@@ -22,6 +22,7 @@ def init_moe(
     shared: int = 0,
     residual: int = 0,
     balance: bool = False,
+    seats: bool = False,
     std: float = 0.02,
     out_std: float | None = None,
     dtype: torch.dtype = torch.float32,
@@ -41,6 +42,7 @@ def init_moe(
         residual: the inner width of PR-MoE's residual expert, whose share is one half at first; 0 for none.
         balance: whether the router has a bias for balance without a loss (`shardlib.nn.routers.balanced`), in fp32. No
             gradient reaches it; freeze it, so that weight decay does not shrink it: ``sl.freeze("*router/balance")``.
+        seats: whether experts have seats, which `shardlib.relayout` changes to balance the ranks' loads.
         out_std: for "down", which writes to the residual stream; by default ``std``.
 
     Raises:
@@ -81,6 +83,8 @@ def init_moe(
     }
     if balance:
         params["router"]["balance"] = zeros(experts, dtype=torch.float32)
+    if seats:
+        params["router"]["seats"] = torch.arange(experts, device=device)
     if shared:
         params["shared"] = expert("shared", shared)
     if residual:

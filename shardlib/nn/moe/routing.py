@@ -7,8 +7,14 @@ from typing import NamedTuple
 
 import torch
 
+from shardlib.common._compat import require_async
 from shardlib.kernels import routing
 from shardlib.nn.once import once
+
+# The remedy for a routing of another number of experts.
+NUMBER = (
+    "Take the number from the router: under sl.experts the leaves of experts have this rank's alone along dimension 0."
+)
 
 
 class Routing(NamedTuple):
@@ -47,9 +53,39 @@ class Routing(NamedTuple):
             experts: ``[T, k]``, int64; −1 is no expert.
             weights: ``[T, k]``.
             number: of experts.
+
+        Raises:
+            ValueError: choices that are not ``[T, k]`` and int64, or weights of another shape.
+            RuntimeError: a choice outside of −1 … number − 1; on accelerators without synchronisation.
         """
+        if experts.dim() != 2 or experts.dtype is not torch.int64 or weights.shape != experts.shape:
+            raise ValueError(
+                f"Routing.of: choices are {tuple(experts.shape)} of {experts.dtype}, and weights {tuple(weights.shape)}; "
+                "both must be [tokens, choices], and choices int64"
+            )
+        fits = ((experts >= -1) & (experts < number)).all()
+        require_async(fits, f"Routing.of: a choice is not among −1 … {number - 1}, of {number} experts. {NUMBER}")
         experts, counts, kept = once(lambda: [experts, *_all_kept(experts, number)])
         return cls(experts, weights, counts, kept, {})
+
+    def seated(self, seats: torch.Tensor) -> Routing:
+        """This routing among seats: expert e has the number ``seats[e]``, and the order of each expert's rows is the same.
+
+        A seat is the row of its layer's leaves in which an expert lies; `shardlib.relayout` changes it.
+
+        Args:
+            seats: ``[E]``, int64, a permutation.
+
+        >>> routing = sl.nn.routers.Routing.of(torch.tensor([[0], [2], [0]]), torch.ones(3, 1), 3)
+        >>> seated = routing.seated(torch.tensor([2, 1, 0]))
+        >>> seated.experts[:, 0].tolist(), seated.counts.tolist(), seated.kept.tolist()
+        ([2, 0, 2], [1, 0, 2], [1, 0, 2])
+        """
+        chosen = is_kept(self.kept, self.experts)
+        experts = torch.where(self.experts >= 0, seats[self.experts], -1)
+        _, positions = routing.by_expert(torch.where(chosen, experts, -1), len(seats))
+        counts = torch.empty_like(self.counts).scatter_(0, seats, self.counts)
+        return self._replace(experts=experts, counts=counts, kept=in_order(positions, len(self.kept)))
 
 
 def _all_kept(experts: torch.Tensor, number: int) -> list[torch.Tensor]:

@@ -249,6 +249,15 @@ DEFECTS = (
         ("tests/training/test_gradients_on_disk.py::test_training_is_the_same_to_the_last_bit",),
     ),
     Defect(
+        "reads of gradients that are known to be finite",
+        "mask",
+        "execute/step.py",
+        "to name a leaf that is not finite, every gradient is read from disk",
+        "for bucket in evaluation.landing.suspects:",
+        "for bucket in plan.trained:",
+        ("tests/training/test_gradients_on_disk.py::test_only_gradients_that_are_not_finite_are_read_to_name_one",),
+    ),
+    Defect(
         "gradients that are not on the disk",
         "mask",
         "sharded/gradients_on_disk.py",

@@ -1,0 +1,115 @@
+"""Seats: a layer whose experts lie in other rows is the same function, and seats that are chosen balance loads."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from helpers.trees import assert_same
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardlib as sl
+from shardlib.nn import routers
+
+EXPERTS, WIDTH = 6, 8
+SEATS = torch.tensor([4, 0, 5, 2, 1, 3])
+ROUTERS = {
+    "top-k": routers.top_k(2),
+    "capacity": routers.top_k(2, capacity=routers.Capacity(0.5, 1, "choice")),
+    "switch": routers.switch(),
+    "experts choose": routers.expert_choice(1.5),
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_layer_is_the_same_function_of_its_experts(router):
+    """Outputs, gradients and routings are equal to the bit."""
+    config = sl.nn.MoEConfig(ROUTERS[router], jitter=0.1)
+    own = sl.nn.init_moe(sl.Key(0), config, experts=EXPERTS, width=WIDTH, hidden=16, balance=True, std=0.3)
+    moved = {"router": own["router"] | {"seats": SEATS}, "experts": {}}
+    for name, leaf in own["experts"].items():
+        moved["experts"][name] = torch.empty_like(leaf).index_copy_(0, SEATS, leaf)
+    x = torch.randn(3, 7, WIDTH, generator=torch.Generator().manual_seed(0))
+    results = []
+    for params in (own, moved):
+        experts = {name: leaf.clone().requires_grad_() for name, leaf in params["experts"].items()}
+        rows = x.clone().requires_grad_()
+        y, routing = sl.nn.moe(params | {"experts": experts}, rows, config, sl.Key(1))
+        y.square().sum().backward()
+        order = torch.arange(EXPERTS) if params is own else SEATS
+        results.append((y.detach(), rows.grad, {name: leaf.grad[order] for name, leaf in experts.items()}, routing))
+    assert_same(results[1], results[0])
+
+
+def test_seats_of_choices_that_are_none():
+    routing = routers.Routing.of(torch.tensor([[0, -1], [2, 0], [-1, -1]]), torch.ones(3, 2), 3)
+    seated = routing.seated(torch.tensor([1, 2, 0]))
+    assert seated.experts.tolist() == [[1, -1], [0, 1], [-1, -1]] and seated.counts.tolist() == [1, 2, 0]
+    assert seated.kept.tolist() == [2, 0, 3, 6, 6, 6]
+
+
+def test_fresh_layers_have_seats_where_asked():
+    config = sl.nn.MoEConfig(routers.switch())
+    params = sl.nn.init_moe(sl.Key(0), config, experts=3, width=2, hidden=2, seats=True)
+    assert params["router"]["seats"].equal(torch.arange(3))
+    assert "seats" not in sl.nn.init_moe(sl.Key(0), config, experts=3, width=2, hidden=2)["router"]
+
+
+def loads(counts, seats, ranks):
+    return torch.tensor(counts)[seats.argsort()].view(ranks, -1).sum(1)
+
+
+def least(counts, ranks):
+    """The smallest possible largest load, by trying all."""
+
+    def tried(left):
+        if not left:
+            return 0
+        first, *rest = left
+        return min(
+            max(counts[first] + sum(counts[i] for i in others), tried([i for i in rest if i not in others]))
+            for others in combinations(rest, len(counts) // ranks - 1)
+        )
+
+    return tried(list(range(len(counts))))
+
+
+@st.composite
+def layers(draw):
+    ranks, room = draw(st.sampled_from([(1, 3), (2, 1), (2, 3), (2, 4), (3, 2), (3, 3), (4, 2)]))
+    counts = draw(st.lists(st.integers(0, 30), min_size=ranks * room, max_size=ranks * room))
+    return counts, ranks, torch.tensor(draw(st.permutations(range(ranks * room))))
+
+
+@given(layers())
+def test_chosen_seats_are_balanced(case):
+    counts, ranks, present = case
+    seats = routers.balanced_seats(torch.tensor(counts), ranks, present)
+    assert sorted(seats.tolist()) == list(range(len(counts)))
+    largest = loads(counts, seats, ranks).max()
+    assert largest <= loads(counts, present, ranks).max()
+    assert largest <= 4 / 3 * least(counts, ranks)
+
+
+@given(layers())
+def test_balanced_experts_stay(case):
+    counts, ranks, present = case
+    seats = routers.balanced_seats(torch.tensor(counts), ranks, present)
+    assert routers.balanced_seats(torch.tensor(counts), ranks, seats).equal(seats)
+    shares = torch.tensor(counts).double() / 64  # without rounding
+    assert routers.balanced_seats(shares, ranks, present).equal(seats)
+
+
+def test_an_expert_that_keeps_its_rank_keeps_its_seat():
+    seats = routers.balanced_seats(torch.tensor([9, 1, 8, 2, 1, 1]), 2, torch.tensor([1, 0, 2, 5, 3, 4]))
+    assert loads([9, 1, 8, 2, 1, 1], seats, 2).tolist() == [11, 11]
+    assert (seats != torch.tensor([1, 0, 2, 5, 3, 4])).sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("counts", "ranks", "seats"),
+    [([1, 2, 3], 2, None), ([1, 2], 2, [0, 0]), ([1, -2], 2, None), ([1.0, float("nan")], 1, None), ([1, 2], 0, None)],
+)
+def test_what_is_refused(counts, ranks, seats):
+    with pytest.raises(ValueError, match="balanced_seats"):
+        routers.balanced_seats(torch.tensor(counts), ranks, None if seats is None else torch.tensor(seats))
