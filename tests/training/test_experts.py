@@ -563,9 +563,7 @@ def test_layers_that_do_not_fit_the_plan():
         state, step = sl.make_train_step(counted(router), sl.shard(PARAMS[0], mesh, chain), sl.optim.sgd(0.1))
         step(state, BATCHES[0])
 
-    with pytest.raises(
-        ValueError, match=r"hold 2, 4 of them on this rank.*all should hold 2, or 4 if none is dealt out"
-    ):
+    with pytest.raises(ValueError, match=r"deals out some and not others: name all leaves of a layer's experts"):
         sl.simulate(run, sl.experts(rules="experts/up"), TOP_2, mesh={"expert": 2})
     with pytest.raises(ValueError, match="this layer's router has none: give the router a capacity"):
         sl.simulate(run, sl.experts(padded=True), TOP_2, mesh={"expert": 2})
@@ -574,3 +572,90 @@ def test_layers_that_do_not_fit_the_plan():
         HandleError, match=r"is consumed as \(experts, out, in\) weight and sliced as one layer's; .*experts=True"
     ):
         sl.simulate(run, slices, TOP_2, mesh={"model": 2})
+
+
+def all_of_them(params, batch):
+    """A dense mixture: each token goes to every expert."""
+    hidden = torch.einsum("bsw,ehw->bseh", batch["x"], params["experts"]["up"]).relu()
+    return torch.einsum("bseh,ewh->bsw", hidden, params["experts"]["down"]).square().mean()
+
+
+def one_by_one(params, batch):
+    """A leaf for each expert, of which rules deal out the rows."""
+    return sum(torch.nn.functional.linear(batch["x"], expert["w"]) for expert in params["experts"]).square().mean()
+
+
+def as_rows(params, batch):
+    """A leaf as what a layer computes on."""
+    return torch.nn.functional.linear(params["experts"]["w"], batch["x"][0]).square().mean()
+
+
+def by_gradients(params, batch):
+    """The norm of a gradient, of which each rank has a part."""
+    y, _ = sl.nn.moe(params, batch["x"], sl.nn.MoEConfig(TOP_2))
+    (grad,) = torch.autograd.grad(y.sum(), params["experts"]["up"], create_graph=True)
+    return grad.square().sum()
+
+
+def of_this_ranks_number(params, batch):
+    x = batch["x"].flatten(0, 1)
+    weights, experts = (x @ params["router"]["weight"].T).softmax(-1).topk(2)
+    routing = routers.Routing.of(experts, weights, len(params["experts"]["up"]))
+    return sl.nn.run_experts(params["experts"], x, routing, sl.nn.MoEConfig(TOP_2).compute).square().mean()
+
+
+def of_this_ranks_experts(params, batch):
+    """Every choice is among the experts of this rank's number."""
+    x = batch["x"].flatten(0, 1)
+    routing = routers.Routing.of(torch.zeros(len(x), 1, dtype=torch.int64), torch.ones(len(x), 1), 2)
+    return sl.nn.run_experts(params["experts"], x, routing, sl.nn.MoEConfig(TOP_2).compute).square().mean()
+
+
+LISTED = {"experts": [{"w": normal(WIDTH, WIDTH, seed=seed)} for seed in range(EXPERTS)]}
+ROWS_OF = {"experts": {"w": normal(EXPERTS, WIDTH)}}
+MISUSED = [
+    (all_of_them, PARAMS[0], sl.experts(), HandleError, "experts/up is used by something else than a layer of experts"),
+    (one_by_one, LISTED, sl.experts(), HandleError, "experts/0/w is .*Stack a layer's experts along dimension 0"),
+    (as_rows, ROWS_OF, sl.experts(), HandleError, "experts/w is used by something else"),
+    (by_gradients, PARAMS[0], sl.experts(), HandleError, "experts/up is used by something else"),
+    (model(TOP_2), PARAMS[:1], sl.experts(rules="*"), HandleError, "0/w is used by something else"),
+    (counted(TOP_2), PARAMS[0], sl.experts(rules=["experts/*", "router/*"]), HandleError, "router/weight is used"),
+    (of_this_ranks_number, PARAMS[0], sl.experts(), RuntimeError, "a choice is not among −1 … 1, of 2 experts"),
+    (of_this_ranks_experts, PARAMS[0], sl.experts(), ValueError, "the leaves hold 2 of them, on each of 2 ranks"),
+]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("loss_fn", "params", "dealt", "error", "words"),
+    MISUSED,
+    ids=["einsum", "list", "input", "gradient", "all leaves", "router", "number", "own experts"],
+)
+def test_experts_that_are_dealt_out_are_for_layers_of_experts(loss_fn, params, dealt, error, words, stage):
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(dealt, sl.zero(stage, axis="expert")))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1))
+        step(state, {name: x.chunk(2)[mesh.rank] for name, x in BATCHES[0].items()})
+
+    with pytest.raises(error, match=words):
+        sl.simulate(run, mesh={"expert": 2})
+
+
+def test_an_experts_function_uses_its_leaves_as_it_likes():
+    """On any number of ranks."""
+
+    def expert(params, rows, product):
+        return product(product(rows, 2 * params["up"]).relu(), params["down"] + params["down"].mean(-1, keepdim=True))
+
+    def loss_fn(params, batch):
+        y, _ = sl.block(lambda p, x: sl.nn.moe(p, x, sl.nn.MoEConfig(TOP_2, expert=expert)))(params, batch["x"])
+        return y.square().sum() / batch["x"].numel()
+
+    def run(mesh, *chain):
+        return training.train(mesh, loss_fn, PARAMS[0], BATCHES, sl.chain(*chain), sl.optim.sgd(0.1))
+
+    alone = sl.simulate(run, sl.zero(0), mesh={"data": 1})[0]
+    for chain in ((sl.zero(0, axis="expert"),), (sl.zero(3, axis="expert"), sl.remat())):
+        found = sl.simulate(run, sl.experts(), *chain, mesh={"expert": 2})[0]
+        assert found[:2] == (pytest.approx(alone[0], rel=1e-10), pytest.approx(alone[1], rel=1e-10))
+        assert_close(found[2], alone[2], 1e-10)
