@@ -75,10 +75,10 @@ def model(router, wrap=sl.block):
 TOP_2 = routers.top_k(2, renormalise="chosen")
 
 
-def trained(mesh, *transforms, router=TOP_2, batches=BATCHES, run=sl.simulate, wrap=sl.block, params=PARAMS):
+def trained(mesh, *transforms, router=TOP_2, batches=BATCHES, run=sl.simulate, wrap=sl.block, params=PARAMS, tx=None):
     chain, loss_fn = sl.chain(*transforms), model(router, wrap)
     results = run(
-        lambda m: training.train(m, loss_fn, params, batches, chain, sl.optim.sgd(0.1)),
+        lambda m: training.train(m, loss_fn, params, batches, chain, tx or sl.optim.sgd(0.1)),
         mesh=mesh,
     )
     assert all(losses == results[0][0] and norms == results[0][1] for losses, norms, _ in results)
@@ -104,6 +104,36 @@ def test_stages(mesh, axis, stage):
     assert_trains_like_one_device(
         mesh, sl.experts(), *([sl.zero(stage, axis=axis)] if axis != "expert" or stage else [])
     )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("mesh", [{"expert": 2}, {"data": 2, "expert": 2}])
+def test_clipping_by_the_norm_of_all_experts(mesh, stage):
+    """The first norm is above 2, so that a norm that misses experts would clip less."""
+    tx = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.sgd(0.1))
+    assert trained({"data": 1}, sl.zero(0), tx=tx)[1][0] > 2
+    axes = tuple(mesh)
+    assert_trains_like_one_device(mesh, sl.experts(), sl.zero(stage, axis=axes), tx=tx)
+
+
+@pytest.mark.nightly
+def test_compiled_blocks(pool):
+    """Graphs end before an exchange, and others begin after it."""
+
+    def train(mesh, chain, compiled):
+        def layer(params, x):
+            return sl.nn.moe(params, x @ params["w"], sl.nn.MoEConfig(routers.switch()))[0]
+
+        block = sl.block(torch.compile(layer, backend="eager") if compiled else layer)
+        batch = [one["x"] for one in BATCHES[:1]]
+        return training.train(
+            mesh, lambda params, x: block(params, x).square().mean(), PARAMS[0], batch, chain, sl.optim.sgd(0.1)
+        )
+
+    ((losses, norms, params),) = sl.simulate(train, sl.zero(0), False, mesh={"data": 1})
+    for found in pool.run(train, sl.chain(sl.experts(), sl.zero(3, axis="expert")), True, mesh={"expert": 2}):
+        assert found[0] == pytest.approx(losses, rel=1e-10) and found[1] == pytest.approx(norms, rel=1e-10)
+        assert_close(found[2], params, 1e-10)
 
 
 def skewed(*experts):
@@ -452,6 +482,11 @@ def test_a_rank_draws_its_own_experts():
         assert torch.equal(found["experts"]["w"], alone["experts"]["w"])
 
 
+class Plain:
+    def __init__(self, axis):
+        self.axes = (axis,)
+
+
 REFUSED = {
     "does not divide\n  - 0/experts/down: shape \\(4, 4, 6\\)[\\s\\S]*All divide over 1, 2, 4 ranks": (
         lambda: sl.experts("data"),
@@ -468,6 +503,10 @@ REFUSED = {
     r"experts\(padded='no'\): use True or False": (lambda: sl.experts(padded="no"), {"expert": 2}),
     r"zero\(axis=None\): name one axis of the mesh, or several": (lambda: sl.zero(1, axis=None), {"data": 2}),
     r"zero\(replicate=\('b', 'c'\)\): name one axis": (lambda: sl.zero(2, "a", ("b", "c")), {"a": 2}),
+    r"experts\(kind=.*Plain\) makes .*Plain object.*no shardlib.collectives.tokens.TokenExchange over": (
+        lambda: sl.experts(kind=Plain),
+        {"expert": 2},
+    ),
     "uses axis 'expert', which .* does not have; use 'ep' instead: experts\\('ep'\\)": (
         lambda: sl.chain(sl.experts(), sl.zero()),
         {"data": 2, "ep": 2},
@@ -482,6 +521,31 @@ REFUSED = {
         {"expert": 2},
     ),
 }
+
+
+def listed(*leaves):
+    """Two experts in a list under a key "experts"."""
+    return {"moe": {"experts": [{name: torch.zeros(shape) for name, shape in leaves}] * 2}}
+
+
+def test_lists_of_experts_that_are_not_stacked_are_refused():
+    mesh = sl.abstract_mesh(expert=2)
+    with pytest.raises(
+        IllegalComposition, match=r"0 is another:\n  - moe/experts\nStack each leaf of the experts in one"
+    ):
+        sl.make_plan(listed(("up", (6, 4)), ("up_bias", (6,))), mesh, sl.experts())
+    layers = listed(("up", (2, 6, 4)), ("up_bias", (2, 6)))  # a list of layers, each of which has two experts
+    plan = sl.make_plan(layers, mesh, sl.experts())
+    assert all(placement.compute.spec == sl.P("expert") for placement in plan.placements)
+
+
+def test_slices_of_experts_are_no_sequences():
+    chain = SLICES, sl.sequence("model", "megatron"), sl.experts(), sl.zero(0)
+    mesh = sl.abstract_mesh(model=2, expert=2, data=2)
+    with pytest.raises(
+        IllegalComposition, match=r"no sequences to gather:\n  - 0/experts/down[\s\S]*Leave experts out"
+    ):
+        sl.make_plan(PARAMS, mesh, sl.chain(*chain))
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import has_torch_function
 
-from shardlib.collectives.tokens import TokenExchange
+from shardlib.collectives.tokens import Coming, TokenExchange
 from shardlib.kernels.permute import permute, unpermute
 from shardlib.mesh.mesh import current_mesh
 from shardlib.nn.moe.compute import Groups, Rows
@@ -85,6 +85,36 @@ class _Here(NamedTuple):
         return self.rows
 
 
+class _Travel:
+    """The plan's exchange, which torch.compile leaves as it is: a graph ends before it, and another begins after.
+
+    Its sizes are known only in the run, and what it sends is not made of operators.
+    """
+
+    def __init__(self, exchange: TokenExchange) -> None:
+        self._exchange, self.padded = exchange, exchange.padded
+
+    @torch.compiler.disable
+    def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[_Awaited, Any]:
+        coming, way = self._exchange.send(mesh, rows, counts, **how)
+        return _Awaited(coming), way
+
+    @torch.compiler.disable
+    def back(self, mesh: Any, rows: torch.Tensor, way: Any) -> _Awaited:
+        return _Awaited(self._exchange.back(mesh, rows, way))
+
+
+class _Awaited:
+    """Rows under way, for which torch.compile waits outside of its graphs."""
+
+    def __init__(self, coming: Coming) -> None:
+        self._coming = coming
+
+    @torch.compiler.disable
+    def wait(self) -> torch.Tensor:
+        return self._coming.wait()
+
+
 class _Stay:
     """The exchange of tokens whose experts are all on their rank."""
 
@@ -125,4 +155,4 @@ def _exchange(params: Mapping[str, Any], dealt: bool | None, experts: int) -> An
             f"the routing is among {experts} experts, and the leaves hold {', '.join(map(str, sorted(held)))} of them{over} "
             f"along dimension 0: give every leaf all experts, and the routing their number. {NUMBER}"
         )
-    return exchange if dealt else _Stay()
+    return _Travel(exchange) if dealt and exchange else _Stay()
