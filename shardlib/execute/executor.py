@@ -15,6 +15,7 @@ from shardlib.execute.activations.keeper import Keeper, current_keeper
 from shardlib.execute.activations.names import require_known
 from shardlib.execute.activations.shards import store_of
 from shardlib.execute.blocks import Blocks
+from shardlib.execute.dealing import DealtHandle
 from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.halves import Halves
@@ -296,6 +297,9 @@ class Executor:
                 leaves.update(zip(unit.paths, unit.attached(), strict=True))
             leaves.update(self._handles[unit.name])
         leaves.update({leaf.path: leaf.handle for leaf in self._tiles})
+        for path, leaf in leaves.items():
+            if isinstance(leaf, Handle) and (axes := self.plan.placement_of[path].dealt):
+                leaves[path] = DealtHandle.make(leaf, axes)
         return unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
 
     def _bind(self, params: Sharded, gradients: Gradients | None) -> None:

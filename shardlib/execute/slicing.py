@@ -21,6 +21,7 @@ from shardlib.execute.handles import Handle, Source, kind_of, materialise, refus
 from shardlib.mesh.specs import Window
 from shardlib.nn.functional import embedding, linear_cross_entropy, local_slice, slice_of
 from shardlib.nn.moe.compute import Groups, expert_linear
+from shardlib.nn.moe.dealt import Dealt
 from shardlib.nn.sequence import current_parts, shard_sequence
 
 
@@ -54,9 +55,12 @@ class SlicedHandle(Handle):
 
 
 def gathered(value: Any) -> Any:
-    """The arguments of a block, gathered: plain tensors instead of handles of whole leaves; handles of slices stay."""
+    """The arguments of a block, gathered: plain tensors for handles of whole leaves; those of slices and experts stay."""
 
     def arrive(handle: Handle) -> Any:
+        if isinstance(handle, Dealt):
+            gathered(handle.opened())
+            return handle
         tensor = handle._source.leaf(handle._index)
         return handle if isinstance(handle, SlicedHandle) else tensor
 
@@ -64,8 +68,13 @@ def gathered(value: Any) -> Any:
 
 
 def refuse_slices(value: Any) -> None:
-    """Raise if a compiled block is given sliced parameters: their collectives are added at each call, unseen by compile."""
+    """Raise if a compiled block is given slices, or experts: their collectives are added at each call, unseen by compile."""
     for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Dealt):
+            raise HandleError(
+                f"a compiled block is given {leaf.path}, whose experts are dealt out (sl.experts); compile functions that "
+                "have no layer of experts in them"
+            )
         if isinstance(leaf, SlicedHandle) and not leaf._style.sums:
             raise HandleError(
                 f"a compiled block is given {leaf._path}, which is sliced ({leaf._style}); compile functions that use no "

@@ -348,7 +348,7 @@ class UnitState:
         return state.root, read
 
     def handles(self, trained: bool) -> dict[str, Handle]:
-        """Path -> handle, for the leaves that need one: all leaves if the unit is gathered, else leaves with a style.
+        """Path -> handle, for the leaves that need one: all if the unit is gathered, else those with a style or dealt out.
 
         Leaves in tiles have handles of their own: see `shardlib.execute.tiles`.
         """
@@ -356,14 +356,15 @@ class UnitState:
         if self.home is not None:
             return made
         for index, (path, (state, position)) in enumerate(zip(self.paths, self._positions, strict=True)):
-            style, compute = self._placements[path].style, self._placements[path].compute
+            placement = self._placements[path]
+            style, compute = placement.style, placement.compute
             shape, wants_gradient = state.bucket.shapes[position], trained and state.bucket.trainable
             if style is not None:
                 window = compute.spec.window(compute.shape, self._slices.mesh.shape, self._slices.mesh.coords)
                 made[path] = SlicedHandle.make(
                     self, index, path, shape, state.like, wants_gradient, style, window, self._slices
                 )
-            elif self.gathers:
+            elif self.gathers or placement.dealt:
                 made[path] = Handle(self, index, path, shape, state.like, wants_gradient)
         return made
 

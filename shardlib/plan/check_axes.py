@@ -27,8 +27,8 @@ def check_axes(resolved: Resolved, mesh: Mesh, members: Sequence[Transform]) -> 
     ]
     if twice:
         raise IllegalComposition(
-            f"transforms that exclude each other use one axis:\n{listing(twice)}\nGive each an axis of its own. Only "
-            "sequence(...) may share one: with kind='megatron' that of tensor_slicing, with the other kinds that of zero."
+            f"transforms that exclude each other use one axis:\n{listing(twice)}\nGive each an axis of its own. "
+            "These may share one: sequence(kind='megatron') that of tensor_slicing, other sequences and experts that of zero."
         )
     idle = [f"{axis!r} (size {size})" for axis, size in mesh.shape.items() if size > 1 and axis not in resolved.axes]
     if idle:

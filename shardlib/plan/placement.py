@@ -26,6 +26,7 @@ class Placement:
         grad: the accumulated gradient; None for a frozen leaf.
         optimizer: the layout of the optimizer's state; None for a frozen leaf.
         style: how ranks that hold slices compute a layer together; None for an unsliced leaf.
+        dealt: axes over which experts are dealt out: ranks hold different ones, and all of their tokens reach each.
     """
 
     path: str
@@ -37,6 +38,7 @@ class Placement:
     grad: Leaf | None
     optimizer: Leaf | None
     style: Style | None = None
+    dealt: tuple[str, ...] = ()
 
 
 def check_dtypes(placements: Sequence[Placement], resolved: Resolved) -> None:

@@ -79,6 +79,7 @@ def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Pla
         grad=stored("grad", reduce_dtype(dtype, resolved)) if trainable else None,
         optimizer=stored("optimizer", use.master or dtype) if trainable else None,
         style=use.style,
+        dealt=tuple(axis for axis in use.varying or () if resolved.sizes.get(axis, 1) > 1),
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,11 @@ from shardlib.collectives.tokens import Direct, TokenExchange, TwoHops
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
 from shardlib.plan.claims import Claim, LeafInfo, Step, Use
-from shardlib.plan.code import Call, Coded, one_or_list
+from shardlib.plan.code import Call, Coded, axes_of, code_of, one_or_list
 from shardlib.tree import globs_of
 
 RULES = ("experts/*", "*/experts/*")
+_NUMBERED = re.compile(r"(?:.*/)?experts/\d+(?=/|$)")  # one of a list under a key "experts"
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,12 +29,14 @@ class Experts(Coded):
     codec: str | Packing | None
     back_codec: str | Packing | None
     padded: bool
+    kind: Callable[..., TokenExchange] | None
 
     @property
     def call(self) -> Call:
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
         rules = self.rules if self.rules == RULES else one_or_list(self.rules)
-        return Call(experts, {"axis": axis, "rules": rules, **self._options})
+        options = {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded, "kind": self.kind}
+        return Call(experts, {"axis": axis, "rules": rules, **options})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         dealt = [leaf for leaf in leaves if leaf.matches(self.rules)]
@@ -45,13 +49,13 @@ class Experts(Coded):
     def _exchange(self, sizes: Mapping[str, int]) -> TokenExchange | None:
         """How tokens travel along the axes on which there are several ranks."""
         axes = [axis for axis in self.axes if sizes.get(axis, 1) > 1]
-        kind = (None, Direct, TwoHops)[len(axes)]
-        return kind and kind(*axes, **self._options)
+        return self.exchange_over(axes if self.kind is None else self.axes) if axes else None
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        """The options of the exchange."""
-        return {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded}
+    def exchange_over(self, axes: Sequence[str]) -> TokenExchange:
+        """The exchange of tokens along these axes. A kind of a user's own is given the options that are not the default."""
+        options: dict[str, Any] = {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded}
+        kind = self.kind or (Direct, TwoHops)[len(axes) - 1]
+        return kind(*axes, **{name: value for name, value in options.items() if value})
 
     def _check(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo], dealt: Sequence[LeafInfo]) -> None:
         """Refuse rules that match nothing, and numbers of experts that the axes do not divide."""
@@ -60,6 +64,12 @@ class Experts(Coded):
             shown = ", ".join(leaf.path for leaf in leaves[:5])
             raise IllegalComposition(
                 f"{self.name}: {', '.join(map(repr, idle or self.rules))} match no parameter; paths look like {shown}"
+            )
+        if lists := _lists(dealt):
+            raise IllegalComposition(
+                f"{self.name} deals out dimension 0, and in these lists each expert has leaves of its own, whose dimension "
+                f"0 is another:\n{listing(lists)}\nStack each leaf of the experts in one, (experts, ...): torch.stack, or "
+                "sl.models.huggingface for a model of transformers."
             )
         ways = math.prod(sizes.get(axis, 1) for axis in self.axes)
         unfit = [leaf for leaf in dealt if not leaf.shape or leaf.shape[0] % ways]
@@ -74,6 +84,15 @@ class Experts(Coded):
             )
 
 
+def _lists(dealt: Sequence[LeafInfo]) -> list[str]:
+    """Lists of experts, no element of which has a leaf with a dimension of experts and a matrix."""
+    most: dict[str, int] = {}
+    for leaf in dealt:
+        if element := _NUMBERED.match(leaf.path):
+            most[element[0]] = max(most.get(element[0], 0), len(leaf.shape))
+    return sorted({element.rpartition("/")[0] for element, dims in most.items() if dims < 3})
+
+
 def experts(
     axis: str | Sequence[str] = "expert",
     rules: str | Sequence[str] = RULES,
@@ -81,6 +100,7 @@ def experts(
     codec: str | Packing | None = None,
     back_codec: str | Packing | None = None,
     padded: bool = False,
+    kind: Callable[..., TokenExchange] | None = None,
 ) -> Experts:
     """Deal out experts over ``axis``, which also divides the batch: tokens travel to their experts and back.
 
@@ -103,10 +123,14 @@ def experts(
         padded: whether the rows of every expert are padded to its capacity, as in DeepSpeed. All sizes are then known before
             a step, and no host waits for them; routers must have a capacity, and ranks equally many tokens. Otherwise ranks
             send the rows that there are, and how many beforehand.
+        kind: how tokens travel: a subclass of `shardlib.collectives.tokens.TokenExchange`, or a function that makes such a
+            value. It is called with the axes, and with those of the options above that are given. None is ``Direct`` on one
+            axis and ``TwoHops`` on two.
 
     Raises:
-        IllegalComposition: no axis, more than two, or one twice; when a plan is made, globs that match no parameter, and
-            numbers of experts that do not divide over the axis.
+        IllegalComposition: no axis, more than two, or one twice; a kind that makes no exchange over the axes; when a plan is
+            made, globs that match no parameter, lists of experts that are not stacked, and numbers of experts that do not
+            divide over the axis.
         SpecError: an unknown codec.
 
     >>> params = {"router": {"weight": torch.ones(8, 16)}, "experts": {"up": torch.ones(8, 32, 16)}}
@@ -114,8 +138,17 @@ def experts(
     >>> plan.placement_of["experts/up"].compute.spec, plan.placement_of["experts/up"].param.spec
     (P('expert'), P(('expert', 'data')))
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    if not 1 <= len(axes) <= 2 or len(set(axes)) < len(axes):
-        raise IllegalComposition(f"experts(axis={axis!r}): name one axis of the mesh, or two that differ")
-    Direct(axes[0], codec=codec, back_codec=back_codec)  # refuses unknown codecs
-    return Experts(axes, globs_of(rules), codec, back_codec, padded)
+    axes = axes_of("experts", axis, most=2)
+    if not isinstance(padded, bool):
+        raise IllegalComposition(f"experts(padded={padded!r}): use True or False")
+    made = Experts(axes, globs_of(rules), codec, back_codec, padded, kind)
+    try:
+        exchange = made.exchange_over(axes)  # refuses unknown codecs
+    except TypeError as error:
+        raise IllegalComposition(f"experts(kind={code_of(kind)}) takes no such axes or options: {error}") from error
+    if not isinstance(exchange, TokenExchange) or exchange.axes != axes:
+        raise IllegalComposition(
+            f"experts(kind={code_of(kind)}) makes {exchange!r} of {axes}, which is no "
+            "shardlib.collectives.tokens.TokenExchange over these axes, as a subclass makes"
+        )
+    return made

@@ -11,6 +11,7 @@ from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
 from shardlib.plan.claims import Claim, LeafInfo, Use
 from shardlib.plan.code import Call, Coded
+from shardlib.plan.resolved import Resolved
 from shardlib.transforms.misfits import (
     Misfit,
     matches_nothing,
@@ -98,6 +99,18 @@ class TensorSlicing(Coded):
             )
             raise IllegalComposition(message_of(misfits, self.name, self.axis, sizes, next(fitting, 1)))
         return uses
+
+    def check(self, resolved: Resolved) -> None:
+        sequence = resolved.step.sequence
+        if sequence is None or not sequence.gathers_for_slices or sequence.axis != self.axis:
+            return
+        cut = [path for path, use in resolved.uses.items() if use.style and use.style.experts]
+        if cut:
+            raise IllegalComposition(
+                f"{self.name} cuts experts over axis {self.axis!r}, along which sequence(kind={sequence.name!r}) cuts "
+                f"sequences, and rows of experts are no sequences to gather:\n{listing(cut)}\nLeave experts out of the rules "
+                "and deal them out (experts(axis=...)), or use kind='ulysses' or 'ring' on another axis."
+            )
 
     def _read(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> tuple[list[Claim], list[Misfit]]:
         """The claims of the rules, and the rules that do not fit."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step
-from shardlib.plan.code import Call, Coded
+from shardlib.plan.code import Call, Coded, axes_of
 
 _SPLIT = {0: (), 1: ("optimizer",), 2: ("grad", "optimizer"), 3: ("param", "grad", "optimizer")}
 
@@ -67,9 +67,9 @@ def zero(
     """
     if stage not in _SPLIT or isinstance(stage, bool):
         raise IllegalComposition(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    if not axes or len(set(axes)) < len(axes):
-        raise IllegalComposition(f"zero(axis={axis!r}): name one axis of the mesh, or several that differ")
+    axes = axes_of("zero", axis)
+    if not (replicate is None or isinstance(replicate, str)):
+        raise IllegalComposition(f"zero(replicate={replicate!r}): name one axis of the mesh")
     if replicate in axes:
         raise IllegalComposition(
             f"zero cannot both split and replicate over axis {replicate!r}; name two axes of the mesh"

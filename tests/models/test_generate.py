@@ -14,7 +14,7 @@ from optree import tree_leaves, tree_map
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition, NonFiniteError, RankMismatch, TreeError
-from shardlib.kernels.quantized_matmul import QuantizedMatrix
+from shardlib.kernels.thin_matmul import QuantizedMatrix
 from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import Sampling
 

@@ -260,3 +260,41 @@ def test_choices_made_elsewhere():
     assert routing.counts.tolist() == [3, 3, 3] and routing.kept.tolist() == [1, 3, 10, 4, 9, 11, 0, 5, 8, 12, 12, 12]
     (grad,) = torch.autograd.grad(y.sum(), weights)
     torch.testing.assert_close(grad, torch.autograd.grad(wanted.sum(), weights)[0])
+
+
+@pytest.mark.parametrize(
+    ("experts", "weights", "error", "words"),
+    [
+        (torch.tensor([[0], [3]]), torch.ones(2, 1), RuntimeError, "a choice is not among −1 … 2, of 3 experts"),
+        (torch.tensor([[0], [-2]]), torch.ones(2, 1), RuntimeError, "a choice is not among −1 … 2, of 3 experts"),
+        (torch.tensor([0, 1]), torch.ones(2), ValueError, r"choices are \(2,\) of torch.int64"),
+        (torch.tensor([[0], [1]]), torch.ones(2), ValueError, r"weights \(2,\); both must be \[tokens, choices\]"),
+        (torch.tensor([[0.0], [1.0]]), torch.ones(2, 1), ValueError, "of torch.float32"),
+    ],
+)
+def test_choices_that_are_none(experts, weights, error, words):
+    with pytest.raises(error, match=words):
+        routers.Routing.of(experts, weights, 3)
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_leaves_of_another_number_of_experts(number):
+    routing = routers.Routing.of(torch.zeros(6, 1, dtype=torch.int64), torch.ones(6, 1), number)
+    with pytest.raises(ValueError, match=f"the routing is among {number} experts, and the leaves hold 3 of them along"):
+        sl.nn.run_experts(
+            {"w": torch.ones(3, 5, 4)}, torch.ones(6, 4), routing, lambda p, x, product: product(x, p["w"])
+        )
+
+
+def test_masks_that_do_not_fit():
+    params, x = {"router": {"weight": torch.ones(3, 4)}, "experts": {"up": torch.ones(3, 5, 4)}}, torch.ones(2, 3, 4)
+    config, mask = (
+        sl.nn.MoEConfig(routers.top_k(1), expert=lambda p, x, product: x),
+        torch.zeros(2, 3, dtype=torch.bool),
+    )
+    _, routing = sl.nn.moe(params, x, config, mask=mask)
+    with pytest.raises(ValueError, match="give mask= or routing=, not both"):
+        sl.nn.moe(params, x, config, mask=mask, routing=routing)
+    for wrong in (mask.float(), mask.long(), mask[:1]):
+        with pytest.raises(ValueError, match=r"it must be \(2, 3\) of torch.bool"):
+            sl.nn.moe(params, x, config, mask=wrong)

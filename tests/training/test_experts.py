@@ -75,10 +75,10 @@ def model(router, wrap=sl.block):
 TOP_2 = routers.top_k(2, renormalise="chosen")
 
 
-def trained(mesh, *transforms, router=TOP_2, batches=BATCHES, run=sl.simulate, wrap=sl.block, params=PARAMS):
+def trained(mesh, *transforms, router=TOP_2, batches=BATCHES, run=sl.simulate, wrap=sl.block, params=PARAMS, tx=None):
     chain, loss_fn = sl.chain(*transforms), model(router, wrap)
     results = run(
-        lambda m: training.train(m, loss_fn, params, batches, chain, sl.optim.sgd(0.1)),
+        lambda m: training.train(m, loss_fn, params, batches, chain, tx or sl.optim.sgd(0.1)),
         mesh=mesh,
     )
     assert all(losses == results[0][0] and norms == results[0][1] for losses, norms, _ in results)
@@ -104,6 +104,36 @@ def test_stages(mesh, axis, stage):
     assert_trains_like_one_device(
         mesh, sl.experts(), *([sl.zero(stage, axis=axis)] if axis != "expert" or stage else [])
     )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("mesh", [{"expert": 2}, {"data": 2, "expert": 2}])
+def test_clipping_by_the_norm_of_all_experts(mesh, stage):
+    """The first norm is above 2, so that a norm that misses experts would clip less."""
+    tx = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.sgd(0.1))
+    assert trained({"data": 1}, sl.zero(0), tx=tx)[1][0] > 2
+    axes = tuple(mesh)
+    assert_trains_like_one_device(mesh, sl.experts(), sl.zero(stage, axis=axes), tx=tx)
+
+
+@pytest.mark.nightly
+def test_compiled_blocks(pool):
+    """Graphs end before an exchange, and others begin after it."""
+
+    def train(mesh, chain, compiled):
+        def layer(params, x):
+            return sl.nn.moe(params, x @ params["w"], sl.nn.MoEConfig(routers.switch()))[0]
+
+        block = sl.block(torch.compile(layer, backend="eager") if compiled else layer)
+        batch = [one["x"] for one in BATCHES[:1]]
+        return training.train(
+            mesh, lambda params, x: block(params, x).square().mean(), PARAMS[0], batch, chain, sl.optim.sgd(0.1)
+        )
+
+    ((losses, norms, params),) = sl.simulate(train, sl.zero(0), False, mesh={"data": 1})
+    for found in pool.run(train, sl.chain(sl.experts(), sl.zero(3, axis="expert")), True, mesh={"expert": 2}):
+        assert found[0] == pytest.approx(losses, rel=1e-10) and found[1] == pytest.approx(norms, rel=1e-10)
+        assert_close(found[2], params, 1e-10)
 
 
 def skewed(*experts):
@@ -452,6 +482,11 @@ def test_a_rank_draws_its_own_experts():
         assert torch.equal(found["experts"]["w"], alone["experts"]["w"])
 
 
+class Plain:
+    def __init__(self, axis):
+        self.axes = (axis,)
+
+
 REFUSED = {
     "does not divide\n  - 0/experts/down: shape \\(4, 4, 6\\)[\\s\\S]*All divide over 1, 2, 4 ranks": (
         lambda: sl.experts("data"),
@@ -462,7 +497,16 @@ REFUSED = {
         {"expert": 2},
     ),
     "name one axis of the mesh, or two that differ": (lambda: sl.experts(("a", "a")), {"a": 2}),
-    "use a packing, or 'int8'": (lambda: sl.experts(codec="int3"), {"expert": 2}),
+    "codec='int3'.: use a packing, or 'int8'": (lambda: sl.experts(codec="int3"), {"expert": 2}),
+    "back_codec=8.: use a packing, or 'int8'": (lambda: sl.experts(back_codec=8), {"expert": 2}),
+    r"experts\(axis=3\): name one axis of the mesh, or two": (lambda: sl.experts(3), {"expert": 2}),
+    r"experts\(padded='no'\): use True or False": (lambda: sl.experts(padded="no"), {"expert": 2}),
+    r"zero\(axis=None\): name one axis of the mesh, or several": (lambda: sl.zero(1, axis=None), {"data": 2}),
+    r"zero\(replicate=\('b', 'c'\)\): name one axis": (lambda: sl.zero(2, "a", ("b", "c")), {"a": 2}),
+    r"experts\(kind=.*Plain\) makes .*Plain object.*no shardlib.collectives.tokens.TokenExchange over": (
+        lambda: sl.experts(kind=Plain),
+        {"expert": 2},
+    ),
     "uses axis 'expert', which .* does not have; use 'ep' instead: experts\\('ep'\\)": (
         lambda: sl.chain(sl.experts(), sl.zero()),
         {"data": 2, "ep": 2},
@@ -477,6 +521,31 @@ REFUSED = {
         {"expert": 2},
     ),
 }
+
+
+def listed(*leaves):
+    """Two experts in a list under a key "experts"."""
+    return {"moe": {"experts": [{name: torch.zeros(shape) for name, shape in leaves}] * 2}}
+
+
+def test_lists_of_experts_that_are_not_stacked_are_refused():
+    mesh = sl.abstract_mesh(expert=2)
+    with pytest.raises(
+        IllegalComposition, match=r"0 is another:\n  - moe/experts\nStack each leaf of the experts in one"
+    ):
+        sl.make_plan(listed(("up", (6, 4)), ("up_bias", (6,))), mesh, sl.experts())
+    layers = listed(("up", (2, 6, 4)), ("up_bias", (2, 6)))  # a list of layers, each of which has two experts
+    plan = sl.make_plan(layers, mesh, sl.experts())
+    assert all(placement.compute.spec == sl.P("expert") for placement in plan.placements)
+
+
+def test_slices_of_experts_are_no_sequences():
+    chain = SLICES, sl.sequence("model", "megatron"), sl.experts(), sl.zero(0)
+    mesh = sl.abstract_mesh(model=2, expert=2, data=2)
+    with pytest.raises(
+        IllegalComposition, match=r"no sequences to gather:\n  - 0/experts/down[\s\S]*Leave experts out"
+    ):
+        sl.make_plan(PARAMS, mesh, sl.chain(*chain))
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -499,9 +568,7 @@ def test_layers_that_do_not_fit_the_plan():
         state, step = sl.make_train_step(counted(router), sl.shard(PARAMS[0], mesh, chain), sl.optim.sgd(0.1))
         step(state, BATCHES[0])
 
-    with pytest.raises(
-        ValueError, match=r"hold 2, 4 of them on this rank.*all should hold 2, or 4 if none is dealt out"
-    ):
+    with pytest.raises(ValueError, match=r"deals out some and not others: name all leaves of a layer's experts"):
         sl.simulate(run, sl.experts(rules="experts/up"), TOP_2, mesh={"expert": 2})
     with pytest.raises(ValueError, match="this layer's router has none: give the router a capacity"):
         sl.simulate(run, sl.experts(padded=True), TOP_2, mesh={"expert": 2})
@@ -510,3 +577,90 @@ def test_layers_that_do_not_fit_the_plan():
         HandleError, match=r"is consumed as \(experts, out, in\) weight and sliced as one layer's; .*experts=True"
     ):
         sl.simulate(run, slices, TOP_2, mesh={"model": 2})
+
+
+def all_of_them(params, batch):
+    """A dense mixture: each token goes to every expert."""
+    hidden = torch.einsum("bsw,ehw->bseh", batch["x"], params["experts"]["up"]).relu()
+    return torch.einsum("bseh,ewh->bsw", hidden, params["experts"]["down"]).square().mean()
+
+
+def one_by_one(params, batch):
+    """A leaf for each expert, of which rules deal out the rows."""
+    return sum(torch.nn.functional.linear(batch["x"], expert["w"]) for expert in params["experts"]).square().mean()
+
+
+def as_rows(params, batch):
+    """A leaf as what a layer computes on."""
+    return torch.nn.functional.linear(params["experts"]["w"], batch["x"][0]).square().mean()
+
+
+def by_gradients(params, batch):
+    """The norm of a gradient, of which each rank has a part."""
+    y, _ = sl.nn.moe(params, batch["x"], sl.nn.MoEConfig(TOP_2))
+    (grad,) = torch.autograd.grad(y.sum(), params["experts"]["up"], create_graph=True)
+    return grad.square().sum()
+
+
+def of_this_ranks_number(params, batch):
+    x = batch["x"].flatten(0, 1)
+    weights, experts = (x @ params["router"]["weight"].T).softmax(-1).topk(2)
+    routing = routers.Routing.of(experts, weights, len(params["experts"]["up"]))
+    return sl.nn.run_experts(params["experts"], x, routing, sl.nn.MoEConfig(TOP_2).compute).square().mean()
+
+
+def of_this_ranks_experts(params, batch):
+    """Every choice is among the experts of this rank's number."""
+    x = batch["x"].flatten(0, 1)
+    routing = routers.Routing.of(torch.zeros(len(x), 1, dtype=torch.int64), torch.ones(len(x), 1), 2)
+    return sl.nn.run_experts(params["experts"], x, routing, sl.nn.MoEConfig(TOP_2).compute).square().mean()
+
+
+LISTED = {"experts": [{"w": normal(WIDTH, WIDTH, seed=seed)} for seed in range(EXPERTS)]}
+ROWS_OF = {"experts": {"w": normal(EXPERTS, WIDTH)}}
+MISUSED = [
+    (all_of_them, PARAMS[0], sl.experts(), HandleError, "experts/up is used by something else than a layer of experts"),
+    (one_by_one, LISTED, sl.experts(), HandleError, "experts/0/w is .*Stack a layer's experts along dimension 0"),
+    (as_rows, ROWS_OF, sl.experts(), HandleError, "experts/w is used by something else"),
+    (by_gradients, PARAMS[0], sl.experts(), HandleError, "experts/up is used by something else"),
+    (model(TOP_2), PARAMS[:1], sl.experts(rules="*"), HandleError, "0/w is used by something else"),
+    (counted(TOP_2), PARAMS[0], sl.experts(rules=["experts/*", "router/*"]), HandleError, "router/weight is used"),
+    (of_this_ranks_number, PARAMS[0], sl.experts(), RuntimeError, "a choice is not among −1 … 1, of 2 experts"),
+    (of_this_ranks_experts, PARAMS[0], sl.experts(), ValueError, "the leaves hold 2 of them, on each of 2 ranks"),
+]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("loss_fn", "params", "dealt", "error", "words"),
+    MISUSED,
+    ids=["einsum", "list", "input", "gradient", "all leaves", "router", "number", "own experts"],
+)
+def test_experts_that_are_dealt_out_are_for_layers_of_experts(loss_fn, params, dealt, error, words, stage):
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(dealt, sl.zero(stage, axis="expert")))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1))
+        step(state, {name: x.chunk(2)[mesh.rank] for name, x in BATCHES[0].items()})
+
+    with pytest.raises(error, match=words):
+        sl.simulate(run, mesh={"expert": 2})
+
+
+def test_an_experts_function_uses_its_leaves_as_it_likes():
+    """On any number of ranks."""
+
+    def expert(params, rows, product):
+        return product(product(rows, 2 * params["up"]).relu(), params["down"] + params["down"].mean(-1, keepdim=True))
+
+    def loss_fn(params, batch):
+        y, _ = sl.block(lambda p, x: sl.nn.moe(p, x, sl.nn.MoEConfig(TOP_2, expert=expert)))(params, batch["x"])
+        return y.square().sum() / batch["x"].numel()
+
+    def run(mesh, *chain):
+        return training.train(mesh, loss_fn, PARAMS[0], BATCHES, sl.chain(*chain), sl.optim.sgd(0.1))
+
+    alone = sl.simulate(run, sl.zero(0), mesh={"data": 1})[0]
+    for chain in ((sl.zero(0, axis="expert"),), (sl.zero(3, axis="expert"), sl.remat())):
+        found = sl.simulate(run, sl.experts(), *chain, mesh={"expert": 2})[0]
+        assert found[:2] == (pytest.approx(alone[0], rel=1e-10), pytest.approx(alone[1], rel=1e-10))
+        assert_close(found[2], alone[2], 1e-10)

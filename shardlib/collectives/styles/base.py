@@ -36,6 +36,7 @@ class Style(ABC):
         name: the style's name in a plan's print-out and in messages.
         sums: whether every rank holds the whole leaf, for any function to use on slices of activations, with a gradient that
             is summed over the axis.
+        experts: whether leaves hold the layers of experts along dimension 0, whose rows ``grouped`` computes.
         gathered: the activations that every rank gets whole, for the plan's log; "{paths}" stands for the layer's leaves.
     """
 
@@ -59,6 +60,10 @@ class Style(ABC):
         return ", ".join(
             f"{name}={value!r}" for name, (value, usual) in given.items() if name != "axis" and value != usual
         )
+
+    @property
+    def experts(self) -> bool:
+        return False
 
     @property
     def gathered(self) -> str:

@@ -38,7 +38,7 @@ class Hops(TokenExchange):
     def __post_init__(self) -> None:
         for name in ("codec", "back_codec"):
             codec = getattr(self, name)
-            if isinstance(codec, str) and codec not in FORMS:
+            if codec is not None and codec not in FORMS and not hasattr(codec, "pack"):
                 raise SpecError(f"{self.name}({name}={codec!r}): use a packing, or {', '.join(map(repr, FORMS))}")
 
     def __str__(self) -> str:

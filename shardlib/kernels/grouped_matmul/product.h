@@ -5,7 +5,7 @@
 // fp32, for TALL left lines at a time.
 #pragma once
 
-#include "panels.h"
+#include "../common/panels.h"
 
 namespace {
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from shardlib.errors import TreeError
 from shardlib.models.decoding.decoder import Attend, Decoder
+from shardlib.models.decoding.products import linear
 from shardlib.models.decoding.settings import require_settings
 from shardlib.models.decoding.windows import Windows
 
@@ -55,7 +56,7 @@ class Llama(Decoder):
         return self._norm(params["norm"], x)
 
     def logits(self, params: Any, x: torch.Tensor) -> torch.Tensor:
-        return _linear(params["lm_head"], x)
+        return linear(params["lm_head"], x)
 
     def _attention(
         self,
@@ -65,21 +66,17 @@ class Llama(Decoder):
         angles: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
     ) -> torch.Tensor:
-        q, k, v = (_linear(params[f"{name}_proj"], x).unflatten(-1, (-1, self._size)) for name in "qkv")
+        q, k, v = (linear(params[f"{name}_proj"], x).unflatten(-1, (-1, self._size)) for name in "qkv")
         if "q_norm" in params:
             q, k = self._norm(params["q_norm"], q), self._norm(params["k_norm"], k)
         q, k = _rotated(torch.cat([q, k], 1), *angles).split([q.shape[1], k.shape[1]], 1)
-        return _linear(params["o_proj"], attend(index, q, k, v, window=self._windows[index]).flatten(1))
+        return linear(params["o_proj"], attend(index, q, k, v, window=self._windows[index]).flatten(1))
 
     def _mlp(self, params: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
-        return _linear(params["down_proj"], F.silu(_linear(params["gate_proj"], x)).mul_(_linear(params["up_proj"], x)))
+        return linear(params["down_proj"], F.silu(linear(params["gate_proj"], x)).mul_(linear(params["up_proj"], x)))
 
     def _norm(self, params: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], params["weight"], self._eps)
-
-
-def _linear(params: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, params["weight"], params.get("bias"))
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

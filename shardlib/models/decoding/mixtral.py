@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.models.decoding.llama import Llama
+from shardlib.models.decoding.products import linear
 from shardlib.models.decoding.windows import Windows
 from shardlib.nn.moe.config import Product
 from shardlib.nn.moe.experts import run_experts
@@ -30,11 +31,10 @@ class Mixtral(Llama):
     def _mlp(self, params: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
         if "experts" not in params:
             return super()._mlp(params, x)
-        router = params["gate"]["weight"]
-        weights, experts = F.linear(x, router).float().softmax(-1).topk(self._choices, -1)
+        weights, experts = linear(params["gate"], x).float().softmax(-1).topk(self._choices, -1)
         if self._renormalises:
             weights = weights / weights.sum(-1, keepdim=True)
-        routing = Routing.of(experts, weights, len(router))
+        routing = Routing.of(experts, weights, len(params["gate"]["weight"]))
         return run_experts(params["experts"], x, routing, _expert).to(x.dtype)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import TreeError
-from shardlib.kernels.quantized_matmul import QuantizedMatrix
+from shardlib.kernels.thin_matmul import QuantizedMatrix
 from shardlib.models.decoding.kinds import decoder_of
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import flatten, matches, unflatten

@@ -8,13 +8,15 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import has_torch_function
 
-from shardlib.collectives.tokens import TokenExchange
+from shardlib.collectives.tokens import Coming, TokenExchange
 from shardlib.kernels.permute import permute, unpermute
 from shardlib.mesh.mesh import current_mesh
 from shardlib.nn.moe.compute import Groups, Rows
 from shardlib.nn.moe.config import Expert
-from shardlib.nn.moe.routing import Routing
+from shardlib.nn.moe.dealt import opened
+from shardlib.nn.moe.routing import NUMBER, Routing
 from shardlib.tree import leaves_of
 
 # How tokens travel to experts that are dealt out over the mesh. The executor sets it for the duration of a run, and of a
@@ -55,8 +57,9 @@ class Visit:
     """
 
     def __init__(self, params: Mapping[str, Any], x: torch.Tensor, routing: Routing) -> None:
+        params, dealt = opened(params)
         self._params, self._routing, self._rows = params, routing, Rows.of(routing)
-        self._exchange = _exchange(params, len(routing.counts))
+        self._exchange = _exchange(params, dealt, len(routing.counts))
         rows = permute(x, self._rows.positions, self._rows.number)
         # By a leaf of the experts, which ranks train alike, backward reaches the exchange on a rank whose tokens need no
         # gradient; the others would wait for it.
@@ -82,6 +85,36 @@ class _Here(NamedTuple):
         return self.rows
 
 
+class _Travel:
+    """The plan's exchange, which torch.compile leaves as it is: a graph ends before it, and another begins after.
+
+    Its sizes are known only in the run, and what it sends is not made of operators.
+    """
+
+    def __init__(self, exchange: TokenExchange) -> None:
+        self._exchange, self.padded = exchange, exchange.padded
+
+    @torch.compiler.disable
+    def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[_Awaited, Any]:
+        coming, way = self._exchange.send(mesh, rows, counts, **how)
+        return _Awaited(coming), way
+
+    @torch.compiler.disable
+    def back(self, mesh: Any, rows: torch.Tensor, way: Any) -> _Awaited:
+        return _Awaited(self._exchange.back(mesh, rows, way))
+
+
+class _Awaited:
+    """Rows under way, for which torch.compile waits outside of its graphs."""
+
+    def __init__(self, coming: Coming) -> None:
+        self._coming = coming
+
+    @torch.compiler.disable
+    def wait(self) -> torch.Tensor:
+        return self._coming.wait()
+
+
 class _Stay:
     """The exchange of tokens whose experts are all on their rank."""
 
@@ -104,19 +137,22 @@ def _slots(routing: Routing) -> int:
     return routing.slots
 
 
-def _exchange(params: Mapping[str, Any], experts: int) -> Any:
-    """How tokens get to the experts of a layer: by the plan's exchange, unless this rank has all of them."""
+def _exchange(params: Mapping[str, Any], dealt: bool | None, experts: int) -> Any:
+    """How tokens get to the experts of a layer: by the plan's exchange if they are dealt out, else not at all."""
     exchange, mesh = current_exchange.get(), current_mesh.get()
-    if exchange is None or mesh is None:
-        return _Stay()
-    held = {len(leaf) for leaf in leaves_of(params)}
-    share = experts / math.prod(mesh.shape[axis] for axis in exchange.axes)
-    if held == {share}:
-        return exchange
-    if held == {experts}:
-        return _Stay()
-    raise ValueError(
-        f"the leaves of a layer of {experts} experts hold {', '.join(map(str, sorted(held)))} of them on this rank, and by "
-        f"the plan (experts travel {exchange}) all should hold {share:g}, or {experts} if none is dealt out: name all leaves "
-        "of a layer's experts in the rules of sl.experts, or none"
-    )
+    ways = math.prod(mesh.shape[axis] for axis in exchange.axes) if dealt and exchange and mesh else 1
+    leaves = leaves_of(params)
+    held = {len(leaf) if leaf.dim() else 1 for leaf in leaves}
+    if dealt is None:
+        raise ValueError(
+            f"of the leaves of a layer of {experts} experts sl.experts deals out some and not others: name all leaves of a "
+            "layer's experts in its rules, or none"
+        )
+    # Slices of leaves that are whole along the axis know themselves whether they cut experts or each expert.
+    if (dealt or not has_torch_function(leaves)) and {size * ways for size in held} - {experts}:
+        over = f", on each of {ways} ranks," if ways > 1 else ""
+        raise ValueError(
+            f"the routing is among {experts} experts, and the leaves hold {', '.join(map(str, sorted(held)))} of them{over} "
+            f"along dimension 0: give every leaf all experts, and the routing their number. {NUMBER}"
+        )
+    return _Travel(exchange) if dealt and exchange else _Stay()

@@ -53,7 +53,7 @@ def moe(
         ``y`` like ``x``, and the routing: who went where, and auxiliary losses (`shardlib.nn.routers.Routing`).
 
     Raises:
-        ValueError: sizes of ``params``, ``x`` and ``routing`` that do not fit.
+        ValueError: sizes of ``params``, ``x``, ``routing`` and ``mask`` that do not fit, or both of the latter.
         TypeError: an ``rng`` that is no key.
 
     >>> params = {
@@ -67,6 +67,14 @@ def moe(
     """
     if rng is not None:
         require_key("moe", "rng", rng)
+    if mask is not None and (mask.dtype is not torch.bool or mask.shape != x.shape[:-1]):
+        raise ValueError(
+            f"moe: the mask is {tuple(mask.shape)} of {mask.dtype}; it must be {tuple(x.shape[:-1])} of torch.bool"
+        )
+    if mask is not None and routing is not None:
+        raise ValueError(
+            "moe: a routing has been made with its mask, if there was one; give mask= or routing=, not both"
+        )
     router = params["router"]
     flat = x.reshape(-1, x.shape[-1])
     if router["weight"].shape[1:] != x.shape[-1:]:

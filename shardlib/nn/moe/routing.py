@@ -7,8 +7,14 @@ from typing import NamedTuple
 
 import torch
 
+from shardlib.common._compat import require_async
 from shardlib.kernels import routing
 from shardlib.nn.once import once
+
+# The remedy for a routing of another number of experts.
+NUMBER = (
+    "Take the number from the router: under sl.experts the leaves of experts have this rank's alone along dimension 0."
+)
 
 
 class Routing(NamedTuple):
@@ -47,7 +53,18 @@ class Routing(NamedTuple):
             experts: ``[T, k]``, int64; −1 is no expert.
             weights: ``[T, k]``.
             number: of experts.
+
+        Raises:
+            ValueError: choices that are not ``[T, k]`` and int64, or weights of another shape.
+            RuntimeError: a choice outside of −1 … number − 1; on accelerators without synchronisation.
         """
+        if experts.dim() != 2 or experts.dtype is not torch.int64 or weights.shape != experts.shape:
+            raise ValueError(
+                f"Routing.of: choices are {tuple(experts.shape)} of {experts.dtype}, and weights {tuple(weights.shape)}; "
+                "both must be [tokens, choices], and choices int64"
+            )
+        fits = ((experts >= -1) & (experts < number)).all()
+        require_async(fits, f"Routing.of: a choice is not among −1 … {number - 1}, of {number} experts. {NUMBER}")
         experts, counts, kept = once(lambda: [experts, *_all_kept(experts, number)])
         return cls(experts, weights, counts, kept, {})
 

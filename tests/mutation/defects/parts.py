@@ -170,11 +170,11 @@ DEFECTS = (
     Defect(
         "the first block's scale for a row",
         "offset",
-        "kernels/quantized_matmul/quantized_matmul.cpp",
+        "kernels/thin_matmul/weights.h",
         "all of a row's blocks are multiplied by the scale of its first one",
-        "scales[(row * columns + from) / block]",
+        "scales[(row * columns + i) / block]",
         "scales[row * columns / block]",
-        ("tests/kernels/test_kernels_quantized_matmul.py::test_drawn",),
+        ("tests/kernels/test_kernels_thin_matmul.py::test_drawn",),
     ),
     Defect(
         "new keys over the first ones",

@@ -1,4 +1,4 @@
-"""Products with a quantised matrix in plain torch, which makes it whole first."""
+"""Products of few rows in plain torch, which makes a quantised matrix whole first."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.kernels.quantize import dequantize
-from shardlib.kernels.quantized_matmul.arguments import Matrix
+from shardlib.kernels.thin_matmul.arguments import Matrix
 
 
 def load(device: torch.device) -> str:
     return "reference"
 
 
-def product(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x, whole(weight), bias)
+def product(x: torch.Tensor, weight: torch.Tensor | Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, whole(weight) if isinstance(weight, Matrix) else weight, bias)
 
 
 def whole(weight: Matrix) -> torch.Tensor:

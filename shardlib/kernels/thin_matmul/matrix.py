@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.kernels.quantize import Blockwise, quantize
-from shardlib.kernels.quantized_matmul.arguments import Matrix
-from shardlib.kernels.quantized_matmul.op import quantized_matmul
-from shardlib.kernels.quantized_matmul.reference import whole
+from shardlib.kernels.thin_matmul.arguments import Matrix
+from shardlib.kernels.thin_matmul.op import thin_matmul
+from shardlib.kernels.thin_matmul.reference import whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class QuantizedMatrix(Matrix):
         Raises:
             ValueError: no matrix, or inputs that are no multiple of 16.
 
-        >>> from shardlib.kernels.quantized_matmul import QuantizedMatrix
+        >>> from shardlib.kernels.thin_matmul import QuantizedMatrix
         >>> matrix = QuantizedMatrix.of(torch.ones(8, 48), bits=4)
         >>> matrix.form.block, matrix.nbytes
         (16, 288)
@@ -53,7 +53,7 @@ class QuantizedMatrix(Matrix):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
-            return quantized_matmul(*args, **(kwargs or {}))
+            return thin_matmul(*args, **(kwargs or {}))
         raise TypeError(
             f"{getattr(func, '__name__', func)} of a QuantizedMatrix: F.linear alone takes it; weight.dense() is a tensor"
         )

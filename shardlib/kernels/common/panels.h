@@ -2,8 +2,8 @@
 // A line is a row of the left factor or a column of the right one. Lines and numbers that are missing in a tile are 0.
 #pragma once
 
-#include "../common/amx.h"
-#include "../common/transpose.h"
+#include "amx.h"
+#include "transpose.h"
 
 namespace {
 

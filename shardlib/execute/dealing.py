@@ -1,0 +1,62 @@
+"""Handles of leaves of experts that are dealt out over the mesh: layers of experts open them, other uses are refused.
+
+A rank's share of such a leaf is for the tokens of all ranks. A function that used it as it is would give each rank's tokens
+the experts that happen to be there, and nothing would fail.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from shardlib.common._compat import no_torch_function
+from shardlib.errors import HandleError
+from shardlib.execute.handles import Handle
+from shardlib.execute.slicing import SlicedHandle
+from shardlib.nn.moe.dealt import Dealt
+
+
+class _Shut:
+    """The source of a handle that gives nothing."""
+
+    def __init__(self, handle: Handle, axes: tuple[str, ...]) -> None:
+        self._handle, self._axes = handle, axes
+
+    def _refuse(self, index: int) -> NoReturn:
+        with no_torch_function():
+            held = self._handle.shape[0] if self._handle.dim() else 1
+        path, over = self._handle._path, " and ".join(map(repr, self._axes))
+        raise HandleError(
+            f"{path} is used by something else than a layer of experts. sl.experts deals it out over axis {over}: this rank "
+            f"holds {held} of it along dimension 0, for all ranks' tokens. Stack a layer's experts along dimension 0 of each "
+            "leaf and give the leaves to sl.nn.moe or sl.nn.run_experts, whose expert function may use them as it likes; or "
+            f"leave {path} out of the rules of sl.experts"
+        )
+
+    leaf = data = root_gradient = _refuse
+
+
+class DealtHandle(Handle, Dealt):
+    """A handle that stands for this rank's experts of a leaf."""
+
+    _inside: Handle
+
+    @staticmethod
+    def make(inside: Handle, axes: tuple[str, ...]) -> DealtHandle:
+        """The handle that only a layer of experts exchanges for the handle ``inside``."""
+        with no_torch_function():
+            shape, trained = tuple(inside.shape), inside.requires_grad
+        handle = DealtHandle(_Shut(inside, axes), inside._index, inside._path, shape, inside, trained)
+        handle._inside = inside
+        return handle
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    def opened(self) -> torch.Tensor:
+        source: Any = self._inside._source
+        if isinstance(self._inside, SlicedHandle) or source.gathers:
+            return self._inside
+        return source.leaf(self._inside._index)
