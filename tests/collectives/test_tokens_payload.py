@@ -71,7 +71,7 @@ def test_payload_is_what_leaves_a_rank(case):
     order = torch.arange(len(counts)).view(*mesh.values())
     order = order.permute([[*mesh].index(axis) for axis in exchange.axes]).flatten()
     table = torch.tensor(counts)[order]
-    bound = exchange.bound(mesh, max(map(sum, counts)), table.shape[1], WIDTH, dtype)
+    bound = exchange.bound(mesh, max(map(sum, counts)), table.shape[1], WIDTH, dtype, slots=slots)
     for coords, forward, backward in sl.simulate(sent_by, exchange, counts, slots, dtype, mesh=mesh):
         payload = exchange.payload(mesh, coords, table, WIDTH, dtype, slots=slots)
         for axis, size in mesh.items():

@@ -60,7 +60,7 @@ class Everywhere(TokenExchange):
     def payload(self, sizes, coords, counts, width, dtype, *, slots=None):
         return self.bound(sizes, int(counts[coords[self.axis]].sum()), counts.shape[1], width, dtype)
 
-    def bound(self, sizes, rows, experts, width, dtype):
+    def bound(self, sizes, rows, experts, width, dtype, *, slots=None):
         others, row = sizes[self.axis] - 1, width * dtype.itemsize
         gathered = {self.axis: others * rows * row}
         return Payload({self.axis: others * experts * 8}, gathered, gathered)

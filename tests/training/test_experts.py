@@ -384,7 +384,8 @@ def sent_in_a_step(mesh, chain, router):
     everyone = torch.stack(all_gather_object(mesh, ["expert"], metrics["aux"]["counts"]))
     slots = router.slots((batch["x"].shape[:2].numel(), router.k), EXPERTS) if exchange.padded else None
     layer = exchange.payload(mesh.shape, mesh.coords, everyone, WIDTH, torch.float64, slots=slots)
-    most = exchange.bound(mesh.shape, ROWS * 4 // mesh.size * router.k, EXPERTS, WIDTH, torch.float64)
+    tokens = ROWS * 4 // mesh.size
+    most = exchange.bound(mesh.shape, tokens * router.k, EXPERTS, WIDTH, torch.float64, slots=slots)
     sums = bare.payload()["expert"]
     return measured - sums, planned.payload()["expert"] - sums, *(bytes_of(payload) for payload in (layer, most))
 
@@ -401,10 +402,10 @@ def test_payload_is_that_of_the_rows_that_there_are(ways):
 
 def test_payload_of_padded_rows_is_known_before():
     router = routers.switch(routers.Capacity(1.3, 1))
-    for measured, planned, by_counts, _ in sl.simulate(
+    for measured, planned, by_counts, most in sl.simulate(
         sent_in_a_step, sl.experts(padded=True), router, mesh={"expert": 4}
     ):
-        assert measured == planned == by_counts
+        assert measured == planned == by_counts == most
 
 
 def test_the_plan_says_that_loads_are_taken_as_equal():

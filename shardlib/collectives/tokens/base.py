@@ -121,9 +121,19 @@ class TokenExchange(ABC):
         """
 
     @abstractmethod
-    def bound(self, sizes: Mapping[str, int], rows: int, experts: int, width: int, dtype: torch.dtype) -> Payload:
+    def bound(
+        self,
+        sizes: Mapping[str, int],
+        rows: int,
+        experts: int,
+        width: int,
+        dtype: torch.dtype,
+        *,
+        slots: int | None = None,
+    ) -> Payload:
         """The most that a rank sends whatever the counts are, where no rank has more than ``rows`` rows.
 
         A rank has ``rows`` rows to send, and all ranks' results to send back where every row goes to its experts. On the
-        average over ranks no more than ``rows`` go either way.
+        average over ranks no more than ``rows`` go either way. With ``slots``, as in `send`, what a rank sends depends on
+        no counts.
         """

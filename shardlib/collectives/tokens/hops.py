@@ -89,9 +89,21 @@ class Hops(TokenExchange):
         rows = rows_sent(ways, place, given)
         return self._in_bytes(sizes, rows, 0 if slots is not None else counts.shape[1], width, dtype)
 
-    def bound(self, sizes: Mapping[str, int], rows: int, experts: int, width: int, dtype: torch.dtype) -> Payload:
-        most = most_rows_sent([sizes[axis] for axis in self.axes], rows)
-        return self._in_bytes(sizes, most, experts, width, dtype)
+    def bound(
+        self,
+        sizes: Mapping[str, int],
+        rows: int,
+        experts: int,
+        width: int,
+        dtype: torch.dtype,
+        *,
+        slots: int | None = None,
+    ) -> Payload:
+        ways = [sizes[axis] for axis in self.axes]
+        if slots is not None:  # every rank sends the same
+            padded = torch.full((math.prod(ways), experts), slots)
+            return self._in_bytes(sizes, rows_sent(ways, [0] * len(ways), padded), 0, width, dtype)
+        return self._in_bytes(sizes, most_rows_sent(ways, rows), experts, width, dtype)
 
     def _in_bytes(
         self, sizes: Mapping[str, int], rows: tuple[list[int], list[int]], counts: int, width: int, dtype: torch.dtype
