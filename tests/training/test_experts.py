@@ -586,9 +586,9 @@ def all_of_them(params, batch):
     return torch.einsum("bseh,ewh->bsw", hidden, params["experts"]["down"]).square().mean()
 
 
-def one_by_one(params, batch):
-    """A leaf for each expert, of which rules deal out the rows."""
-    return sum(torch.nn.functional.linear(batch["x"], expert["w"]) for expert in params["experts"]).square().mean()
+def as_a_weight(params, batch):
+    """The rows of a leaf that is no layer of experts, which a rule happens to match."""
+    return torch.nn.functional.linear(batch["x"], params["experts"]["w"]).square().mean()
 
 
 def as_rows(params, batch):
@@ -617,11 +617,10 @@ def of_this_ranks_experts(params, batch):
     return sl.nn.run_experts(params["experts"], x, routing, sl.nn.MoEConfig(TOP_2).compute).square().mean()
 
 
-LISTED = {"experts": [{"w": normal(WIDTH, WIDTH, seed=seed)} for seed in range(EXPERTS)]}
 ROWS_OF = {"experts": {"w": normal(EXPERTS, WIDTH)}}
 MISUSED = [
     (all_of_them, PARAMS[0], sl.experts(), HandleError, "experts/up is used by something else than a layer of experts"),
-    (one_by_one, LISTED, sl.experts(), HandleError, "experts/0/w is .*Stack a layer's experts along dimension 0"),
+    (as_a_weight, ROWS_OF, sl.experts(), HandleError, "experts/w is .*Stack a layer's experts along dimension 0"),
     (as_rows, ROWS_OF, sl.experts(), HandleError, "experts/w is used by something else"),
     (by_gradients, PARAMS[0], sl.experts(), HandleError, "experts/up is used by something else"),
     (model(TOP_2), PARAMS[:1], sl.experts(rules="*"), HandleError, "0/w is used by something else"),
@@ -635,7 +634,7 @@ MISUSED = [
 @pytest.mark.parametrize(
     ("loss_fn", "params", "dealt", "error", "words"),
     MISUSED,
-    ids=["einsum", "list", "input", "gradient", "all leaves", "router", "number", "own experts"],
+    ids=["einsum", "weight", "input", "gradient", "all leaves", "router", "number", "own experts"],
 )
 def test_experts_that_are_dealt_out_are_for_layers_of_experts(loss_fn, params, dealt, error, words, stage):
     def run(mesh):
