@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import grimp
@@ -106,3 +107,9 @@ def test_the_drawing_is_true(name):
 def test_the_public_names_are_few():
     assert len(shardlib.__all__) == len(set(shardlib.__all__)) <= 58
     assert all(hasattr(shardlib, name) for name in shardlib.__all__)
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """Processes of a pool import a test's functions by the name of its file alone."""
+    names = sorted(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, after in pairwise(names) if name == after] == []

@@ -6,7 +6,7 @@ _COLLECTIVES = "tests/collectives/test_collectives.py"
 _CODECS = "tests/collectives/test_codecs.py"
 _SEQUENCE = "tests/training/test_sequence.py"
 _SLICING = "tests/transforms/test_tensor_slicing.py"
-_TOKENS = "tests/collectives/test_tokens"
+_TOKENS = "tests/collectives/test_token"
 _DERIVATIVES = (f"{_COLLECTIVES}::test_values_and_two_derivatives",)
 
 DEFECTS = (
@@ -287,7 +287,7 @@ DEFECTS = (
         "on the way back rows are put in order once more, in place of the order in which they came",
         "rows.index_select(0, self.order.back)",
         "rows.index_select(0, self.order.there)",
-        (f"{_TOKENS}.py::test_rows_go_to_their_experts_and_back",),
+        (f"{_TOKENS}_exchanges.py::test_rows_go_to_their_experts_and_back",),
     ),
     Defect(
         "the first row of an expert with the one before it",
@@ -296,7 +296,7 @@ DEFECTS = (
         "of rows that are padded to slots each expert's first one goes to the expert before it",
         "torch.searchsorted(ends, numbers, right=True)",
         "torch.searchsorted(ends, numbers)",
-        (f"{_TOKENS}.py::test_rows_go_to_their_experts_and_back",),
+        (f"{_TOKENS}_exchanges.py::test_rows_go_to_their_experts_and_back",),
     ),
     Defect(
         "a rank stays away from backward",
@@ -305,7 +305,7 @@ DEFECTS = (
         "a rank whose rows need no gradient exchanges no gradients, for which the others wait",
         "_Depart.apply(rows, journey.route.anchor, journey)",
         "_Depart.apply(rows, None, journey)",
-        (f"{_TOKENS}.py::test_a_rank_whose_rows_need_no_gradient_takes_part_in_backward",),
+        (f"{_TOKENS}_exchanges.py::test_a_rank_whose_rows_need_no_gradient_takes_part_in_backward",),
     ),
     Defect(
         "gradients encoded as on the way back",
