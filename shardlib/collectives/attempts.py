@@ -12,18 +12,12 @@ from shardlib.mesh.mesh import Mesh
 _T = TypeVar("_T")
 
 
-class Stopped(Exception):
-    """Work that a rank leaves because another one's has failed, which reports it."""
-
-
 def attempted(mesh: Mesh, work: Callable[[], _T]) -> tuple[Exception | None, list[tuple[int, str]], list[_T]]:
     """This rank's error, the ranks that failed with their errors as text, and all ranks' results."""
     failure: Exception | None = None
     result: Any = None
     try:
         result = work()
-    except Stopped:
-        pass
     except Exception as error:
         failure = error
     problem = f"{type(failure).__name__}: {failure}" if failure else ""

@@ -1,62 +1,30 @@
-"""The exchanges of an update that is made bucket by bucket: all ranks make them, up to the first that one of them cannot."""
+"""The exchanges of an update that all ranks make, also one whose update fails on its way."""
 
 from __future__ import annotations
 
-import contextlib
-
-import torch
-
-from shardlib.collectives.attempts import Stopped
-from shardlib.collectives.primitives import sum_over
-from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.transport.activity import naming
-
 
 class Exchanges:
-    """What ranks tell each other before each exchange of an update, and at its end: whether one of them has failed.
+    """A count of the exchanges of one update, by which a rank that fails in it makes those that other ranks wait for.
 
-    It is one number, whose memory is there from the beginning. So a rank that has failed for want of memory needs none to
-    stop the others, who would wait for it in an exchange that it has no memory for.
-
-    Args:
-        axes: the axes along which all ranks make the same exchanges.
+    Attributes:
+        repeated: whether the update is made once more, for the exchanges that were left out: what it computes is nobody's.
     """
 
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
-        self._mesh, self._axes, self._open = mesh, axes, False
-        self._failed = torch.zeros(1, device=mesh.device)
+    def __init__(self) -> None:
+        self._made = self._left_out = 0
+        self.repeated = False
 
     def begin(self) -> None:
-        """Begin an update."""
-        self._open = True
+        """Count from 0."""
+        self._made = self._left_out = 0
+        self.repeated = False
 
-    def require_all(self) -> None:
-        """Return once no rank has failed before its next exchange; the memory for it is there. Collective in an update.
+    def again(self) -> None:
+        """Leave out those that were made: the update is made once more."""
+        self._left_out, self._made = self._made, 0
+        self.repeated = True
 
-        Raises:
-            Stopped: another rank has failed.
-        """
-        if self._open:
-            self._tell(False)
-
-    def end(self) -> None:
-        """End an update whose exchanges are made. Collective.
-
-        Raises:
-            Stopped: another rank has failed.
-        """
-        self.require_all()
-        self._open = False
-
-    def fail(self) -> None:
-        """End an update that has failed on this rank: stop the others, unless it was they who stopped this one."""
-        if self._open:
-            with contextlib.suppress(Stopped):
-                self._tell(True)
-
-    @naming("the agreement to go on with an update")
-    def _tell(self, failed: bool) -> None:
-        sum_over(self._mesh, self._axes, self._failed.fill_(failed))
-        if self._failed.item():
-            self._open = False
-            raise Stopped
+    def due(self) -> bool:
+        """Whether the next exchange is to be made."""
+        self._made += 1
+        return self._made > self._left_out

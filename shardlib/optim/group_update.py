@@ -12,7 +12,7 @@ from shardlib.common.pages import cloned
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.staging import Slot, taken
-from shardlib.optim.base import GradientTransformation
+from shardlib.optim.base import GradientTransformation, Packed
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState
@@ -89,6 +89,22 @@ class GroupUpdate:
                 shard = own.copy_(shard)
             slot.sent(storing.put(bucket, shard))
         return OptimizerState(opt.masters, after)
+
+    def imitate(self, group: Sequence[Bucket], opt: OptimizerState, shards: MeshShards) -> None:
+        """Update a group's buckets of zeros, for the exchanges that this rank has not made. Numbers among their part ``opt``
+        of the state keep their values, since an optimizer may refuse others."""
+        device = self._mesh.device_for(group[0].memory.optimizer)
+
+        def imitated(leaf: Any) -> Any:
+            if isinstance(leaf, Packed):  # on disk
+                return torch.zeros_like(leaf.like, device=device)
+            return torch.zeros_like(leaf, device=device) if leaf.dim() else leaf.clone()
+
+        params, grads = (
+            {b.name: torch.zeros(b.owned, dtype=b.master_dtype or b.dtype, device=device) for b in group} for _ in "pg"
+        )
+        shards.exchanges.again()
+        self._optimizer.body(params, grads, tree_map(imitated, opt.inner), scale=None, shards=shards, copies=None)
 
     def give_back(self) -> None:
         """Free the host memory that is kept for the next step, which makes it anew."""

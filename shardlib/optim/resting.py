@@ -20,7 +20,6 @@ from shardlib.errors import IllegalComposition, StorageError, TreeError
 from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.exchanges import Exchanges
 from shardlib.optim.on_disk import Committing, OnDisk, follow, followed, rests
 from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState
@@ -73,14 +72,14 @@ class Resting:
         update: Update,
         groups: Sequence[OptimizerState] = (),
         params: Sharded | None = None,
-        exchanges: Exchanges | None = None,
+        go_along: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """Run an update: on all ranks, or on none where it can be taken back.
 
         Args:
             update: is given the groups' states as tensors, one after the other, and gives each back before the next.
             params: what the update writes; None while first states are made.
-            exchanges: those of the update; None if it makes none.
+            go_along: called with the error where the update fails, so that other ranks reach the end of theirs.
 
         Raises:
             Undone: it failed on some rank, and was taken back on all.
@@ -107,11 +106,8 @@ class Resting:
                 fits = True
                 with contextlib.closing(self._awoken(groups)) as states:
                     update(states)
-                if exchanges is not None:
-                    exchanges.end()
-            except Exception:
-                if exchanges is not None:
-                    exchanges.fail()
+            except Exception as error:
+                go_along(error)
                 raise
             for each in files:
                 each.flush()
@@ -124,8 +120,6 @@ class Resting:
             if params is not None and on_disk is None and fits and not self.in_place:
                 _as_before(params, groups)
 
-        if exchanges is not None:
-            exchanges.begin()  # not in `work`, which may fail before it
         failure, problems, _ = attempted(self._mesh, work)
         if not problems:
             for each in files:

@@ -199,7 +199,6 @@ class MeshShards(Shards):
         unreduced: axes along which the summed trees differ between ranks. The mean of their sums is then taken.
         owned: exchanges over the axis that the transformation owns; None if it owns none.
         residuals: the tensors that these keep, which they replace.
-        exchanges: what ranks tell each other before each exchange; None where they do not.
     """
 
     def __init__(
@@ -209,14 +208,13 @@ class MeshShards(Shards):
         unreduced: tuple[str, ...] = (),
         owned: OwnedExchange | None = None,
         residuals: Residuals | None = None,
-        exchanges: Exchanges | None = None,
     ) -> None:
         self._plan, self._mesh, self._unreduced = plan, mesh, unreduced
         self._owned, self._residuals = owned, residuals
         self._counting = Counting(plan, mesh, unreduced)
         self._known: list[tuple[Any, Any, torch.Tensor]] = []
         self._partial = False
-        self._exchanges = exchanges
+        self.exchanges = Exchanges()
 
     def compressed_mean(
         self, tree: dict[str, torch.Tensor], out: dict[str, torch.Tensor] | None = None
@@ -231,7 +229,7 @@ class MeshShards(Shards):
 
     def of(self, buckets: Sequence[Bucket], locality: Locality | None) -> MeshShards:
         """The shards of some buckets of the plan, for a transformation that reads no other ones."""
-        some = MeshShards(replace(self._plan, buckets=tuple(buckets)), self._mesh, exchanges=self._exchanges)
+        some = MeshShards(replace(self._plan, buckets=tuple(buckets)), self._mesh)
         some._partial = True
         return some.allowing(locality or Locality.ELEMENTWISE)
 
@@ -255,8 +253,8 @@ class MeshShards(Shards):
                 mixed[bucket][start:stop] = some[name]
             return tree | mixed
 
-        shards = MeshShards(plan, self._mesh, self._unreduced, exchanges=self._exchanges).allowing(self._allowed)
-        shards._partial = self._partial
+        shards = MeshShards(plan, self._mesh, self._unreduced).allowing(self._allowed)
+        shards._partial, shards.exchanges = self._partial, self.exchanges
         return Selection(shards, take, put)
 
     @property
@@ -270,9 +268,9 @@ class MeshShards(Shards):
         self, sums: torch.Tensor, axes: tuple[str, ...] | None = None, *, scalars: bool = True
     ) -> torch.Tensor:
         """The sums over all ranks (along ``axes``), exchanged from their devices. May use up the memory of ``sums``."""
+        if not self.exchanges.due():
+            return sums
         there = sums.to(self._mesh.device)
-        if self._exchanges is not None:
-            self._exchanges.require_all()
         sum_over(self._mesh, tuple(self._mesh.shape) if axes is None else axes, there, scalars=scalars)
         return there.to(sums.device)
 
@@ -282,10 +280,10 @@ class MeshShards(Shards):
 
     def whole(self, fn: Callable[[int, torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
         self._require(Locality.WHOLE, "whole parameters")
-        return WholeLeaves(self._plan, self._mesh, self._exchanges).map(fn, tree)
+        return WholeLeaves(self._plan, self._mesh, self.exchanges).map(fn, tree)
 
     def whole_sends(self) -> Mapping[str, int]:
-        return WholeLeaves(self._plan, self._mesh, self._exchanges).sends()
+        return WholeLeaves(self._plan, self._mesh, self.exchanges).sends()
 
     def sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
         self._require(Locality.GLOBAL, "a sum over all elements")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 
 from shardlib.common.pages import cloned
 from shardlib.errors import TreeError
 from shardlib.mesh.transfers import Transfer
-from shardlib.optim.exchanges import Exchanges
 from shardlib.plan.buckets import Bucket
 from shardlib.sharded.gather import Gather
 from shardlib.sharded.tree import Sharded
@@ -40,16 +40,14 @@ class Storing:
 
     A shard in another memory comes by a transfer, which goes on beside the caller. On disk, parameters are written behind.
 
-    Args:
-        exchanges: what ranks tell each other before a bucket is gathered within the update; None where they do not.
-
     Attributes:
         params: the stored parameters.
     """
 
-    def __init__(self, params: Sharded, exchanges: Exchanges | None = None) -> None:
-        self.params, self._mesh, self._exchanges = params, params.mesh, exchanges
+    def __init__(self, params: Sharded) -> None:
+        self.params, self._mesh = params, params.mesh
         self._arriving: dict[str, tuple[torch.Tensor, Transfer]] = {}
+        self._gathered: set[str] = set()  # of buckets on disk that are stored whole
 
     def put(self, bucket: Bucket, shard: torch.Tensor) -> Transfer:
         """Take a shard. It must not change before the transfer, which is returned, and `finish` are over."""
@@ -70,8 +68,20 @@ class Storing:
 
     def _whole(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
         """A bucket on the device, gathered."""
-        ready = None if self._exchanges is None else self._exchanges.require_all
-        return Gather(self._mesh, self.params.plan.routes[bucket.name].restore, shard, ready=ready).wait()
+        whole = Gather(self._mesh, self.params.plan.routes[bucket.name].restore, shard).wait()
+        self._gathered.add(bucket.name)
+        return whole
+
+    def go_along(self, groups: Iterable[Iterable[Bucket]]) -> None:
+        """On a rank whose update has failed: take part in the gathers that other ranks' updates make on their way.
+
+        Args:
+            groups: buckets, in the order of their updates.
+        """
+        for bucket in (bucket for group in groups for bucket in group):
+            missing = bucket.owners(bucket.param_level) > 1 and bucket.name not in self._gathered
+            if self.params.on_disk is not None and missing:
+                self._whole(bucket, torch.zeros(bucket.owned, dtype=bucket.dtype, device=self._mesh.device))
 
     def finish(self) -> None:
         """Let what the device does from now on see the new parameters. Two gathers at most are under way."""

@@ -33,7 +33,6 @@ from shardlib.mesh.transfers import Transfer
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.ahead import Ahead
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.exchanges import Exchanges
 from shardlib.optim.group_update import GroupUpdate, scalar
 from shardlib.optim.grouping import update_groups
 from shardlib.optim.on_disk import in_files
@@ -82,9 +81,7 @@ class Updates:
             self._resting.close()  # for the next attempt, while this one's traceback is held
             raise
         self._separate = optimizer.in_turn(plan)
-        self._exchanges = Exchanges(mesh, plan.uniform_axes)
-        every = MeshShards(plan, mesh, exchanges=self._exchanges)
-        self._shards = [every.of(group, optimizer.rest) for group in self._groups]
+        self._shards = [MeshShards(plan, mesh).of(group, optimizer.rest) for group in self._groups]
         self._shards_of = {group[0].name: of for group, of in zip(self._groups, self._shards, strict=True) if group}
         self._ahead = Ahead(self._body, mesh.device, donates) if plan.step.ahead else None
         self._delays = plan.step.update == "delay"
@@ -241,7 +238,7 @@ class Updates:
         landing: Landing,
     ) -> OptimizerState:
         """The state after an update, whose parameters are written in place."""
-        storing, states = Storing(params, self._exchanges), list[OptimizerState]()
+        storing, states = Storing(params), list[OptimizerState]()
         if self._ahead is not None:
             self._complete(self._ahead, factor)
 
@@ -258,9 +255,30 @@ class Updates:
                         after = self._update.run(group, storing, state, landed, factor, some, landing, slot)
                     states.append(self._resting.asleep(after))
 
-        self._resting.attempt(update, self._parts(opt), params, self._exchanges)
+        parts = self._parts(opt)
+        for some in self._shards:
+            some.exchanges.begin()  # not in `update`: an attempt may fail before it
+        self._resting.attempt(update, parts, params, lambda error: self._go_along(error, parts, storing))
         storing.finish()
         return self._joined(states)
+
+    def _go_along(self, error: Exception, parts: Sequence[OptimizerState], storing: Storing) -> None:
+        """On a rank whose update has failed: take part in what other ranks' updates exchange on their way.
+
+        Args:
+            error: why it has failed, which is reported.
+            parts: the groups' states before the update.
+        """
+        for number, (group, shards) in enumerate(zip(self._groups, self._shards, strict=True)):
+            if self._separate and not self._optimizer.separable:
+                try:
+                    self._update.imitate(group, parts[number], shards)
+                except Exception as other:
+                    if type(other) is not type(error):
+                        error.add_note(
+                            f"Exchanges that other ranks wait for were not made: {type(other).__name__}: {other}"
+                        )
+            storing.go_along([group])
 
     def _runs_ahead(self, group: Sequence[Bucket]) -> bool:
         return self._ahead is not None and any(bucket.memory.optimizer != "device" for bucket in group)

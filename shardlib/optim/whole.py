@@ -83,10 +83,10 @@ class WholeLeaves:
     """Functions of the trained parameters of a plan, as whole tensors.
 
     Args:
-        exchanges: what ranks tell each other before each message; None where they do not.
+        exchanges: counts the messages. Nothing is computed where they are ``repeated``, since it may be what has failed.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, exchanges: Exchanges | None) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, exchanges: Exchanges) -> None:
         self._plan, self._mesh, self._exchanges = plan, mesh, exchanges
 
     def map(
@@ -103,7 +103,7 @@ class WholeLeaves:
             results = torch.zeros_like(held)
             rows, result_rows = (message.view(ways, owners, group.width) for message in (held, results))
             for member in group.members:
-                if member.computer == self._rank(group):
+                if member.computer == self._rank(group) and not self._exchanges.repeated:
                     whole = self._assembled(member, group, rows[:, :, member.span])
                     self._cut(
                         fn(self._plan.numbering.numbers[member.path], whole),
@@ -157,10 +157,10 @@ class WholeLeaves:
         axes = (*group.slices, *group.axes)
         message = message.view(*(self._mesh.shape[axis] for axis in axes), group.width)
         for dim, axis in enumerate(axes):
+            if not self._exchanges.due():
+                continue
             rows = message.movedim(dim, 0).contiguous()
             out = torch.empty_like(rows)
-            if self._exchanges is not None:
-                self._exchanges.require_all()
             primitives.all_to_all(self._mesh, axis, out, rows).wait()
             message = out.movedim(0, dim)
         return message.reshape(self._ways(axes), group.width)

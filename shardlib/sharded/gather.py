@@ -6,7 +6,7 @@ The rest follows when the caller waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -25,7 +25,6 @@ class Gather:
         buffer: this rank's buffer at the level at which the route begins, in any memory.
         out: the buffer for the result; None for new memory.
         comes: whether the buffer counts as one in another memory, though it is not (in a trace, which has one memory).
-        ready: called before each exchange, once the memory for it is there.
 
     Attributes:
         passed: level -> the buffer at that level, for the levels that `wait` has reached.
@@ -39,9 +38,8 @@ class Gather:
         buffer: torch.Tensor,
         out: torch.Tensor | None = None,
         comes: bool = False,
-        ready: Callable[[], None] | None = None,
     ) -> None:
-        self._mesh, self._todo, self._ready = mesh, list(route), ready
+        self._mesh, self._todo = mesh, list(route)
         self._buffer, self._out = buffer, out
         self.passed: dict[int, torch.Tensor] = {}
         self._under_way: Exchange | None = None
@@ -64,14 +62,14 @@ class Gather:
         whole = self._buffer.new_empty(bucket.size(exchange.target)) if out is None else out
         self._gathered = whole if bucket.alone else self._buffer.new_empty(whole.numel())
         self._packed: torch.Tensor | None = None
-        gathered, message = self._gathered.view(ways, -1), self._buffer
-        if exchange.packing is not None:
-            message = exchange.packing.pack(self._buffer)
-            gathered = self._packed = message.new_empty((ways, len(message)))
-        if self._ready is not None:
-            self._ready()
         with naming(bucket.label):
-            self._work = primitives.all_gather(self._mesh, exchange.axis, gathered, message)
+            if exchange.packing is None:
+                gathered = self._gathered.view(ways, -1)
+                self._work = primitives.all_gather(self._mesh, exchange.axis, gathered, self._buffer)
+            else:
+                message = exchange.packing.pack(self._buffer)
+                self._packed = message.new_empty((ways, len(message)))
+                self._work = primitives.all_gather(self._mesh, exchange.axis, self._packed, message)
         self._sent, self._buffer = self._buffer, whole  # what the exchange reads stays until it has ended
 
     def _land(self) -> None:

@@ -1,8 +1,6 @@
 """Every optimizer's states on disk: they train, and are saved, as states in memory, to the last bit."""
 
-import itertools
 import os
-import threading
 
 import optree
 import pytest
@@ -18,10 +16,8 @@ from shardlib.errors import IllegalComposition, RankFailure, StorageError
 from shardlib.kernels.common.thresholds import Threshold
 from shardlib.optim.on_disk import InPlace, OnDisk
 from shardlib.optim.optimizers.coded import Coded
-from shardlib.optim.shards import MeshShards
 from shardlib.optim.whole import WholeLeaves
 from shardlib.plan import buckets
-from shardlib.sharded.gather import Gather
 
 LOSS, PARAMS = mlp(
     [64, 160, 72, 3], torch.float32
@@ -147,7 +143,7 @@ def test_parameters_may_have_names_that_buckets_would_have(name, memory, tmp_pat
 @pytest.mark.parametrize("call, after", [("preadv", 0), ("preadv", 2), ("pwritev", 0)])
 @pytest.mark.parametrize("optimizer", ["lamb", "adafactor", "muon", "lamb with a rate to change"])
 def test_a_rank_that_fails_does_not_keep_others_waiting(optimizer, call, after, tmp_path, monkeypatch):
-    """No rank makes an exchange after it; all ranks raise, and the state is as it was."""
+    """It makes the exchanges of the buckets that are left; all ranks raise, and the state is as it was."""
 
     def run(mesh, fails):
         disk = sl.offload("disk", folder=tmp_path / str(fails))
@@ -191,54 +187,16 @@ def test_files_cut_between_steps_keep_nobody_waiting(tmp_path):
     failed("lamb", tmp_path, cut, StorageError)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "lamb", "adafactor"])
-@pytest.mark.parametrize("nth", [1, 3])
-def test_a_rank_without_memory_keeps_nobody_waiting(optimizer, nth, tmp_path, monkeypatch):
-    """From the ``nth`` sum or whole parameter on it has none, also to take part in the others' exchanges."""
-    full, asked = threading.Event(), itertools.count(1)
+def test_a_rank_without_memory_for_a_whole_parameter_keeps_nobody_waiting(tmp_path, monkeypatch):
+    """It fails between the two exchanges of a bucket, and would again."""
+    real = WholeLeaves._assembled
 
-    def without(made):
-        def make(self, *args, **options):
-            if self._mesh.rank == 0 and (full.is_set() or next(asked) == nth):
-                full.set()
-                raise torch.OutOfMemoryError("no memory")
-            return made(self, *args, **options)
+    def full(self, *args):
+        if self._mesh.rank == 0:
+            raise torch.OutOfMemoryError("no memory for a whole parameter")
+        return real(self, *args)
 
-        return make
-
-    def fail():
-        for owner, name in ((WholeLeaves, "_assembled"), (WholeLeaves, "map"), (MeshShards, "_leaf_sums")):
-            monkeypatch.setattr(owner, name, without(getattr(owner, name)))
-
-    failed(optimizer, tmp_path, fail, torch.OutOfMemoryError)
-
-
-def test_a_rank_without_memory_to_gather_new_parameters_keeps_nobody_waiting(tmp_path, monkeypatch):
-    """Parameters that are stored whole are gathered bucket by bucket, on their way to files."""
-    real, full = Gather._launch, threading.Event()
-
-    def run(mesh):
-        disk = sl.offload("disk", params="disk", folder=tmp_path)
-        state, step = start(mesh, "lion", sl.zero(2), sl.precision("bf16"), disk)
-        state = stepped(state, step, BATCHES[:1])
-
-        def launched(self):
-            if full.is_set() and self._mesh.rank == 0 and self._ready is not None:
-                raise torch.OutOfMemoryError("no memory")
-            real(self)
-
-        primitives.all_gather_object(
-            mesh, ["data"], mesh.rank == 0 and monkeypatch.setattr(Gather, "_launch", launched)
-        )
-        whole = sl.unshard(state.params)
-        primitives.all_gather_object(mesh, ["data"], mesh.rank == 0 and full.set())
-        with pytest.raises(RankFailure if mesh.rank else torch.OutOfMemoryError):
-            stepped(state, step, BATCHES[1:2])
-        primitives.all_gather_object(mesh, ["data"], mesh.rank == 0 and full.clear())
-        assert_same(sl.unshard(state.params), whole)
-        return sl.unshard(stepped(state, step, BATCHES[1:2]).params)
-
-    sl.simulate(run, mesh={"data": 2})
+    failed("muon", tmp_path, lambda: monkeypatch.setattr(WholeLeaves, "_assembled", full), torch.OutOfMemoryError)
 
 
 def test_each_parameter_is_made_whole_while_its_bucket_is_in_memory(tmp_path):

@@ -285,12 +285,12 @@ DEFECTS = (
         ("tests/training/test_optimizers_on_disk.py::test_moments_in_8_bits_are_taken_back_where_a_write_fails",),
     ),
     Defect(
-        "a stop that stops nobody",
+        "a failed update's exchanges are made twice",
         "agreement",
         "optim/exchanges.py",
-        "a rank whose update has failed does not tell the others, who wait for it in their next exchange",
-        "self._tell(True)",
-        "self._tell(False)",
+        "a rank that failed between two exchanges of a bucket makes the first once more",
+        "return self._made > self._left_out",
+        "return True",
         ("tests/training/test_optimizers_on_disk.py::test_a_rank_that_fails_does_not_keep_others_waiting",),
     ),
     Defect(
@@ -333,24 +333,24 @@ DEFECTS = (
         ),
     ),
     Defect(
-        "an update that is begun too late",
+        "exchanges counted from the step before",
         "agreement",
-        "optim/resting.py",
-        "a rank that fails before it begins its update does not tell the others, who wait for it in their first exchange",
-        "            exchanges.begin()  # not in `work`, which may fail before it",
-        "            pass  # not in `work`, which may fail before it",
+        "optim/updates.py",
+        "a rank that fails before it begins its update makes none of the exchanges that others wait for",
+        "            some.exchanges.begin()  #",
+        "            pass  #",
         ("tests/training/test_optimizers_on_disk.py::test_files_cut_between_steps_keep_nobody_waiting",),
     ),
     Defect(
-        "a gather that a rank without memory is waited for in",
+        "what has failed is computed again",
         "agreement",
-        "optim/storing.py",
-        "a rank that cannot gather new parameters on their way to files does not take part, and the others wait",
-        "ready = None if self._exchanges is None else self._exchanges.require_all",
-        "ready = None",
+        "optim/whole.py",
+        "a rank without memory for a whole parameter has none for it in place of the update either, and leaves exchanges out",
+        " and not self._exchanges.repeated:",
+        ":",
         (
-            "tests/training/test_optimizers_on_disk.py::"
-            "test_a_rank_without_memory_to_gather_new_parameters_keeps_nobody_waiting",
+            "tests/training/test_optimizers_on_disk.py"
+            "::test_a_rank_without_memory_for_a_whole_parameter_keeps_nobody_waiting",
         ),
     ),
     Defect(
