@@ -242,19 +242,27 @@ def from_blocks(blocks: list[Params]) -> Params:
 def make_sequential(config: GPTConfig) -> Sequential:
     """`make_loss` as an `shardlib.sequential` over `to_blocks`, which `shardlib.pipeline` can cut into stages.
 
-    The carry is the residual stream, and what the layers with experts so far say beside it.
+    The carry is the residual stream; in a model with experts a pair of it and of what its layers so far say beside it.
     """
-    Carry = tuple[Tensor, Layers]
+    Carry = Tensor | tuple[Tensor, Layers]
+
+    def closed(x: Tensor, layers: Layers) -> Carry:
+        return x if config.moe is None else (x, layers)
+
+    def opened(carry: Any) -> tuple[Tensor, Layers]:
+        return (carry, ()) if config.moe is None else carry
 
     def first(params: Params, _: None, batch: dict[str, Tensor], rng: Key | None = None) -> Carry:
-        return embed(config, {"embed": params}, batch["tokens"], rng, positions=batch.get("positions")), ()
+        return closed(embed(config, {"embed": params}, batch["tokens"], rng, positions=batch.get("positions")), ())
 
     def layer(params: Params, carry: Carry, batch: dict[str, Tensor], rng: Key | None = None) -> Carry:
-        x, routed = _block(config, params, carry[0], rng, segments=batch.get("segments"))
-        return x, (*carry[1], routed)
+        x, layers = opened(carry)
+        x, routed = _block(config, params, x, rng, segments=batch.get("segments"))
+        return closed(x, (*layers, routed))
 
     def last(params: Params, carry: Carry, batch: dict[str, Tensor]) -> Any:
-        return scored(config, layer_norm(params["norm"], carry[0]), carry[1], params["weight"], batch)
+        x, layers = opened(carry)
+        return scored(config, layer_norm(params["norm"], x), layers, params["weight"], batch)
 
     return sequential([first, *[layer] * config.layers, last])
 
