@@ -28,7 +28,8 @@ INSIDE = {
     for name in dir(thing)
     if is_private(name)
 }
-OTHERS = {"_fields", "_path", "_tp_plan", "_init_weights", "_is_expert_parallel"}  # of named tuples, handles, and transformers' models
+# Of named tuples, handles, and transformers' models.
+OTHERS = {"_fields", "_path", "_tp_plan", "_init_weights", "_is_expert_parallel"}
 
 
 def inside_of_torch(source: str) -> Iterator[str]:
