@@ -63,6 +63,8 @@ def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Pla
     use, dtype = resolved.use(info.path), resolved.dtype(info)
     compute = Leaf(info.path, info.shape, dtype, use.spec or P())
     trainable = dtype.is_floating_point and use.trainable is not False
+    # Without an exchange of tokens in the plan, a loss brings tokens to its experts by collectives of its own.
+    dealt = (use.varying or ()) if resolved.step.tokens else ()
 
     def stored(role: str, dtype: torch.dtype) -> Leaf:
         axes = [axis for axis in splits.of(role) if axis not in compute.spec.axes]
@@ -79,7 +81,7 @@ def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Pla
         grad=stored("grad", reduce_dtype(dtype, resolved)) if trainable else None,
         optimizer=stored("optimizer", use.master or dtype) if trainable else None,
         style=use.style,
-        dealt=tuple(axis for axis in use.varying or () if resolved.sizes.get(axis, 1) > 1),
+        dealt=tuple(axis for axis in dealt if resolved.sizes.get(axis, 1) > 1),
     )
 
 
