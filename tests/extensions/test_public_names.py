@@ -49,4 +49,4 @@ def test_a_file_is_short_and_uses_public_names_alone(path):
 
 
 def test_there_is_one_of_each():
-    assert len(FILES) == 8
+    assert len(FILES) == 9

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.few_experts import model
 from helpers.stages import ADAMW, check_like_one_device, plan_of
 
 import shardlib as sl
@@ -48,13 +49,12 @@ class Everywhere(TokenExchange):
         mine = owners.flatten() - share * mesh.coords[self.axis]  # the number of a row's expert among this rank's
         order = mine.where((mine >= 0) & (mine < share), share).argsort(stable=True)
         ends = everyone.sum(0)[share * mesh.coords[self.axis] :][:share].cumsum(0)
-        every_row = sl.collectives.all_gather(rows, self.axis, mesh=mesh)
-        way = Gathered(every_row[order], ends, order)
+        way = Gathered(sl.collectives.all_gather(rows, self.axis, mesh=mesh)[order], ends, order)
         return way, way
 
     def back(self, mesh, rows, way):
-        known = torch.arange(len(rows))[:, None] < way.ends[-1]
-        placed = torch.zeros_like(rows).index_copy(0, way.order, rows.where(known, 0))
+        rows = rows.where(torch.arange(len(rows))[:, None] < way.ends[-1], 0)
+        placed = torch.zeros_like(rows).index_copy(0, way.order, rows)
         return way._replace(rows=sl.collectives.reduce_scatter(placed, self.axis, mesh=mesh))
 
     def payload(self, sizes, coords, counts, width, dtype, *, slots=None):
@@ -62,22 +62,7 @@ class Everywhere(TokenExchange):
 
     def bound(self, sizes, rows, experts, width, dtype, *, slots=None):
         others, row = sizes[self.axis] - 1, width * dtype.itemsize
-        gathered = {self.axis: others * rows * row}
-        return Payload({self.axis: others * experts * 8}, gathered, gathered)
-
-
-def loss_fn(params, batch):
-    config = sl.nn.MoEConfig(sl.nn.routers.top_k(2, renormalise="chosen"))
-    return sl.nn.moe(params, batch @ params["w"], config)[0].square().mean()
-
-
-def model():
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"gate": (4, 6, 5), "up": (4, 6, 5), "down": (4, 5, 6)}
-    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    params = {"w": normal(5, 5), "router": {"weight": normal(4, 5)}}
-    params["experts"] = {name: normal(*shape) for name, shape in shapes.items()}
-    return loss_fn, params, [normal(8, 5) for _ in range(4)]
+        return Payload({self.axis: others * experts * 8}, *[{self.axis: others * rows * row}] * 2)
 
 
 TRANSFORM = sl.experts("data", kind=Everywhere)
@@ -91,8 +76,5 @@ def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path, pool):
     payload = plan.step.tokens.payload(plan.sizes, {"data": 1}, counts, 5, torch.float64)
     assert payload == plan.step.tokens.bound(plan.sizes, 4, 4, 5, torch.float64)
     assert plan.payload()["data"] > sum(payload.forward.values()) + sum(payload.backward.values())
-
-
-def test_options_that_a_kind_does_not_have_are_refused():
     with pytest.raises(IllegalComposition, match=r"Everywhere.*codec"):
         sl.experts("data", kind=Everywhere, codec="int8")
