@@ -42,7 +42,7 @@ class Everywhere(TokenExchange):
     def send(self, mesh, rows, counts, *, slots=None, anchor=None):
         if anchor is not None:  # backward runs on ranks whose rows need no gradient, too
             rows = rows + 0 * anchor.flatten()[0]
-        everyone = sl.collectives.all_gather(counts, self.axis, mesh=mesh).view(mesh.shape[self.axis], -1)
+        everyone = torch.reshape(sl.collectives.all_gather(counts, self.axis, mesh=mesh), (mesh.shape[self.axis], -1))
         share = len(counts) // mesh.shape[self.axis]
         numbers = torch.arange(len(rows)).repeat(len(everyone), 1)
         owners = torch.searchsorted(everyone.cumsum(1), numbers, right=True)
