@@ -48,12 +48,8 @@ class DealtHandle(Handle, Dealt):
         with no_torch_function():
             shape, trained = tuple(inside.shape), inside.requires_grad
         handle = DealtHandle(_Shut(inside, axes), inside._index, inside._path, shape, inside, trained)
-        handle._inside = inside
+        handle._inside, handle.path = inside, inside._path
         return handle
-
-    @property
-    def path(self) -> str:
-        return self._path
 
     def opened(self) -> torch.Tensor:
         source: Any = self._inside._source

@@ -43,7 +43,7 @@ def thin_matmul(
     >>> thin_matmul(torch.ones(1, 2), torch.eye(2))
     tensor([[1., 1.]])
     """
-    # Few steps, as between two weights that fill the caches each step waits for memory.
+    # One condition: weights evict Python's data from the caches, so each step of the checks waits for memory.
     values = weight.scales if isinstance(weight, Matrix) else weight
     shape, dtype, device = weight.shape, weight.dtype, values.device
     if not (

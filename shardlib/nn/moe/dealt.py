@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,16 +14,14 @@ class Dealt:
     """A leaf of which this rank has some experts and other ranks the others (`shardlib.experts`).
 
     Only a layer of experts uses it, among whose tokens are those of other ranks; every other use is refused.
+
+    Attributes:
+        path: the leaf's path.
+        opened: gives the leaf, to a layer of experts.
     """
 
-    @property
-    def path(self) -> str:
-        """The leaf's path."""
-        raise NotImplementedError
-
-    def opened(self) -> torch.Tensor:
-        """The leaf, for a layer of experts."""
-        raise NotImplementedError
+    path: str
+    opened: Callable[[], torch.Tensor]
 
 
 def opened(params: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool | None]:
