@@ -143,7 +143,7 @@ class Bucket:
             return (self,)
         ((rows, *rest),) = self.shapes
         tile = replace(self, shapes=((rows // self.tiles, *rest),), tiles=1, home=self.unit)
-        names = [f"{self.name} (tile {number} of {self.tiles})" for number in range(self.tiles)]
+        names = [f"{self.paths[0]} (tile {number} of {self.tiles})" for number in range(self.tiles)]
         return tuple(replace(tile, name=name, unit=name) for name in names)
 
     def of_tiles(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
