@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.collectives.codecs.integers import Packing
+from shardlib.collectives.codecs.named import packing_of
 from shardlib.collectives.tokens import Direct, TokenExchange, TwoHops
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
 from shardlib.plan.claims import Claim, LeafInfo, Step, Use
 from shardlib.plan.code import Call, Coded, axes_of, code_of, one_or_list
+from shardlib.plan.conditions import require_no_float64
+from shardlib.plan.resolved import Resolved
 from shardlib.tree import globs_of
 
 RULES = ("experts/*", "*/experts/*")
@@ -45,6 +48,12 @@ class Experts(Coded):
             yield Use(leaf.path, spec=P(self.axes if len(self.axes) > 1 else self.axes[0]), varying=self.axes)
         if (exchange := self._exchange(sizes)) is not None:
             yield Step(tokens=exchange)
+
+    def check(self, resolved: Resolved) -> None:
+        dealt = [leaf for leaf in resolved.leaves if leaf.matches(self.rules)]
+        for name, codec in {"codec": self.codec, "back_codec": self.back_codec}.items():
+            if (packing := packing_of(codec)) is not None:
+                require_no_float64(resolved, packing, f"leave {name}= out", dealt)
 
     def _exchange(self, sizes: Mapping[str, int]) -> TokenExchange | None:
         """How tokens travel along the axes on which there are several ranks."""
@@ -129,8 +138,8 @@ def experts(
 
     Raises:
         IllegalComposition: no axis, more than two, or one twice; a kind that makes no exchange over the axes; when a plan is
-            made, globs that match no parameter, lists of experts that are not stacked, and numbers of experts that do not
-            divide over the axis.
+            made, globs that match no parameter, lists of experts that are not stacked, numbers of experts that do not
+            divide over the axis, and experts in float64, which no codec holds.
         SpecError: an unknown codec.
 
     >>> params = {"router": {"weight": torch.ones(8, 16)}, "experts": {"up": torch.ones(8, 32, 16)}}

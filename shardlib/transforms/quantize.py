@@ -34,10 +34,10 @@ class Quantize(Coded):
     def check(self, resolved: Resolved) -> None:
         if self._codec is not None:
             require_summed(resolved, self.axis, self._codec)
-            require_no_float64(resolved, self._codec)
+            require_no_float64(resolved, self._codec, "sl.onebit()")
         if self._packing is not None:
             require_split_parameters(resolved, self.axis, self._packing)
-            require_no_float64(resolved, self._packing)
+            require_no_float64(resolved, self._packing, "leave weights= out")
 
     @property
     def _codec(self) -> FewBits | None:
