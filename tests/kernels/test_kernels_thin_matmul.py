@@ -198,7 +198,9 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"bias \(3,\), torch.float32, and weight \(4, 32\)"):
         thin_matmul(torch.randn(2, 32), matrix, torch.zeros(3))
     experts, ends = QuantizedMatrix.of(torch.randn(2, 4, 32)), torch.tensor([1, 2])
-    with pytest.raises(ValueError, match=r"x \(2, 16\), torch.float32, weight \(2, 4, 32\), torch.float32, and offsets"):
+    with pytest.raises(
+        ValueError, match=r"x \(2, 16\), torch.float32, weight \(2, 4, 32\), torch.float32, and offsets"
+    ):
         grouped_thin_matmul(torch.randn(2, 16), experts, ends)
     with pytest.raises(ValueError, match=r"offsets \(1,\): they must be \[rows, inputs\]"):
         grouped_thin_matmul(torch.randn(2, 32), experts, ends[:1])

@@ -84,7 +84,9 @@ def grouped_thin_matmul(
             "one dtype"
         )
     if torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError("grouped_thin_matmul has no gradients: call it under torch.no_grad(), or keep the weights plain")
+        raise ValueError(
+            "grouped_thin_matmul has no gradients: call it under torch.no_grad(), or keep the weights plain"
+        )
     return serving("thin_matmul", x, using).grouped(x, weight, offsets)
 
 
