@@ -23,7 +23,7 @@ class GPT(Decoder):
         ValueError: ``config.layout`` is for fewer tokens than ``config.sequence``, or a router is not causal.
     """
 
-    products = ("blocks/*/attn/*/weight", "blocks/*/mlp/*/weight", "head/weight")
+    products: tuple[str, ...] = ("blocks/*/attn/*/weight", "blocks/*/mlp/*/weight", "head/weight")
 
     def __init__(self, config: gpt.GPTConfig) -> None:
         layout = config.layout

@@ -23,7 +23,7 @@ class Mixtral(Llama):
         TreeError: settings that this does not compute.
     """
 
-    products = (*Llama.products, "model/layers/*/mlp/experts/*_proj")
+    products: tuple[str, ...] = (*Llama.products, "model/layers/*/mlp/experts/*_proj")
 
     def __init__(self, model: Any, windows: Windows) -> None:
         super().__init__(model, windows)
