@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.collectives.primitives import all_gather_object
-from shardlib.errors import HandleError, IllegalComposition, ShardlibError
+from shardlib.errors import HandleError, IllegalComposition, RankMismatch, ShardlibError
 from shardlib.nn import routers
 from shardlib.tree import tree_map
 
@@ -406,6 +406,19 @@ def test_payload_of_padded_rows_is_known_before():
         sent_in_a_step, sl.experts(padded=True), router, mesh={"expert": 4}
     ):
         assert measured == planned == by_counts == most
+
+
+@pytest.mark.parametrize("axes", [("expert",), ("node", "local")], ids=["direct", "two hops"])
+def test_padded_rows_of_other_numbers_of_tokens_are_named_with_their_slots(axes):
+    def run(mesh):
+        params = sl.shard(PARAMS[0], mesh, sl.experts(axes, padded=True))
+        state, step = sl.make_train_step(counted(routers.switch(routers.Capacity(1.0, 1))), params, sl.optim.sgd(0.1))
+        step(state, {"x": BATCHES[0]["x"][: 2 + 4 * (mesh.rank == 0)]})
+
+    with pytest.raises(
+        RankMismatch, match=r"rows of tokens, (6|2) for each expert \(padded=True: equally many on all ranks"
+    ):
+        sl.simulate(run, mesh=dict.fromkeys(axes, 2))
 
 
 def test_the_plan_says_that_loads_are_taken_as_equal():
