@@ -409,7 +409,8 @@ def test_payload_of_padded_rows_is_known_before():
 
 
 def test_the_plan_says_that_loads_are_taken_as_equal():
-    plan = sl.make_plan(PARAMS, sl.abstract_mesh(expert=4), sl.experts(codec="fp8"))
+    params = tree_map(torch.Tensor.float, PARAMS)
+    plan = sl.make_plan(params, sl.abstract_mesh(expert=4), sl.experts(codec="fp8"))
     assert "tokens travel direct over axis 'expert', to experts in fp8: counted as if every expert got as many" in str(
         plan
     )
@@ -515,6 +516,10 @@ REFUSED = {
     "divides experts, and sequence.* cuts sequences": (
         lambda: sl.chain(sl.experts("seq"), sl.sequence("seq"), sl.zero(axis="seq")),
         {"seq": 2},
+    ),
+    "fp8.* holds no float64, which 7 parameters are .0/experts/down first.; .*, or leave back_codec= out": (
+        lambda: sl.experts(back_codec="fp8"),
+        {"expert": 2},
     ),
     "cannot give the same bits on every mesh": (lambda: sl.chain(sl.experts(), sl.reproducible(4)), {"expert": 2}),
     "both claim\n  - the spec of 0/experts/up: P\\('expert'\\) against P\\(None, 'expert'\\)": (

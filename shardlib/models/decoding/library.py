@@ -23,7 +23,7 @@ class GPT(Decoder):
         ValueError: ``config.layout`` is for fewer tokens than ``config.sequence``, or a router is not causal.
     """
 
-    products = ("blocks/*/attn/*/weight", "blocks/*/mlp/*/weight", "head/weight")
+    products: tuple[str, ...] = ("blocks/*/attn/*/weight", "blocks/*/mlp/*/weight", "head/weight")
 
     def __init__(self, config: gpt.GPTConfig) -> None:
         layout = config.layout
@@ -34,6 +34,8 @@ class GPT(Decoder):
             )
         self._config = replace(config, dropout=0.0, moe=None if config.moe is None else _with_room(config.moe))
         self.sequence, self.vocab = config.sequence, config.vocab
+        if config.moe is not None and isinstance(config.moe.config.expert, str):
+            self.products += ("blocks/*/moe/*/gate", "blocks/*/moe/*/up", "blocks/*/moe/*/down")
 
     def hidden(self, params: Any, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         def of_layer(layer: int) -> Callable[..., torch.Tensor]:

@@ -23,6 +23,8 @@ class Mixtral(Llama):
         TreeError: settings that this does not compute.
     """
 
+    products: tuple[str, ...] = (*Llama.products, "model/layers/*/mlp/experts/*_proj")
+
     def __init__(self, model: Any, windows: Windows) -> None:
         super().__init__(model, windows)
         self._choices = model.config.num_experts_per_tok

@@ -17,8 +17,8 @@ def quantized(model: Any, params: Any, bits: int = 8, block: int = 128) -> Any:
     """The parameters of a model with its layers' weights quantised blockwise, for `shardlib.generate` on one rank.
 
     Weights stay in ``bits`` bits in memory and become floats where products read them, so that a token takes a quarter (an
-    eighth) of the bytes of fp32. Embeddings, norms, biases, routers and experts stay as they are; so do matrices whose inputs
-    are no multiple of 16.
+    eighth) of the bytes of fp32. Embeddings, norms, biases and routers stay as they are; so do matrices whose inputs are no
+    multiple of 16.
 
     Args:
         model: as `shardlib.generate` takes it.
@@ -41,8 +41,8 @@ def quantized(model: Any, params: Any, bits: int = 8, block: int = 128) -> Any:
     paths, leaves, treedef = flatten(params)
     chosen = [
         isinstance(leaf, torch.Tensor)
-        and leaf.dim() == 2
-        and leaf.shape[1] % 16 == 0
+        and leaf.dim() in (2, 3)
+        and leaf.shape[-1] % 16 == 0
         and matches(path, decoder.products)
         for path, leaf in zip(paths, leaves)
     ]
