@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from shardlib import checkpoint, optim
 from shardlib.commands import model
+from shardlib.common.optional import require
 from shardlib.errors import CheckpointError, TreeError
 from shardlib.generate import generate
 from shardlib.mesh.mesh import Mesh, make_mesh
 from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import quantized
-from shardlib.optional import require
 from shardlib.plan.transform import chain
 from shardlib.shard import shard
 from shardlib.sharded.unshard import unshard
