@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.collectives.codecs.integers import OneBit, check_scales
+from shardlib.collectives.codecs.integers import OneBit, scales_of
+from shardlib.plan.arguments import axis_of, flag
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
 from shardlib.plan.code import Call, Coded
 from shardlib.plan.conditions import require_summed
@@ -54,5 +55,5 @@ def onebit(axis: str = "data", scales: str | int = "leaf", *, feedback: bool = T
     >>> sl.make_plan(params, mesh, sl.chain(sl.zero(2), sl.onebit())).payload()
     {'data': 202764}
     """
-    check_scales(scales, "onebit")
-    return OneBitGradients(axis, OneBit(scales, feedback))
+    scales = scales_of("onebit", scales)
+    return OneBitGradients(axis_of("onebit", "axis", axis), OneBit(scales, flag("onebit", "feedback", feedback)))

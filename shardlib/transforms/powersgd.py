@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.collectives.codecs.low_rank import LowRank
-from shardlib.errors import IllegalComposition
+from shardlib.plan.arguments import axis_of, integer
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
 from shardlib.plan.code import Call, Coded
 from shardlib.plan.conditions import require_summed, require_whole_leaves
@@ -52,6 +52,5 @@ def powersgd(rank: int = 4, axis: str = "data") -> PowerSGD:
     >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).payload()
     {'data': 6144}
     """
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise IllegalComposition(f"powersgd(rank={rank!r}): use the number of columns of the factors, 1 or more")
-    return PowerSGD(axis, LowRank(rank))
+    rank = integer("powersgd", "rank", rank, remedy="use the number of columns of the factors, {} or more")
+    return PowerSGD(axis_of("powersgd", "axis", axis), LowRank(rank))

@@ -38,7 +38,7 @@ class Hops(TokenExchange):
     def __post_init__(self) -> None:
         for name in ("codec", "back_codec"):
             codec = getattr(self, name)
-            if codec is not None and codec not in FORMS and not hasattr(codec, "pack"):
+            if not (codec is None or hasattr(codec, "pack") or (isinstance(codec, str) and codec in FORMS)):
                 raise SpecError(f"{self.name}({name}={codec!r}): use a packing, or {', '.join(map(repr, FORMS))}")
 
     def __str__(self) -> str:
