@@ -227,6 +227,32 @@ def test_beside_other_transforms(case):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("other", ["shared", "residual"])
+def test_experts_beside_the_layer_gather_their_sequences(other, stage):
+    """Those of "megatron" sequences, in which the layer's own rows have parts of tokens."""
+    layer = layer_params("gelu", 30)
+    params = {
+        "w": normal(WIDTH, WIDTH),
+        **{name: layer[name] for name in ("router", "experts")},
+        other: layer["shared"],
+    }
+    if other == "residual":
+        params["residual"] |= {"mix": {"weight": normal(2, WIDTH, seed=3), "bias": normal(2, seed=4)}}
+
+    def loss_fn(params, batch):
+        x = sl.nn.shard_sequence(batch["x"]) @ params["w"]
+        y, _ = sl.nn.moe(params, x, sl.nn.MoEConfig(TOP_2, expert="gelu"))
+        return sl.nn.sum_sequence(y.square().sum() / batch["x"].numel())
+
+    slices = sl.tensor_slicing({f"{other}/up*": "column", f"{other}/down*": "row"})
+    chain = sl.chain(sl.experts(), sl.sequence("model", "megatron"), slices, sl.zero(stage, axis=BOTH))
+    alone = training.simulate({"data": 1}, loss_fn, params, BATCHES, sl.zero(0), sl.optim.sgd(0.1))
+    found = training.simulate({"model": 2, "expert": 2, "data": 2}, loss_fn, params, BATCHES, chain, sl.optim.sgd(0.1))
+    assert found[0] == pytest.approx(alone[0], rel=1e-10) and found[1] == pytest.approx(alone[1], rel=1e-10)
+    assert_close(found[2], alone[2], 1e-10)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("globs", ["*/experts/*", ["0/*", "1/experts/up*"]], ids=["all experts", "some leaves"])
 def test_frozen_leaves(globs, stage):
     """Rows of frozen experts still have gradients."""

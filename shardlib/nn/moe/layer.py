@@ -91,14 +91,14 @@ def moe(
             f"{len(flat)} among {len(router['weight'])}"
         )
     visit = Visit(params["experts"], flat, seated(router, routing))
-    # What needs no other rank is computed while tokens travel.
-    residual = _residual(params["residual"], flat, config) if "residual" in params else None
-    shared = _shared(params["shared"], flat, config) if "shared" in params else None
-    y = visit.outputs(config.compute)
+    # What needs no other rank is computed while tokens travel; of x as it is, whose sequence slices may have to gather.
+    residual = _residual(params["residual"], x, config) if "residual" in params else None
+    shared = _shared(params["shared"], x, config) if "shared" in params else None
+    y = visit.outputs(config.compute).view(x.shape)
     if residual is not None:
         shares, other = residual
-        y = shares[:, :1] * y + shares[:, 1:] * other
-    return (y if shared is None else y + shared).view(x.shape), routing
+        y = shares[..., :1] * y + shares[..., 1:] * other
+    return y if shared is None else y + shared, routing
 
 
 def route(
@@ -134,6 +134,6 @@ def _shared(params: Mapping[str, Any], x: torch.Tensor, config: MoEConfig) -> to
 
 
 def _residual(params: Mapping[str, Any], x: torch.Tensor, config: MoEConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shares ``[T, 2]`` of the experts and of the residual expert, and the latter's output."""
+    """The shares ``[..., 2]`` of the experts and of the residual expert, and the latter's output."""
     shares = F.linear(x, params["mix"]["weight"], params["mix"]["bias"]).softmax(-1)
     return shares, config.compute(params, x, F.linear)
