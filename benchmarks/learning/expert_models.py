@@ -28,7 +28,7 @@ class Task:
     rates: tuple[float, ...]
 
 
-TASK = Task(GPTConfig(vocab=256, layers=4, width=32, heads=2, sequence=64), 16, 2000, 200, (4e-3, 8e-3, 1.6e-2))
+TASK = Task(GPTConfig(vocab=256, layers=4, width=32, heads=2, sequence=64), 16, 2000, 200, (8e-3, 1.6e-2, 3.2e-2))
 SMALL = Task(GPTConfig(vocab=256, layers=4, width=8, heads=2, sequence=4), 2, 10, 5, (3e-3,))
 
 
