@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import functools
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 import shardlib as sl
@@ -25,7 +23,7 @@ from benchmarks.harness.results import read_rows
 from benchmarks.learning import byte_gpt, expert_report
 from benchmarks.learning.expert_models import DENSE, EXPERTS, SMALL, TASK, TUNED_ON, Model, Task, models
 from benchmarks.learning.expert_report import Point, Trial
-from shardlib.data.bytes import batch_at, load_bytes, split, windows
+from shardlib.data.bytes import batch_at, windows
 from shardlib.models import gpt, students
 
 SEEDS = range(3)
@@ -35,7 +33,7 @@ Job = tuple[str, float, int]  # model, peak rate, seed
 
 
 class Taught(NamedTuple):
-    """What is trained: initial parameters, their loss, where in them the model itself is, and its own parameters' freeze."""
+    """What is trained: initial parameters, their loss, the model itself among them, and the plan."""
 
     params: Any
     loss_fn: Callable[..., Any]
@@ -57,7 +55,7 @@ def train(task: Task, folder: Path, name: str, rate: float, seed: int) -> Trial:
     state, train_step = sl.make_train_step(taught.loss_fn, sharded, optimizer)
     scores = _scores(model)
     evaluate = sl.make_eval_step(lambda params, batch: scores(taught.own(params), batch), state.params)
-    text, held_out = _text()
+    text, held_out = byte_gpt.texts()
     curve = []
     with file.open("w", newline="") as opened:
         rows = csv.writer(opened, lineterminator="\n")
@@ -109,11 +107,6 @@ def _fullest(layers: dict[str, Any]) -> float:
     """The largest share of an expert over the mean, averaged over the layers that have experts; 1 without any."""
     shares = [[float(share) for share in layer["shares"]] for layer in layers.values()]
     return statistics.fmean(len(layer) * max(layer) for layer in shares) if shares else 1.0
-
-
-@functools.cache
-def _text() -> tuple[np.ndarray, np.ndarray]:
-    return split(load_bytes())
 
 
 def _named(task: Task, name: str) -> Model:
@@ -177,8 +170,17 @@ def measure(setting: Setting) -> Result:
 
 
 def result(task: Task, folder: Path, seeds: Iterable[int] = SEEDS) -> Result:
-    """The result of the runs that a work folder has to their end; the grids must be among them."""
-    tuned = finished(task, folder, grids(task))
+    """The result of the runs that a work folder has to their end.
+
+    Raises:
+        ValueError: it does not have the grids.
+    """
+    tuned, wanted = finished(task, folder, grids(task)), grids(task)
+    if len(tuned) < len(wanted):
+        raise ValueError(
+            f"{folder} has {len(tuned)} of the {len(wanted)} runs that rates are chosen by; finish them first: python -m "
+            f"benchmarks run learning_experts --work {folder}"
+        )
     jobs = [job for group in compared(task, tuned, seeds) for job in group]
     trials = finished(task, folder, jobs)
     done = {trial.job for trial in trials}
