@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,8 +60,13 @@ class QuantizedMatrix(Matrix):
         """The weight that the values stand for, of the same shape."""
         return whole(self)
 
-    def dim(self) -> int:
-        return len(self.shape)
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def to(self, device: torch.device) -> QuantizedMatrix:
+        """The same on ``device``."""
+        return replace(self, values=self.values.to(device), scales=self.scales.to(device))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
