@@ -18,6 +18,7 @@ from shardlib.nn.moe.compute import Groups, Rows
 from shardlib.nn.moe.config import Expert
 from shardlib.nn.moe.dealt import opened
 from shardlib.nn.moe.routing import NUMBER, Routing
+from shardlib.nn.moe.stored import Store
 from shardlib.tree import leaves_of
 
 # How tokens travel to experts that are dealt out over the mesh. The executor sets it for the duration of a run, and of a
@@ -60,6 +61,9 @@ class Visit:
     def __init__(self, params: Mapping[str, Any], x: torch.Tensor, routing: Routing) -> None:
         params, dealt = opened(params)
         self._params, self._routing, self._rows = params, routing, Rows.of(routing)
+        self._store = Store.of(params)
+        if self._store is not None:
+            self._store.expect(x)
         self._exchange = _exchange(params, dealt, len(routing.counts))
         rows = permute(x, self._rows.positions, self._rows.number)
         # By a leaf of the experts, which ranks train alike, backward reaches the exchange on a rank whose tokens need no
@@ -71,7 +75,10 @@ class Visit:
     def outputs(self, expert: Expert) -> torch.Tensor:
         """See `run_experts`."""
         rows = self._coming.wait()
-        results = expert(self._params, rows, Groups(self._way.ends, len(rows)).product)
+        if self._store is None:
+            results = expert(self._params, rows, Groups(self._way.ends, len(rows)).product)
+        else:
+            results = self._store.outputs(expert, self._params, rows, self._way.ends)
         back = self._exchange.back(current_mesh.get(), results, self._way)
         return unpermute(back.wait(), self._rows.positions, self._routing.weights)
 
@@ -143,7 +150,7 @@ def _exchange(params: Mapping[str, Any], dealt: bool | None, experts: int) -> An
     exchange, mesh = current_exchange.get(), current_mesh.get()
     ways = math.prod(mesh.shape[axis] for axis in exchange.axes) if dealt and exchange and mesh else 1
     leaves = leaves_of(params)
-    held = {len(leaf) if leaf.dim() else 1 for leaf in leaves}
+    held = {leaf.shape[0] if leaf.shape else 1 for leaf in leaves}
     if dealt is None:
         raise ValueError(
             f"of the leaves of a layer of {experts} experts sl.experts deals out some and not others: name all leaves of a "
