@@ -9,29 +9,23 @@ from typing import Any
 
 import torch
 
-from shardlib.common._compat import DataDependentOutputException, FakeTensorMode
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.buffers import buffer_sizes
-from shardlib.execute.losses import require_function
-from shardlib.execute.stages.tracing import trace
+from shardlib.execute.stages.fake import Shortly, Tracing
 from shardlib.init.deferred import defer
-from shardlib.mesh.mesh import Mesh, as_mesh
-from shardlib.mesh.transport import EchoGroup
+from shardlib.mesh.mesh import as_mesh
 from shardlib.optim.resting import fault_on_disk
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import build_plan
 from shardlib.plan.plan import Plan
-from shardlib.plan.reductions import Reductions
 from shardlib.plan.tiers.fitting import fitted
 from shardlib.plan.tiers.known import Traced
 from shardlib.plan.tiers.limits import Limits
 from shardlib.plan.tiers.remedies import Planner
 from shardlib.plan.transform import Transform
-from shardlib.rng import Key
 from shardlib.shard import default_transform
-from shardlib.sharded.tree import Sharded
 from shardlib.transforms.changes import changes, difference
-from shardlib.tree import Tree, leaves_of, tree_map
+from shardlib.tree import Tree, leaves_of
 
 
 def make_plan(
@@ -98,52 +92,29 @@ def make_plan(
     def rough(transform: Transform) -> Plan:
         return replace(build_plan(tree, mesh, transform, optimizer=optimizer), buffers=buffer_sizes(buffers))
 
-    def traced(plan: Plan) -> Plan:
-        assert loss_fn is not None
-        return _traced(plan, mesh.device, loss_fn, batch, buffers)
-
-    transform, known = default_transform(transform, stage), Traced(traced)
+    transform = default_transform(transform, stage)
     plan = rough(transform)
+    if loss_fn is None or batch is None:
+        if plan.step.remat:
+            plan.step.remat.require_decided()
+        return plan
+    tracing = Tracing(loss_fn, batch, buffers, mesh.device)
     if limits is None:
         if plan.step.remat:
             plan.step.remat.require_decided()
-        return plan if loss_fn is None or batch is None else traced(plan)
-    plan = fitted(plan, known, limits)
+        return tracing.traced(plan)
+    known = Traced(tracing.traced, Shortly(tracing))
+
+    def fitting(transform: Transform) -> Plan:
+        return fitted(rough(transform), known, limits)
+
+    plan = fitting(transform)
+    if not limits.excess(plan):
+        plan = plan if known.holds(plan) else fitting(transform)
     if not limits.excess(plan):
         return replace(plan, claims=plan.claims and plan.claims.noting(map(str, limits.uses(plan))))
     rows = min((leaf.shape[0] for leaf in leaves if leaf.dim()), default=1)
     wanted = "disk" in limits.bytes or any(bucket.memory.optimizer == "disk" for bucket in plan.everywhere.buckets)
     on_disk = wanted and fault_on_disk(optimizer, plan) is None
     edits = partial(changes, sizes=mesh.shape, rows=rows, elementwise=optimizer.separable, disk=on_disk)
-    planner = Planner(limits, edits, difference, rough, lambda other: fitted(rough(other), known, limits))
-    raise planner.refusal(transform, plan)
-
-
-_UNEVEN = "if values decide which units a rank uses, all ranks gather the units that any rank uses"
-
-
-def _traced(plan: Plan, device: torch.device, loss_fn: Callable[..., Any], batch: Any, buffers: Any) -> Plan:
-    """The plan with its traces, from one micro-batch on fake tensors. If tracing fails, a note in the log says so."""
-    require_function(loss_fn, "the loss function", "params, batch" if buffers is None else "params, buffers, batch")
-    mesh = Mesh(plan.sizes, 0, {axis: EchoGroup(size) for axis, size in plan.sizes.items()}, device, abstract=True)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def pretend(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if leaf.device == device or leaf.layout is not torch.strided:
-            return fake.from_tensor(leaf)
-        with fake:  # a tensor of another device, or without memory: the trace runs on one device
-            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
-
-    batch, buffers = tree_map(pretend, batch), tree_map(pretend, buffers)
-    # Codecs' kernels do not run on tensors without values, so everything is sent uncompressed.
-    plain = replace(plan, reductions=Reductions(second_level=plan.reductions.second_level))
-    with fake:
-        stored = {b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=device) for b in plan.buckets}
-        try:
-            traces = trace(loss_fn, plain, mesh, Sharded(plain, mesh, "param", stored), batch, buffers, Key(0))
-        except DataDependentOutputException as error:
-            notes = f"not traced: the loss reads values ({error})", _UNEVEN
-            return replace(plan, claims=plan.claims and plan.claims.noting(notes))
-    return replace(plan, traces=traces)
+    raise Planner(limits, edits, difference, rough, fitting, known.holds).refusal(transform, plan)

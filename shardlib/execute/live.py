@@ -5,25 +5,26 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shardlib.common._compat import TorchDispatchMode, asks_device, storage_id
+from shardlib.execute.phases import Phase
 from shardlib.tree import leaves_of
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The most bytes that were alive at once, and the phase in which they were. Of several phases, the first."""
+class Stretch(NamedTuple):
+    """A stretch of time in one phase.
 
-    bytes: int
-    phase: str
+    Attributes:
+        rise: the most bytes that were alive at once, beyond those that were when the stretch began; at least 0.
+        net: bytes alive at its end, beyond the same.
+    """
 
-    def or_higher(self, other: Peak) -> Peak:
-        """The higher of two peaks; of equal ones, this one."""
-        return other if other.bytes > self.bytes else self
+    phase: Phase
+    rise: int
+    net: int
 
 
 class LiveBytes(TorchDispatchMode):
@@ -32,15 +33,15 @@ class LiveBytes(TorchDispatchMode):
     Storages that existed before, and an operation's internal workspace, are not counted.
 
     Args:
-        phase: returns the name of the phase that runs.
+        phase: returns the phase that runs.
     """
 
-    def __init__(self, phase: Callable[[], str] = str) -> None:
+    def __init__(self, phase: Callable[[], Phase] = Phase) -> None:
         super().__init__()
         self._phase = phase
         self._numbers: dict[int, int] = {}  # identity of a live storage -> its number; −1 if it is not counted
         # The number of a storage, its bytes, negative if it was freed, and the phase in which it was made or freed.
-        self._changes: list[tuple[int, int, str]] = []
+        self._changes: list[tuple[int, int, Phase]] = []
         self._count = itertools.count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,16 +59,20 @@ class LiveBytes(TorchDispatchMode):
         """Bytes of all counted storages that are alive."""
         return sum(change for _, change, _ in self._changes)
 
-    def peak(self, without: Iterable[torch.Tensor] = ()) -> Peak:
-        """The peak, not counting the storages of the tensors in ``without``."""
+    @property
+    def peak(self) -> int:
+        """The most bytes of counted storages that were alive at once."""
+        return max(itertools.accumulate((change for _, change, _ in self._changes), initial=0))
+
+    def stretches(self, without: Iterable[torch.Tensor] = ()) -> list[Stretch]:
+        """What happened, phase after phase, not counting the storages of the tensors in ``without``."""
         ignored = {self._numbers.get(storage_id(tensor.untyped_storage())) for tensor in without}
-        counted = ((change, phase) for number, change, phase in self._changes if number not in ignored)
-        live, peak = 0, Peak(0, "")
-        for change, phase in counted:
-            live += change
-            if live > peak.bytes:
-                peak = Peak(live, phase)
-        return peak
+        counted = ((phase, change) for number, change, phase in self._changes if number not in ignored)
+        found = []
+        for phase, changes in itertools.groupby(counted, key=lambda change: change[0]):
+            levels = list(itertools.accumulate((change for _, change in changes), initial=0))
+            found.append(Stretch(phase, max(levels), levels[-1]))
+        return found
 
     def _meet(self, value: Any, made: bool) -> None:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device.type == "meta":
@@ -83,4 +88,4 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, key: int, number: int, size: int) -> None:
         self._numbers.pop(key, None)
-        self._changes.append((number, -size, ""))
+        self._changes.append((number, -size, self._phase()))

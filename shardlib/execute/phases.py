@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -11,6 +13,23 @@ from shardlib.common._compat import TorchDispatchMode, asks_device, graph_task
 from shardlib.execute.handles import Handle
 from shardlib.nn.blocks import Runner
 from shardlib.tree import leaves_of
+
+
+class Phase(NamedTuple):
+    """A part of a micro-batch, such as "backward of block 3".
+
+    Attributes:
+        place: "of", "of what precedes" or "of what follows" a block; "" where there is no block.
+        block: its number, from 1.
+    """
+
+    backward: bool = False
+    place: str = ""
+    block: int = 0
+
+    def __str__(self) -> str:
+        way = "backward" if self.backward else "forward"
+        return f"{way} {self.place} block {self.block}" if self.place else way
 
 
 class Phases:
@@ -27,12 +46,12 @@ class Phases:
     def begin(self) -> None:
         """Begin a micro-batch."""
         self._number, self._inside, self._begun = self._first, False, False
-        self._forward = self._backward = ""
+        self._forward, self._backward = Phase(False), Phase(True)
 
     @property
-    def now(self) -> str:
-        """The phase, such as "backward of block 3". Blocks count from 1; without blocks, "forward" or "backward"."""
-        return f"backward{self._backward}" if graph_task() != -1 else f"forward{self._forward}"
+    def now(self) -> Phase:
+        """The phase that runs."""
+        return self._backward if graph_task() != -1 else self._forward
 
     @property
     def blocks(self) -> int:
@@ -46,22 +65,23 @@ class Phases:
             if self._inside or graph_task() != -1:  # a block within a block, or one that is recomputed
                 return runner(fn, args, kwargs) if runner else fn(*args, **kwargs)
             self._number += 1
-            here = f" of block {self._number}"
+            number = self._number
             if not self._begun:
                 self._begun = True
-                self._at_gradient((args[1:], kwargs), f" of what precedes block {self._number}")
-            self._inside, self._forward = True, here
+                self._at_gradient((args[1:], kwargs), Phase(True, "of what precedes", number))
+            self._inside, self._forward = True, Phase(False, "of", number)
             try:
                 result = runner(fn, args, kwargs) if runner else fn(*args, **kwargs)
             finally:
                 self._inside = False
-            self._forward = self._backward = f" of what follows block {self._number}"
-            self._at_gradient(result, here)
+            self._forward = Phase(False, "of what follows", number)
+            self._backward = self._forward._replace(backward=True)
+            self._at_gradient(result, Phase(True, "of", number))
             return result
 
         return run
 
-    def _at_gradient(self, tree: Any, phase: str) -> None:
+    def _at_gradient(self, tree: Any, phase: Phase) -> None:
         """Begin a phase of backward when the gradient of a value in ``tree`` has been computed."""
 
         def begin(gradient: torch.Tensor) -> None:
@@ -73,27 +93,69 @@ class Phases:
 
 
 class Work(TorchDispatchMode):
-    """A mode that counts work: of forward, and of backward with what it recomputes.
+    """A mode that counts work by the phase in which it is done.
+
+    Args:
+        phase: returns the phase that runs; by default forward or backward of all.
+        others: returns numbers that grow beside the work, by name. They are counted by phase too.
 
     Attributes:
-        flops: floating-point operations, of those operators that torch knows to count (matrix products).
-        launches: operators that compute tensors: neither views nor memory without values.
+        done: phase -> "flops", floating-point operations of those operators that torch knows to count (matrix products);
+            "launches", operators that compute tensors: neither views nor memory without values; and the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, phase: Callable[[], Phase] | None = None, others: Callable[[], Mapping[Any, int]] = dict[Any, int]
+    ) -> None:
         super().__init__()
-        self.flops, self.launches = [0, 0], [0, 0]
+        self._phase, self._others = phase or _way, others
+        self._before = dict(others())
+        self.done: dict[Phase, Counter[Any]] = {}
+
+    @property
+    def flops(self) -> tuple[int, int]:
+        """Floating-point operations: of forward; of backward, with what it recomputes."""
+        return self.both("flops")
+
+    @property
+    def launches(self) -> tuple[int, int]:
+        """Operators that compute: of forward; of backward, with what it recomputes."""
+        return self.both("launches")
+
+    def both(self, name: Any) -> tuple[int, int]:
+        """What was done by one name in forward, and in backward."""
+        forward, backward = (
+            sum(done[name] for phase, done in self.done.items() if phase.backward == way) for way in (False, True)
+        )
+        return forward, backward
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is asks_device:  # no work
             return func(*args)
         result = func(*args, **(kwargs or {}))
-        backward = graph_task() != -1
+        done = self._now()
         if count := flop_registry.get(func.overloadpacket):
-            self.flops[backward] += count(*args, **(kwargs or {}), out_val=result)
-        computes = not (func.is_view or func.overloadpacket in _WITHOUT_VALUES)
-        self.launches[backward] += computes and any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(result))
+            done["flops"] += count(*args, **(kwargs or {}), out_val=result)
+        if not (func.is_view or func.overloadpacket in _WITHOUT_VALUES):
+            done["launches"] += any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(result))
         return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._now()
+
+    def _now(self) -> Counter[Any]:
+        """What is done in the phase that runs. The others' growth since the last operator belongs to it."""
+        done = self.done.setdefault(self._phase(), Counter())
+        others = dict(self._others())
+        if others != self._before:
+            done.update({name: number - self._before.get(name, 0) for name, number in others.items()})
+            self._before = others
+        return done
+
+
+def _way() -> Phase:
+    return Phase(graph_task() != -1)
 
 
 _WITHOUT_VALUES = {

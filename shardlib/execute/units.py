@@ -32,7 +32,7 @@ class _Root(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, bucket: Bucket, gradients: Gradients) -> torch.Tensor:
         ctx.bucket, ctx.gradients = bucket, gradients
         ctx.set_materialize_grads(False)
-        return anchor.new_zeros(1, dtype=bucket.reduce_dtype).expand(bucket.size(0))
+        return anchor.detach().expand(bucket.size(0))
 
     @staticmethod
     def backward(ctx: Any, whole: torch.Tensor | None) -> tuple[None, None, None]:
@@ -109,7 +109,7 @@ class BucketState:
         stored: this rank's buffer, as stored, or what reads it from disk.
         like: a tensor of the buffer's dtype on the device.
         whole: the whole, leaf-major buffer while it is gathered.
-        anchor: the graph input of the root, with respect to which backward differentiates.
+        anchor: the graph input of the root, with respect to which backward differentiates; None where no gradient is wanted.
         summing: set during the step's backward: gradients may be added to these sums directly. In a gradient that the loss
             function takes itself it is None, so that the gradient stays in the graph.
         written: whether the function is known to have written to the parameters in place.
@@ -133,7 +133,10 @@ class BucketState:
         self.stored: torch.Tensor | BufferOnDisk = torch.empty(0)
         self.like = torch.empty(0)
         self.whole: torch.Tensor | None = None
-        self.anchor: torch.Tensor | None = None
+        with torch.inference_mode(False):
+            self._anchor = torch.zeros(
+                (), dtype=bucket.reduce_dtype, device=mesh.device, requires_grad=bucket.trainable
+            )
         self.root: torch.Tensor | None = None
         self.summing: Gradients | None = None
         self._coming: Gather | None = None
@@ -147,18 +150,21 @@ class BucketState:
         self.like = torch.empty(0, dtype=stored.dtype, device=self._mesh.device)
         self.written = False
         self._hold(None if isinstance(stored, BufferOnDisk) or self.gathers else stored)
-        self.anchor = self.root = self.summing = None
+        self.root = self.summing = None
         self._stand_ins = ()
         self._differentiated = gradients is not None
         if gradients is not None and self.bucket.trainable:
-            self.anchor = torch.zeros((), requires_grad=True, device=self._mesh.device)
-            self.root = run_first(_Root.apply(self.anchor, self.bucket, gradients))
+            self.root = run_first(_Root.apply(self._anchor, self.bucket, gradients))
 
     def unbind(self) -> None:
         """Free the graph and the parameters of a finished micro-batch."""
         self.stored = torch.empty(0)
-        self.whole = self.anchor = self.root = self.summing = self._coming = self._second = self._views = None
+        self.whole = self.root = self.summing = self._coming = self._second = self._views = None
         self._stand_ins = ()
+
+    @property
+    def anchor(self) -> torch.Tensor | None:
+        return None if self.root is None else self._anchor
 
     def announce(self) -> None:
         if isinstance(self.stored, BufferOnDisk) and self._second is None:

@@ -45,6 +45,7 @@ def searched(monkeypatch):
             lambda before, after, plan: after,
             lambda name: Numbers(0.0, candidates[name][0]),
             exact,
+            lambda plan: True,
         )
         return str(planner.refusal("start", Numbers(1.0, 1.0))), planned
 

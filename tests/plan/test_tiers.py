@@ -11,7 +11,8 @@ from helpers.models import token_batches
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition
-from shardlib.execute.live import Peak
+from shardlib.execute.stages.fake import Tracing
+from shardlib.execute.stages.walk import Peak
 from shardlib.plan.nominal import nominal_seconds
 from shardlib.plan.tables import parse_size
 from shardlib.plan.tiers.held import tiers_of
@@ -386,9 +387,8 @@ def test_a_refusal_traces_no_more_than_it_must(monkeypatch):
     plan, batch = waves(ranks=4)
     parallel = sl.chain(sl.zero(1), sl.precision("bf16"))
     budget = int(0.9 * (plan(parallel).peak_bytes + batch))
-    module, traced = sl.make_plan.__globals__, []
-    trace = module["_traced"]
-    monkeypatch.setitem(module, "_traced", lambda *args: traced.append(args[0]) or trace(*args))
+    traced, trace = [], Tracing.traced
+    monkeypatch.setattr(Tracing, "traced", lambda self, plan: traced.append(plan) or trace(self, plan))
     with pytest.raises(IllegalComposition, match="The cheapest change that fits"):
         plan(parallel, device_memory=budget)
     assert 1 < len(traced) <= 7  # to plan every change takes 13; the plan, and six that may take as long as it does

@@ -14,7 +14,7 @@ from shardlib.execute.batches import split_batch
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Turn, default_options
 from shardlib.execute.handles import materialise
-from shardlib.execute.live import LiveBytes, Peak
+from shardlib.execute.live import LiveBytes, Stretch
 from shardlib.execute.losses import read_loss
 from shardlib.execute.phases import Phases, Work
 from shardlib.execute.sequence import require_whole_loss
@@ -23,6 +23,7 @@ from shardlib.execute.stages.entry import entered
 from shardlib.execute.stages.interpreter import Run, differentiable, fresh_leaf
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.stages.pipe import require_blocks
+from shardlib.execute.stages.walk import Peak, Sent, Walk, peak_of
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
@@ -38,12 +39,18 @@ def trace(
     """The trace of each stage, from the first of a rank's micro-batches. ``params`` holds the buckets of all stages."""
     if plan.stages.axes:
         return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
+    return (walk(loss_fn, plan, mesh, params, batch, buffers, rng).trace(),)
+
+
+def walk(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key) -> Walk:
+    """What the first of a rank's micro-batches does under a plan of one stage. Arguments are as in `trace`."""
     runner, phases = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None), Phases()
+    alone: list[list[Stretch]] = []
+    summed: list[list[Stretch]] = []
+    landing: Imagined  # of the last run
 
-    landing: Imagined  # of the last of them
-
-    def live_bytes(*indices: int) -> tuple[Peak, Peak]:
-        """The peaks of some micro-batches, with the cast batch: without the sums of gradients, and with them."""
+    def run(*indices: int) -> None:
+        """Note what some micro-batches, with the cast batch, do to memory."""
         nonlocal landing
         landing = Imagined(plan, mesh, ())
         live, runner.executor.around = LiveBytes(lambda: phases.now), phases.around
@@ -54,19 +61,25 @@ def trace(
             for index in indices:
                 phases.begin()
                 runner.microbatch(call, index, buffers, gradients)
-        return live.peak(without=gradients.held), live.peak()
+        summed.append(live.stretches())
+        if len(indices) == 1:
+            alone.append(live.stretches(without=gradients.held))
 
-    work = Work()
-    with work:
-        (live, peak), activations, kept = live_bytes(0), dict(mesh.traffic.activations), _kept(runner.executor, phases)
+    with Work(lambda: phases.now, lambda: _moved(runner.executor, mesh)) as work:
+        run(0)
     if runner.executor.gathers:  # the second run follows the first one's trace, and gathers the next unit ahead
-        live, peak = map(Peak.or_higher, (live, peak), live_bytes(0))
+        run(0)
     if (
         plan.step.microbatches > 1
     ):  # the others find sums of earlier ones, and the last one ends with the step's exchanges
-        peak = peak.or_higher(live_bytes(*sorted({0, 1, plan.step.microbatches - 1}))[1])
-    noted = {**_noted(work, live, peak), "summands": landing.spare}
-    return (Trace(runner.executor.touches, activations, live.bytes, peak.bytes, **noted, **kept),)
+        run(*sorted({0, 1, plan.step.microbatches - 1}))
+    return Walk(alone, summed, work.done, runner.executor.touches, phases.blocks, landing.spare)
+
+
+def _moved(executor: Executor, mesh: Mesh) -> dict[Any, int]:
+    """Bytes that the loss has sent, and those of blocks' inputs moved to host memory and back, and held there."""
+    host, sent = executor.host, {Sent(axis): count for axis, count in mesh.traffic.activations.items()}
+    return sent if host is None else {**sent, "down": host.down, "up": host.up, "host": host.held}
 
 
 def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key) -> tuple[Trace, ...]:
@@ -119,7 +132,10 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
             else:
                 run.executor.differentiate(run.outputs, seeds, run.inputs, grads, Turn(0, last=False))
         run.executor.close()
-    peaks = [(watch.peak(without=grads.held), watch.peak()) for watch, grads in zip(alive, gradients)]
+    peaks = [
+        (peak_of(watch.stretches(without=grads.held)), peak_of(watch.stretches()))
+        for watch, grads in zip(alive, gradients)
+    ]
     return tuple(
         Trace(
             run.executor.touches, counts, live.bytes + carry_bytes, peak.bytes + carry_bytes, kept,
@@ -132,8 +148,7 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
 
 def _noted(work: Work, live: Peak, peak: Peak) -> dict[str, Any]:
     """The operations that were counted, and the phases of the peaks."""
-    counted = {"flops": tuple(work.flops), "launches": tuple(work.launches)}
-    return {**counted, "live_in": live.phase, "peak_in": peak.phase}
+    return {"flops": work.flops, "launches": work.launches, "live_in": live.phase, "peak_in": peak.phase}
 
 
 def _kept(executor: Executor, phases: Phases) -> dict[str, Any]:

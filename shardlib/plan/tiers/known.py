@@ -3,35 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
 
 
-@dataclass(frozen=True)
 class Traced:
     """Traces plans, each kind once: optimizers, their states' files and how these are updated show in no trace.
 
-    Attributes:
+    Plans of deep functions are traced in short forms, as soon as that of the first one has given the trace of the whole.
+
+    Args:
         trace: returns a plan with its traces.
+        shortly: returns the traces of a plan from a short form; None where none shows them.
     """
 
-    trace: Callable[[Plan], Plan]
-    _known: list[tuple[Plan, tuple[Trace, ...]]] = field(default_factory=list)
+    def __init__(self, trace: Callable[[Plan], Plan], shortly: Callable[[Plan], tuple[Trace, ...] | None]) -> None:
+        self._trace, self._shortly = trace, shortly
+        self._known: list[tuple[Plan, tuple[Trace, ...], bool]] = []  # and whether they are of the whole function
+        self._trusts: bool | None = None  # whether short forms show what the whole would; None before the first
 
     def __call__(self, plan: Plan) -> Plan:
-        seen = _seen(plan)
-        traces = next((traces for known, traces in self._known if known == seen), None)
-        if traces is not None:
-            return replace(plan, traces=traces)
-        found = self.trace(plan)
-        if found.traces is not None:
-            self._known.append((seen, found.traces))
-        return found
+        """The plan with its traces."""
+        seen = seen_in_traces(plan)
+        traces = next((traces for known, traces, _ in self._known if known == seen), None)
+        if traces is None:
+            traces, whole = self._traces(plan)
+            if traces is None:
+                return self._trace(plan)
+            self._known.append((seen, traces, whole))
+        return replace(plan, traces=traces)
+
+    def _traces(self, plan: Plan) -> tuple[tuple[Trace, ...] | None, bool]:
+        """The traces of a plan, if it can be traced, and whether they are of the whole function."""
+        short = self._shortly(plan) if self._trusts is not False else None
+        if short is not None and self._trusts:
+            return short, False
+        found = self._trace(plan).traces
+        if self._trusts is None and short is not None:
+            self._trusts = found == short
+        return found, True
+
+    def holds(self, plan: Plan) -> bool:
+        """Whether a plan's traces are those of the whole function. If they are not, no short form is trusted from now on."""
+        seen = seen_in_traces(plan)
+        if any(whole and known == seen for known, _, whole in self._known):
+            return True
+        found = self._trace(plan).traces
+        self._known = [each for each in self._known if each[0] != seen]
+        if found is not None:
+            self._known.append((seen, found, True))
+        if found == plan.traces:
+            return True
+        self._trusts = False
+        self._known = [each for each in self._known if each[2]]
+        return False
 
 
-def _seen(plan: Plan) -> Plan:
+def seen_in_traces(plan: Plan) -> Plan:
     """What of a plan a micro-batch sees."""
     step, how = plan.step, plan.step.remat
     if how is not None and how.blocks == 0 and not how.save:

@@ -37,6 +37,7 @@ class Planner:
         difference: what a user changes to come from one chain to another.
         rough: plans without a trace, and so counts too little.
         exact: plans with one.
+        holds: returns whether what such a plan was found to hold is what it does hold; else it is planned anew.
     """
 
     limits: Limits
@@ -44,6 +45,7 @@ class Planner:
     difference: Callable[[Transform, Transform, Plan], str]
     rough: Callable[[Transform], Plan]
     exact: Callable[[Transform], Plan]
+    holds: Callable[[Plan], bool]
 
     def refusal(self, transform: Transform, plan: Plan) -> IllegalComposition:
         """The error that names every memory which ``plan`` does not fit, and the cheapest change that fits."""
@@ -53,21 +55,29 @@ class Planner:
         return IllegalComposition("\n".join(["this plan does not fit:", misfits, *notes, self._advice(start)]))
 
     def _advice(self, start: Candidate) -> str:
+        best, alone = self._best(start)
+        if not self.holds(best.plan):
+            best, alone = self._best(start)
+        if not best.edits:
+            return "There is no change that holds less"
+        if alone and not best.excess:
+            return f"The cheapest change that fits: {self._shown(best, start)}"
+        none = "nor do several together that were tried; the least is held with"
+        how = none if best.excess else "but together these do:"
+        return f"No change fits alone, {how} {self._shown(best, start)}"
+
+    def _best(self, start: Candidate) -> tuple[Candidate, bool]:
+        """The cheapest change that fits, or what holds least; and whether changes alone were enough."""
         planned, skipped = self._alone(start)
         if fitting := [candidate for candidate in planned if not candidate.excess]:
-            best = min(fitting, key=lambda candidate: candidate.seconds)
-            return f"The cheapest change that fits: {self._shown(best, start)}"
+            return min(fitting, key=lambda candidate: candidate.seconds), True
         best = self._least([start, *planned], skipped)
         while best.edits and best.excess and best.edits < _TOGETHER:
             after = self._least([best], self._edits(best))
             if after is best:
                 break
             best = after
-        if not best.edits:
-            return "There is no change that holds less"
-        none = "nor do several together that were tried; the least is held with"
-        how = none if best.excess else "but together these do:"
-        return f"No change fits alone, {how} {self._shown(best, start)}"
+        return best, False
 
     def _alone(self, start: Candidate) -> tuple[list[Candidate], list[_Edit]]:
         """The changes that may fit, planned up to those that take longer than one that fits; and those that hold too much

@@ -1,0 +1,167 @@
+"""What one micro-batch was seen to do, and from it the trace of a function that has more blocks like some of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shardlib.execute.live import Stretch
+from shardlib.execute.phases import Phase
+from shardlib.plan.records import Trace
+
+Repeats = Mapping[int, int]  # number of a block, from 1 -> how many more like it follow
+_ONCE: Repeats = {}
+_ALONE: Mapping[str, Sequence[str]] = {}
+
+
+class Peak(NamedTuple):
+    """The most bytes that were alive at once, and the phase in which they were. Of several phases, the first."""
+
+    bytes: int
+    phase: str
+
+    def or_higher(self, other: Peak) -> Peak:
+        """The higher of two peaks; of equal ones, this one."""
+        return other if other.bytes > self.bytes else self
+
+
+def peak_of(stretches: Iterable[Stretch]) -> Peak:
+    """The peak of what happened, stretch by stretch."""
+    live, peak = 0, Peak(0, "")
+    for phase, rise, net in stretches:
+        if live + rise > peak.bytes:
+            peak = Peak(live + rise, str(phase))
+        live += net
+    return peak
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What one micro-batch of a function was seen to do on one stage.
+
+    Attributes:
+        alone: for each run of a micro-batch alone, what happened to memory, gradients of parameters left out.
+        summed: for each run, what happened to all memory: also of runs of several of a step's micro-batches.
+        done: phase -> what was done in it, by name: see `shardlib.execute.phases.Work`.
+        touches: units in the order they are gathered.
+        blocks: how many blocks ran.
+        summands: as in a trace.
+    """
+
+    alone: Sequence[Sequence[Stretch]]
+    summed: Sequence[Sequence[Stretch]]
+    done: Mapping[Phase, Mapping[Any, int]]
+    touches: tuple[str, ...]
+    blocks: int
+    summands: int
+
+    def trace(self, repeats: Repeats = _ONCE, stands: Mapping[str, Sequence[str]] = _ALONE) -> Trace:
+        """The trace; or that of the same function with more blocks.
+
+        Args:
+            repeats: of blocks that are `steady`.
+            stands: path of the parameters of each block -> the paths that those of the blocks which it stands for have.
+        """
+
+        def highest(runs: Sequence[Sequence[Stretch]]) -> Peak:
+            peak = Peak(0, "")
+            for run in runs:
+                peak = peak.or_higher(peak_of(self._with_more(run, repeats)))
+            return peak
+
+        totals: dict[Any, list[int]] = {}  # in forward, and in backward
+        for phase, done in self.done.items():
+            times = 1 + repeats.get(self._block(phase), 0)
+            for name, count in done.items():
+                totals.setdefault(name, [0, 0])[phase.backward] += times * count
+        live, peak = highest(self.alone), highest(self.summed)
+        return Trace(
+            tuple(_touched(self.touches, stands)),
+            {name.axis: sum(both) for name, both in totals.items() if isinstance(name, Sent)},
+            live.bytes,
+            peak.bytes,
+            flops=_pair(totals.get("flops")),
+            launches=_pair(totals.get("launches")),
+            live_in=live.phase,
+            peak_in=peak.phase,
+            blocks=self.blocks + sum(repeats.values()),
+            summands=self.summands,
+            **{name: sum(totals.get(name, ())) for name in ("down", "up", "host")},
+        )
+
+    def steady(self, block: int) -> bool:
+        """Whether a block and the next one did the same, one right after the other, so that more may come between."""
+        here = [(phase, done) for phase, done in self.done.items() if self._block(phase) == block]
+        after = {phase: done for phase, done in self.done.items() if self._block(phase) == block + 1}
+        if len(here) != len(after) or any(after.get(_later(phase, 1)) != done for phase, done in here):
+            return False
+        for run in (*self.alone, *self.summed):
+            visits = [(number, parts) for number, parts in self._visits(run) if number]
+            places = [at for at, (number, _) in enumerate(visits) if number == block]
+            if not places:
+                return False
+            for at in places:
+                neighbour = at - 1 if visits[at][1][0].phase.backward else at + 1
+                number, parts = visits[neighbour] if 0 <= neighbour < len(visits) else (0, [])
+                if number != block + 1 or parts != [_moved(part, 1) for part in visits[at][1]]:
+                    return False
+        return True
+
+    def _block(self, phase: Phase) -> int:
+        """The number of the block that a phase belongs to; 0 for what comes before all blocks or after them."""
+        between = phase.place == "of what follows" and not phase.backward and phase.block < self.blocks
+        return phase.block if phase.place == "of" or between else 0
+
+    def _visits(self, run: Iterable[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
+        """The stretches of each block, forward or backward, with its number; and what comes between."""
+        for (_, block), parts in itertools.groupby(
+            run, key=lambda part: (part.phase.backward, self._block(part.phase))
+        ):
+            yield block, list(parts)
+
+    def _with_more(self, run: Iterable[Stretch], repeats: Repeats) -> Iterator[Stretch]:
+        """A run with the blocks that others are like, once for each of these."""
+        for block, parts in self._visits(run):
+            place = block or parts[0].phase.block
+            past = sum(count for other, count in repeats.items() if other < place)
+            numbers = range(past, past + repeats.get(block, 0) + 1)
+            for number in reversed(numbers) if parts[0].phase.backward else numbers:
+                yield from (_moved(part, number) for part in parts)
+
+
+class Sent(NamedTuple):
+    """The name of payload bytes that the loss function sends along an axis."""
+
+    axis: str
+
+
+def _pair(both: Sequence[int] | None) -> tuple[int, int]:
+    forward, backward = both or (0, 0)
+    return forward, backward
+
+
+def _later(phase: Phase, count: int) -> Phase:
+    """A phase of a block that comes ``count`` later."""
+    return phase._replace(block=phase.block + count) if phase.block else phase
+
+
+def _moved(part: Stretch, count: int) -> Stretch:
+    return part._replace(phase=_later(part.phase, count))
+
+
+def _touched(touches: Sequence[str], stands: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """The touches of units with those of more blocks, each as those of the block that stands for it."""
+    depth = next((path.count("/") + 1 for path in stands), 0)
+
+    def home(unit: str) -> str:
+        return "/".join(unit.split("/")[:depth])
+
+    before = set()
+    for path, group in itertools.groupby(touches, key=home):
+        units, paths = list(group), stands.get(path, [path])
+        # Forward comes first, in the order of blocks, and backward in the reverse of it.
+        for each in reversed(paths) if path in before else paths:
+            yield from (each + unit.removeprefix(path) for unit in units)
+        before.add(path)

@@ -1,0 +1,138 @@
+"""Traces of deep functions from short forms of their plans, against traces of the whole functions."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib.execute.stages.fake import Shortly, Tracing
+from shardlib.models import gpt
+from shardlib.optim.base import GradientTransformation
+from shardlib.plan.build import build_plan
+from shardlib.plan.tiers.depth import short_form
+from shardlib.plan.tiers.known import Traced
+
+CONFIG = gpt.GPTConfig(vocab=256, layers=20, width=32, heads=2, sequence=16)
+TOKENS = torch.zeros(4, 16, dtype=torch.int64)
+TX: GradientTransformation = sl.optim.adamw(1e-3)
+DISK = {"params": "disk", "folder": "anywhere"}
+SLICED, SEQUENCE = sl.tensor_slicing(gpt.slicing_rules(CONFIG)), sl.sequence("model")
+
+CHAINS = {
+    "whole": (sl.zero(0),),
+    "again": (sl.zero(1), sl.remat(blocks=18), sl.precision("bf16")),
+    "to host": (sl.zero(2), sl.remat(blocks=10, store="host"), sl.accumulate(4)),
+    "split": (sl.zero(3), sl.remat(), sl.accumulate(2)),
+    "states down": (sl.zero(1), sl.offload()),
+    "a share down": (sl.zero(2), sl.offload(fraction=0.5), sl.remat(store="host")),
+    "parameters down": (sl.zero(3), sl.offload(params="host"), sl.accumulate(2)),
+    "on disk": (sl.zero(0), sl.offload("disk", **DISK), sl.remat()),
+    "slices": (SLICED, sl.zero(1), sl.remat(blocks=10, store="sharded")),
+    "sequence": (SEQUENCE, sl.zero(3)),
+}
+AT_NIGHT = ("to host", "split", "parameters down", "on disk", "sequence")
+
+
+def plan_of(config, *transforms, tree=None):
+    tree = gpt.init(config, device="meta") if tree is None else tree
+    mesh = sl.abstract_mesh(data=2, model=2) if transforms[0] in (SLICED, SEQUENCE) else sl.abstract_mesh(data=4)
+    return build_plan(tree, mesh, sl.chain(*transforms), optimizer=TX)
+
+
+def tracing(loss_fn):
+    return Tracing(loss_fn, {"tokens": TOKENS, "targets": TOKENS}, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n in AT_NIGHT else n for n in CHAINS])
+def test_traces_are_those_of_the_whole(name):
+    whole, plan = tracing(gpt.make_loss(CONFIG)), plan_of(CONFIG, *CHAINS[name])
+    short = short_form(plan)
+    assert short is not None and len(short.plan.buckets) < len(plan.buckets)
+    assert sorted(path for paths in short.stands.values() for path in paths) == sorted(f"blocks/{n}" for n in range(20))
+    assert Shortly(whole)(plan) == whole.traced(plan).traces
+
+
+def test_one_short_form_serves_any_number_of_recomputed_blocks(monkeypatch):
+    whole, walked = tracing(gpt.make_loss(CONFIG)), []
+    walk = Tracing.walk
+    monkeypatch.setattr(Tracing, "walk", lambda self, plan: walked.append(plan) or walk(self, plan))
+    shortly = Shortly(whole)
+    plans = [plan_of(CONFIG, sl.zero(0), sl.remat(blocks=blocks)) for blocks in (8, 9, 11, 12)]
+    found = [shortly(plan) for plan in plans]
+    assert len(walked) == 1 and len({traces[0].peak for traces in found}) == 4
+    assert found[1] == whole.traced(plans[1]).traces
+
+
+def test_what_has_no_short_form():
+    few = replace(CONFIG, layers=8)
+    assert short_form(plan_of(few, sl.zero(1))) is None
+    staged = sl.pipeline(microbatches=4)
+    assert short_form(build_plan(gpt.to_blocks(gpt.init(CONFIG)), sl.abstract_mesh(pipe=2), staged)) is None
+    tied = gpt.init(CONFIG, device="meta")
+    tied["blocks"][12]["ln1"] = tied["blocks"][3]["ln1"]
+    assert short_form(plan_of(CONFIG, sl.zero(1), tree=tied)) is None
+    frozen = short_form(plan_of(CONFIG, sl.zero(0), sl.freeze("blocks/1[2-9]/*")))  # of two kinds, one has many
+    assert frozen is not None and len(frozen.stands) == 16
+    wide = gpt.init(CONFIG, device="meta")
+    wide["blocks"][10]["mlp"]["up"]["weight"] = torch.empty(256, 32, device="meta")
+    other = short_form(plan_of(CONFIG, sl.zero(1), tree=wide))
+    assert other is None or "blocks/10" in other.stands
+
+
+def uneven(every):
+    """A loss of which one in some blocks does more than the others, which its parameters do not show."""
+
+    @sl.block
+    def plain(w, x):
+        return torch.tanh(x @ w)
+
+    @sl.block
+    def more(w, x):
+        return torch.tanh(torch.sigmoid(torch.tanh(x @ w)) @ w.T)
+
+    def loss_fn(params, batch):
+        x = torch.nn.functional.one_hot(batch["tokens"], 256).float()
+        for number, layer in enumerate(params["layers"], 1):
+            x = (plain if number % every else more)(layer["w"], x)
+        return x.square().mean()
+
+    return {"layers": [{"w": torch.empty(256, 256, device="meta")} for _ in range(24)]}, loss_fn
+
+
+@pytest.mark.parametrize("every", [pytest.param(4, marks=pytest.mark.nightly), 10, 24])
+def test_blocks_that_differ_unseen_are_found_out(every):
+    """The first plan is traced as a whole too, and what is found in the end."""
+    params, loss_fn = uneven(every)
+    whole = tracing(loss_fn)
+    first, second = (plan_of(None, sl.zero(stage), tree=params) for stage in (0, 3))
+    known = Traced(whole.traced, Shortly(whole))
+    assert known(first).traces == whole.traced(first).traces
+    assert known(second).traces == whole.traced(second).traces
+    trusting = Traced(whole.traced, lambda plan: whole.traced(first).traces)
+    trusting(first)
+    wrong = trusting(second)
+    assert wrong.traces != whole.traced(second).traces and not trusting.holds(wrong)
+    assert trusting(second).traces == whole.traced(second).traces and trusting.holds(trusting(second))
+
+
+def test_a_refusal_traces_the_whole_twice(monkeypatch):
+    """The plan that was given, and the one that is advised."""
+    config, traced, walked = replace(CONFIG, layers=20), [], []
+    whole, short = Tracing.traced, Tracing.walk
+    monkeypatch.setattr(Tracing, "traced", lambda self, plan: traced.append(plan) or whole(self, plan))
+    monkeypatch.setattr(Tracing, "walk", lambda self, plan: walked.append(plan) or short(self, plan))
+    batch = {"tokens": TOKENS[:1], "targets": TOKENS[:1]}
+    args = {"loss_fn": gpt.make_loss(config), "optimizer": TX, "batch": batch}
+    plain = sl.make_plan(gpt.init(config, device="meta"), sl.abstract_mesh(data=2), sl.zero(1), **args)
+    needed = plain.bytes("param") + plain.bytes("optimizer") + plain.traces[0].peak
+    with pytest.raises(sl.errors.IllegalComposition, match="The cheapest change that fits"):
+        sl.make_plan(
+            gpt.init(config, device="meta"),
+            sl.abstract_mesh(data=2),
+            sl.zero(1),
+            **args,
+            device_memory=int(needed * 0.95),
+        )
+    assert len(traced) == 1 + 2
+    assert walked and all(len(plan.buckets) < 20 for plan in walked)
