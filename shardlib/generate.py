@@ -84,7 +84,8 @@ def generate(
         device = next(
             (leaf.device for leaf in leaves_of(current) if isinstance(leaf, torch.Tensor)), torch.device("cpu")
         )
-        new = decode(decoder, lambda step: step(current), texts, range(len(texts)), max_new, sampling, ends, device)
+        ready = decoder.prepared(current)
+        new = decode(decoder, lambda step: step(ready), texts, range(len(texts)), max_new, sampling, ends, device)
     else:
         new = _on_mesh(decoder, current, texts, max_new, sampling, ends)
     if bad := [f"prompt {number}" for number, tokens in enumerate(new) if None in tokens]:
@@ -113,7 +114,7 @@ def _on_mesh(
     numbers = range(len(prompts) * index // count, len(prompts) * (index + 1) // count)
     together = taken_together(plan)
     # The runner is called for each token: the order in which parameters are used, traced in the first step, holds for all.
-    runner, reads = runner_of(lambda tree, step: step(tree), plan, mesh, trained=False), Reads(params)
+    runner, reads = runner_of(lambda tree, step: step(decoder.prepared(tree)), plan, mesh, trained=False), Reads(params)
 
     def run(step: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         return runner.evaluate(params, step)

@@ -10,9 +10,10 @@ from shardlib.kernels.common import native
 from shardlib.kernels.common.thresholds import Threshold, threads
 from shardlib.kernels.thin_matmul import reference
 from shardlib.kernels.thin_matmul.arguments import Matrix
+from shardlib.kernels.thin_matmul.line import line, lines
 
-_SIGNATURES = {"thin_matmul": "pllplpipllpipi"}
-_MOST = Threshold(32)  # rows that meet a weight at a time
+_SIGNATURES = {"thin_matmul": "pilppi"}
+FEW = Threshold(32)  # rows that meet a weight at a time
 
 
 def load(device: torch.device) -> str:
@@ -22,45 +23,17 @@ def load(device: torch.device) -> str:
 def product(x: torch.Tensor, weight: torch.Tensor | Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     outputs, inputs = weight.shape
     rows = x.reshape(-1, inputs)
-    few = len(rows) <= _MOST()
+    few = len(rows) <= FEW()
     served = x.dtype != torch.float16
     if isinstance(weight, torch.Tensor):
         served = served and few and weight.is_contiguous()
     if not served:
         return reference.product(x, weight, bias)
-    y = x.new_empty(len(rows), outputs)
-    for part, out in [(rows, y)] if few else zip(rows.split(_MOST()), y.split(_MOST())):
-        run(part, None, weight, bias, out)
+    rows, y = rows.contiguous(), x.new_empty(len(rows), outputs)
+    matrix = lines(line(weight, None if bias is None else bias.contiguous()))
+    for part, out in [(rows, y)] if few else zip(rows.split(FEW()), y.split(FEW())):
+        _library().thin_matmul(part, native.DTYPES[x.dtype], len(part), matrix, out, threads())
     return y.view(*x.shape[:-1], outputs)
-
-
-def run(
-    x: torch.Tensor,
-    ends: torch.Tensor | None,
-    weight: torch.Tensor | Matrix,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-) -> None:
-    """Fills ``y`` ``[R, outputs]``: group g's rows of ``x`` ``[R, inputs]``, before ``ends[g]``, times its weight.
-
-    Args:
-        ends: int64 ``[groups]``; None for one group.
-        weight: ``[groups, outputs, inputs]``, contiguous.
-        bias: ``[groups, outputs]``, or without the first dimension.
-    """
-    if isinstance(weight, Matrix):
-        values, bits, scales, block = weight.values, weight.form.bits, weight.scales, weight.form.block
-    else:
-        values, bits, scales, block = weight, 8 * weight.element_size(), None, 0
-    x = x.contiguous() if bits == 32 or (bits == 16 and _has_tiles()) else x.float().contiguous()
-    rows = (*x.shape, ends, 1 if ends is None else len(ends))
-    _library().thin_matmul(
-        x, *rows, values, bits, scales, block, y.shape[1], native.floats(bias), native.DTYPES[y.dtype], y, threads()
-    )
-
-
-def _has_tiles() -> bool:
-    return native.instruction_set("thin_matmul") == "amx"
 
 
 def _library() -> Any:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import has_torch_function
 
+from shardlib.kernels.decoder_mlp import MLP, Choice, decoder_mlp
+from shardlib.kernels.thin_matmul import Linear
 from shardlib.models.decoding.llama import Llama
-from shardlib.models.decoding.products import linear
 from shardlib.models.decoding.windows import Windows
 from shardlib.nn.moe.config import Product
+from shardlib.nn.moe.dealt import Dealt
 from shardlib.nn.moe.experts import run_experts
 from shardlib.nn.moe.routing import Routing
 
@@ -28,14 +32,23 @@ class Mixtral(Llama):
         self._choices = model.config.num_experts_per_tok
         self._renormalises = getattr(model.config, "norm_topk_prob", True)  # Mixtral always does
 
-    def _mlp(self, params: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, norm: torch.Tensor, params: Mapping[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
         if "experts" not in params:
-            return super()._mlp(params, x)
-        weights, experts = linear(params["gate"], x).float().softmax(-1).topk(self._choices, -1)
-        if self._renormalises:
-            weights = weights / weights.sum(-1, keepdim=True)
-        routing = Routing.of(experts, weights, len(params["gate"]["weight"]))
-        return run_experts(params["experts"], x, routing, _expert).to(x.dtype)
+            return super()._mlp(norm, params)
+        choice = Choice(params["gate"]["weight"], self._choices, self._renormalises)
+        matrices = [params["experts"][name] for name in ("gate_up_proj", "down_proj")]
+        if any(isinstance(leaf, Dealt) for leaf in matrices) or has_torch_function(matrices):
+            return partial(self._elsewhere, norm, choice, params["experts"])
+        gate_up, down = map(Linear, matrices)
+        return partial(decoder_mlp, layer=MLP(norm, self._eps, gate_up, None, down, choice))
+
+    def _elsewhere(
+        self, norm: torch.Tensor, choice: Choice, experts: Mapping[str, Any], x: torch.Tensor
+    ) -> torch.Tensor:
+        """The second half of a layer whose experts are on several ranks."""
+        normed = F.rms_norm(x, x.shape[-1:], norm, self._eps)
+        routing = Routing.of(*choice.of(normed), len(choice.router))
+        return x + run_experts(experts, normed, routing, _expert).to(x.dtype)
 
 
 def _expert(params: Mapping[str, Any], rows: torch.Tensor, product: Product) -> torch.Tensor:
