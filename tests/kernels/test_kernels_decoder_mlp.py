@@ -41,7 +41,9 @@ def swiglu(x, gate, up, down):
 
 def plain(x, layer):
     """One token at a time, in float64, and the least distance between logits of experts that were and were not chosen."""
-    wide = [Linear(*[None if part is None else part.double() for part in linear]) for linear in (layer.gate, layer.down)]
+    wide = [
+        Linear(*[None if part is None else part.double() for part in linear]) for linear in (layer.gate, layer.down)
+    ]
     up = layer.up and Linear(*[None if part is None else part.double() for part in layer.up])
     rows, gap = [], float("inf")
     for token in x.double():
@@ -165,12 +167,12 @@ def test_wrong_arguments():
         lambda: MLP(norm.double(), eps, gate, up, down),
         lambda: MLP(norm, eps, Linear(gate.weight, down.bias), up, down),
         lambda: MLP(norm, eps, experts.gate, up, experts.down, experts.choice),
-        lambda: MLP(norm, eps, experts.gate, None, experts.down, experts.choice._replace(count=4)),
+        lambda: MLP(norm, eps, experts.gate, None, experts.down, experts.choice._replace(taken=4)),
     ):
         with pytest.raises(ValueError, match=r"MLP of \(4,\) of torch.float.*: they must be a norm \[width\]"):
             wrong()
     for x in (torch.zeros(2, 5), torch.zeros(4), torch.zeros(2, 4).double()):
         with pytest.raises(ValueError, match=r"x must be \[tokens, width\]"):
             decoder_mlp(x, layer)
-    with pytest.raises(ValueError, match="no gradients: call it under torch.no_grad"):
+    with pytest.raises(ValueError, match="no gradients: call it under"):
         decoder_mlp(torch.zeros(2, 4, requires_grad=True), layer)

@@ -53,8 +53,10 @@ class Heads:
             "divisor of heads and an even size; all of one dtype"
         )
 
-    def of(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of tokens, ``[T, heads, size]`` and twice ``[T, kv_heads, size]``; see `decoder_attention`."""
+    def of(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of tokens, ``[T, heads, size]`` and twice ``[T, kv_heads, size]``; arguments as there."""
         normed = F.rms_norm(x, x.shape[-1:], self.norm, self.eps)
         q, k, v = (linear(normed).unflatten(-1, (-1, self.size)) for linear in (self.q, self.k, self.v))
         if self.q_norm is not None:

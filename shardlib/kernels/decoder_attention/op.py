@@ -11,7 +11,7 @@ With n = w·x/√(mean(x²) + ε):
 x and y are ``[T, width]`` in fp32 or bf16 (fp16 and float64 by plain torch), weights, angles and cache of that dtype, or
 weights quantised. Results are rounded to it after each product, norm, rotation and attention. Bytes moved: those of the
 weights, once for up to 32 tokens, and of the keys and values that are seen. More tokens are products of torch's. Nothing has
-gradients. It is one call for the reason that `shardlib.kernels.decoder_mlp` is. A token's results do not depend on the others.
+gradients. It is one call for the reason that `shardlib.kernels.decoder_mlp` is. A token's results do not depend on others.
 
 ``using`` names one implementation ("cpu", "reference"), for tests.
 """
@@ -72,15 +72,16 @@ def decoder_attention(
         and (layer.lines is None or heads * size == layer.k.weight.shape[0])
         and keys.is_contiguous()
         and values.is_contiguous()
-        and 0 <= least
+        and least >= 0
         and row < rows
         and start < room
     ):
         shapes = {"x": x, "cos": cos, "sin": sin, "keys": keys, "values": values, "norm": norm}
         raise ValueError(
-            f"{', '.join(f'{name} {tuple(t.shape)} of {t.dtype}' for name, t in shapes.items())}, in rows {seats.rows.tolist()} "
-            f"that hold {seats.starts.tolist()} tokens: they must be [tokens, width], twice [tokens, {size // 2}], twice [rows, "
-            f"kv_heads, room, {size}] and contiguous, and [width], of one dtype and device, and each row must have room"
+            f"{', '.join(f'{name} {tuple(t.shape)} of {t.dtype}' for name, t in shapes.items())}, in rows "
+            f"{seats.rows.tolist()} that hold {seats.starts.tolist()} tokens: they must be [tokens, width], twice [tokens, "
+            f"{size // 2}], twice [rows, kv_heads, room, {size}] and contiguous, and [width], of one dtype and device, and "
+            "each row must have room"
         )
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError("decoder_attention has no gradients: call it under torch.no_grad()")

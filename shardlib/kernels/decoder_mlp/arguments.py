@@ -19,17 +19,17 @@ class Choice(NamedTuple):
 
     Attributes:
         router: ``[experts, width]``.
-        count: of experts that a token takes.
+        taken: the number of experts that a token takes.
         renormalises: whether the weights of a token's experts are divided by their sum.
     """
 
     router: torch.Tensor
-    count: int
+    taken: int
     renormalises: bool
 
     def of(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts of tokens ``[T, width]``, the best first, and their weights, ``[T, count]`` each."""
-        weights, experts = Linear(self.router)(x).float().softmax(-1).topk(self.count, -1)
+        """The experts of tokens ``[T, width]``, the best first, and their weights, ``[T, taken]`` each."""
+        weights, experts = Linear(self.router)(x).float().softmax(-1).topk(self.taken, -1)
         return experts, weights / weights.sum(-1, keepdim=True) if self.renormalises else weights
 
 
@@ -61,8 +61,8 @@ class MLP:
         shapes = ", ".join(f"{tuple(part.shape)} of {part.dtype}" for part in self._parts if part is not None)
         raise ValueError(
             f"MLP of {shapes}: they must be a norm [width], gate and up [inner, width], and down [width, inner], or with "
-            "experts [experts, 2 · inner, width] and [experts, width, inner], and a router [experts, width], with at least as "
-            "many experts as a token takes; biases [outputs], none with experts; all of one dtype"
+            "experts [experts, 2 · inner, width] and [experts, width, inner], and a router [experts, width], with at least "
+            "as many experts as a token takes; biases [outputs], none with experts; all of one dtype"
         )
 
     @cached_property
@@ -91,7 +91,12 @@ class MLP:
                 wanted += [(part.weight, shape), (part.bias, shape[:1])]
         else:
             experts = len(self.choice.router)
-            if self.up or self.gate.bias is not None or self.down.bias is not None or not 1 <= self.choice.count <= experts:
+            if (
+                self.up
+                or self.gate.bias is not None
+                or self.down.bias is not None
+                or not 1 <= self.choice.taken <= experts
+            ):
                 return False
             wanted = [
                 (self.choice.router, (experts, width)),

@@ -24,8 +24,8 @@ def apply(x: torch.Tensor, layer: MLP) -> torch.Tensor:
     if lines is None or len(x) > FEW():
         return reference.apply(x, layer)
     x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    _, count, renormalises = layer.choice or (None, 0, False)
-    how = (lines, layer.norm, layer.eps, count, int(renormalises))
+    _, taken, renormalises = layer.choice or (None, 0, False)
+    how = (lines, layer.norm, layer.eps, taken, int(renormalises))
     _library().decoder_mlp(x, native.DTYPES[x.dtype], len(x), *how, y, threads())
     return y
 

@@ -77,9 +77,7 @@ class Attending:
     def __init__(self, cache: Cache, new: New) -> None:
         self._cache, self._new = cache, new
 
-    def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
         return self._cache.attend(self._new, layer, q, k, v, **how)
 
     def seated(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, Seats] | None:

@@ -84,20 +84,25 @@ class Llama(Decoder):
 
     def _layer(self, index: int, params: Mapping[str, Any]) -> tuple[Heads, Callable[[torch.Tensor], torch.Tensor]]:
         attention = params["self_attn"]
+        q, k, v, o = (linear(attention[f"{name}_proj"]) for name in "qkvo")
         heads = Heads(
             params["input_layernorm"]["weight"],
             self._eps,
-            *[linear(attention[f"{name}_proj"]) for name in "qkvo"],
-            size=self._size,
-            q_norm=attention.get("q_norm", {}).get("weight"),
-            k_norm=attention.get("k_norm", {}).get("weight"),
-            window=self._windows[index],
+            q,
+            k,
+            v,
+            o,
+            self._size,
+            attention["q_norm"]["weight"] if "q_norm" in attention else None,
+            attention["k_norm"]["weight"] if "k_norm" in attention else None,
+            self._windows[index],
         )
         return heads, self._mlp(params["post_attention_layernorm"]["weight"], params["mlp"])
 
     def _mlp(self, norm: torch.Tensor, params: Mapping[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
         """The second half of a layer."""
-        return partial(decoder_mlp, layer=MLP(norm, self._eps, *[linear(params[f"{n}_proj"]) for n in ("gate", "up", "down")]))
+        gate, up, down = (linear(params[f"{name}_proj"]) for name in ("gate", "up", "down"))
+        return partial(decoder_mlp, layer=MLP(norm, self._eps, gate, up, down))
 
 
 def linear(params: Mapping[str, Any]) -> Linear:
