@@ -11,6 +11,7 @@ import torch
 from torch.overrides import has_torch_function
 
 from shardlib.collectives.tokens import Coming, TokenExchange
+from shardlib.common._compat import outside_of_graphs
 from shardlib.kernels.permute import permute, unpermute
 from shardlib.mesh.mesh import current_mesh
 from shardlib.nn.moe.compute import Groups, Rows
@@ -101,12 +102,12 @@ class _Travel:
     def __init__(self, exchange: TokenExchange) -> None:
         self._exchange, self.padded = exchange, exchange.padded
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[_Awaited, Any]:
         coming, way = self._exchange.send(mesh, rows, counts, **how)
         return _Awaited(coming), way
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def back(self, mesh: Any, rows: torch.Tensor, way: Any) -> _Awaited:
         return _Awaited(self._exchange.back(mesh, rows, way))
 
@@ -117,7 +118,7 @@ class _Awaited:
     def __init__(self, coming: Coming) -> None:
         self._coming = coming
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def wait(self) -> torch.Tensor:
         return self._coming.wait()
 
