@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.collectives.codecs.integers import Packing
+from shardlib.collectives.codecs.named import packing_of
 from shardlib.collectives.tokens import Direct, TokenExchange, TwoHops
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
+from shardlib.plan.arguments import GLOB, axes_of, flag, refused, texts
 from shardlib.plan.claims import Claim, LeafInfo, Step, Use
-from shardlib.plan.code import Call, Coded, axes_of, code_of, one_or_list
-from shardlib.tree import globs_of
+from shardlib.plan.code import Call, Coded, code_of, one_or_list
+from shardlib.plan.conditions import require_no_float64
+from shardlib.plan.resolved import Resolved
 
 RULES = ("experts/*", "*/experts/*")
 _NUMBERED = re.compile(r"(?:.*/)?experts/\d+(?=/|$)")  # one of a list under a key "experts"
@@ -46,6 +49,12 @@ class Experts(Coded):
         if (exchange := self._exchange(sizes)) is not None:
             yield Step(tokens=exchange)
 
+    def check(self, resolved: Resolved) -> None:
+        dealt = [leaf for leaf in resolved.leaves if leaf.matches(self.rules)]
+        for name, codec in {"codec": self.codec, "back_codec": self.back_codec}.items():
+            if (packing := packing_of(codec)) is not None:
+                require_no_float64(resolved, packing, f"leave {name}= out", dealt)
+
     def _exchange(self, sizes: Mapping[str, int]) -> TokenExchange | None:
         """How tokens travel along the axes on which there are several ranks."""
         axes = [axis for axis in self.axes if sizes.get(axis, 1) > 1]
@@ -54,8 +63,10 @@ class Experts(Coded):
     def exchange_over(self, axes: Sequence[str]) -> TokenExchange:
         """The exchange of tokens along these axes. A kind of a user's own is given the options that are not the default."""
         options: dict[str, Any] = {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded}
-        kind = self.kind or (Direct, TwoHops)[len(axes) - 1]
-        return kind(*axes, **{name: value for name, value in options.items() if value})
+        kind = (Direct, TwoHops)[len(axes) - 1] if self.kind is None else self.kind
+        return kind(
+            *axes, **{name: value for name, value in options.items() if value is not None and value is not False}
+        )
 
     def _check(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo], dealt: Sequence[LeafInfo]) -> None:
         """Refuse rules that match nothing, and numbers of experts that the axes do not divide."""
@@ -128,9 +139,9 @@ def experts(
             axis and ``TwoHops`` on two.
 
     Raises:
-        IllegalComposition: no axis, more than two, or one twice; a kind that makes no exchange over the axes; when a plan is
-            made, globs that match no parameter, lists of experts that are not stacked, and numbers of experts that do not
-            divide over the axis.
+        IllegalComposition: no axis, more than two, or one twice; rules that are no globs; a kind that makes no
+            exchange over the axes; when a plan is made, globs that match no parameter, lists of experts that are not stacked,
+            numbers of experts that do not divide over the axis, and experts in float64, which no codec holds.
         SpecError: an unknown codec.
 
     >>> params = {"router": {"weight": torch.ones(8, 16)}, "experts": {"up": torch.ones(8, 32, 16)}}
@@ -139,9 +150,10 @@ def experts(
     (P('expert'), P(('expert', 'data')))
     """
     axes = axes_of("experts", axis, most=2)
-    if not isinstance(padded, bool):
-        raise IllegalComposition(f"experts(padded={padded!r}): use True or False")
-    made = Experts(axes, globs_of(rules), codec, back_codec, padded, kind)
+    if not (kind is None or callable(kind)):
+        raise refused("experts", "kind", kind, "give a subclass of shardlib.collectives.tokens.TokenExchange, or None")
+    rules, padded = texts("experts", "rules", rules, GLOB), flag("experts", "padded", padded)
+    made = Experts(axes, rules, codec, back_codec, padded, kind)
     try:
         exchange = made.exchange_over(axes)  # refuses unknown codecs
     except TypeError as error:

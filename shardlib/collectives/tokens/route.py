@@ -20,6 +20,7 @@ from shardlib.collectives import primitives
 from shardlib.common._compat import require_async
 from shardlib.errors import SpecError
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Route:
         places: where rows are padded, the place of each row among those that leave, or their number for a row that stays.
             Else None: the first rows leave, and the others stay.
         ends: int64 ``[experts of a rank]``: among the rows that have arrived, the row after each expert's last one.
+        slots: the rows that every expert gets from every rank, where they are padded to one number; else None.
         anchor: a tensor that needs a gradient wherever backward must exchange gradients; or None.
     """
 
@@ -76,6 +78,7 @@ class Route:
     hops: tuple[Hop, ...]
     places: torch.Tensor | None
     ends: torch.Tensor
+    slots: int | None = None
     anchor: torch.Tensor | None = None
 
     @property
@@ -107,10 +110,11 @@ Tables = list[tuple[torch.Tensor, torch.Tensor]]  # of each hop, the sizes of th
 def exchanged(mesh: Mesh, axes: Sequence[str], counts: torch.Tensor) -> Tables:
     """The tables of a route on which every expert gets as many of a rank's rows as its ``counts`` ``[E]`` says."""
     table, tables = _table(mesh, axes, counts), []
+    what = "the counts of rows for experts (parameters that are gathered before them are the same on all ranks)"
     for axis, dims in zip(axes, _turns(len(axes)), strict=True):
         table = table.contiguous()
         arrived = torch.empty_like(table)
-        with mesh.traffic.by_the_loss():
+        with mesh.traffic.by_the_loss(), naming(what):
             primitives.all_to_all(mesh, axis, arrived, table).wait()
         tables.append((table, arrived))
         table = arrived.permute(dims)
@@ -130,7 +134,7 @@ def uneven(axes: Sequence[str], rows: int, tables: Tables, anchor: torch.Tensor 
         hops.append(Hop(axis, sent, received, _order(arrived, dims, sum(received))))
     if sum(hops[0].sent) > rows:
         raise SpecError(f"{sum(hops[0].sent)} rows are counted and {rows} given: count the rows that are kept")
-    return Route(rows, tuple(hops), None, _ends(arrived), anchor)
+    return Route(rows, tuple(hops), None, _ends(arrived), anchor=anchor)
 
 
 def even(
@@ -146,7 +150,7 @@ def even(
         split = (leaving // mesh.shape[axis],) * mesh.shape[axis]
         hops.append(Hop(axis, split, split, _order(table, dims, leaving)))
         arrived, table = table, table.permute(dims)
-    return Route(rows, tuple(hops), _places(rows, counts, slots), _ends(arrived), anchor)
+    return Route(rows, tuple(hops), _places(rows, counts, slots), _ends(arrived), slots, anchor)
 
 
 def _table(mesh: Mesh, axes: Sequence[str], counts: torch.Tensor) -> torch.Tensor:

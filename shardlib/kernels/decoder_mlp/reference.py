@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -27,8 +29,8 @@ def _experts(x: torch.Tensor, layer: MLP, choice: Choice) -> torch.Tensor:
     experts, weights = choice.of(x)
     counts, positions = by_expert(experts, len(choice.router))
     ends = counts.cumsum(0)
-    both, down = layer.gate.weight, layer.down.weight
-    assert isinstance(both, torch.Tensor) and isinstance(down, torch.Tensor)
+    both: Any = layer.gate.weight
+    down: Any = layer.down.weight
     gate, up = grouped_matmul(permute(x, positions), both, ends).chunk(2, -1)
     rows = grouped_matmul(F.silu(gate).mul_(up), down, ends)
     return unpermute(rows, positions, weights).to(x.dtype)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import has_torch_function
 
 from shardlib.kernels.decoder_mlp import MLP, Choice, decoder_mlp
-from shardlib.kernels.thin_matmul import Linear
+from shardlib.kernels.thin_matmul import Linear, QuantizedMatrix
 from shardlib.models.decoding.llama import Llama
 from shardlib.models.decoding.windows import Windows
 from shardlib.nn.moe.config import Product
@@ -27,6 +27,8 @@ class Mixtral(Llama):
         TreeError: settings that this does not compute.
     """
 
+    products: tuple[str, ...] = (*Llama.products, "model/layers/*/mlp/experts/*_proj")
+
     def __init__(self, model: Any, windows: Windows) -> None:
         super().__init__(model, windows)
         self._choices = model.config.num_experts_per_tok
@@ -36,19 +38,30 @@ class Mixtral(Llama):
         if "experts" not in params:
             return super()._mlp(norm, params)
         choice = Choice(params["gate"]["weight"], self._choices, self._renormalises)
-        matrices = [params["experts"][name] for name in ("gate_up_proj", "down_proj")]
-        if any(isinstance(leaf, Dealt) for leaf in matrices) or has_torch_function(matrices):
+        gate_up, down = (params["experts"][name] for name in ("gate_up_proj", "down_proj"))
+        if not (_whole(gate_up) and _whole(down)):
             return partial(self._elsewhere, norm, choice, params["experts"])
-        gate_up, down = map(Linear, matrices)
-        return partial(decoder_mlp, layer=MLP(norm, self._eps, gate_up, None, down, choice))
+        return partial(decoder_mlp, layer=MLP(norm, self._eps, Linear(gate_up), None, Linear(down), choice))
 
     def _elsewhere(
         self, norm: torch.Tensor, choice: Choice, experts: Mapping[str, Any], x: torch.Tensor
     ) -> torch.Tensor:
-        """The second half of a layer whose experts are on several ranks."""
+        """The second half of a layer whose experts are on several ranks, or in host memory."""
         normed = F.rms_norm(x, x.shape[-1:], norm, self._eps)
         routing = Routing.of(*choice.of(normed), len(choice.router))
         return x + run_experts(experts, normed, routing, _expert).to(x.dtype)
+
+    def layers_of_experts(self, params: Any) -> list[Mapping[str, Any]]:
+        return [layer["mlp"] for layer in params["model"]["layers"] if "experts" in layer["mlp"]]
+
+    def choices(self, layer: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
+        return Choice(layer["gate"]["weight"], self._choices, False).of(x)[0]
+
+
+def _whole(leaf: Any) -> bool:
+    """Whether a leaf has all experts, in this rank's memory."""
+    plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, Dealt) and not has_torch_function((leaf,))
+    return plain or isinstance(leaf, QuantizedMatrix)
 
 
 def _expert(params: Mapping[str, Any], rows: torch.Tensor, product: Product) -> torch.Tensor:

@@ -11,12 +11,14 @@ import torch
 from torch.overrides import has_torch_function
 
 from shardlib.collectives.tokens import Coming, TokenExchange
+from shardlib.common._compat import outside_of_graphs
 from shardlib.kernels.permute import permute, unpermute
 from shardlib.mesh.mesh import current_mesh
 from shardlib.nn.moe.compute import Groups, Rows
 from shardlib.nn.moe.config import Expert
 from shardlib.nn.moe.dealt import opened
 from shardlib.nn.moe.routing import NUMBER, Routing
+from shardlib.nn.moe.stored import Store
 from shardlib.tree import leaves_of
 
 # How tokens travel to experts that are dealt out over the mesh. The executor sets it for the duration of a run, and of a
@@ -59,6 +61,9 @@ class Visit:
     def __init__(self, params: Mapping[str, Any], x: torch.Tensor, routing: Routing) -> None:
         params, dealt = opened(params)
         self._params, self._routing, self._rows = params, routing, Rows.of(routing)
+        self._store = Store.of(params)
+        if self._store is not None:
+            self._store.expect(x)
         self._exchange = _exchange(params, dealt, len(routing.counts))
         rows = permute(x, self._rows.positions, self._rows.number)
         # By a leaf of the experts, which ranks train alike, backward reaches the exchange on a rank whose tokens need no
@@ -70,7 +75,10 @@ class Visit:
     def outputs(self, expert: Expert) -> torch.Tensor:
         """See `run_experts`."""
         rows = self._coming.wait()
-        results = expert(self._params, rows, Groups(self._way.ends, len(rows)).product)
+        if self._store is None:
+            results = expert(self._params, rows, Groups(self._way.ends, len(rows)).product)
+        else:
+            results = self._store.outputs(expert, self._params, rows, self._way.ends)
         back = self._exchange.back(current_mesh.get(), results, self._way)
         return unpermute(back.wait(), self._rows.positions, self._routing.weights)
 
@@ -94,12 +102,12 @@ class _Travel:
     def __init__(self, exchange: TokenExchange) -> None:
         self._exchange, self.padded = exchange, exchange.padded
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[_Awaited, Any]:
         coming, way = self._exchange.send(mesh, rows, counts, **how)
         return _Awaited(coming), way
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def back(self, mesh: Any, rows: torch.Tensor, way: Any) -> _Awaited:
         return _Awaited(self._exchange.back(mesh, rows, way))
 
@@ -110,7 +118,7 @@ class _Awaited:
     def __init__(self, coming: Coming) -> None:
         self._coming = coming
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def wait(self) -> torch.Tensor:
         return self._coming.wait()
 
@@ -142,7 +150,7 @@ def _exchange(params: Mapping[str, Any], dealt: bool | None, experts: int) -> An
     exchange, mesh = current_exchange.get(), current_mesh.get()
     ways = math.prod(mesh.shape[axis] for axis in exchange.axes) if dealt and exchange and mesh else 1
     leaves = leaves_of(params)
-    held = {len(leaf) if leaf.dim() else 1 for leaf in leaves}
+    held = {leaf.shape[0] if leaf.shape else 1 for leaf in leaves}
     if dealt is None:
         raise ValueError(
             f"of the leaves of a layer of {experts} experts sl.experts deals out some and not others: name all leaves of a "
