@@ -48,7 +48,7 @@ def _serves(rows: torch.Tensor) -> bool:
 
 
 def _run(x: torch.Tensor, ends: torch.Tensor | None, weight: tuple[int, ...], y: torch.Tensor) -> None:
-    """Fills ``y`` ``[R, outputs]``: group g's rows of ``x`` ``[R, inputs]``, before ``ends[g]``, times its weight of a line's.
+    """Fills ``y`` ``[R, outputs]``: group g's rows of ``x`` ``[R, inputs]``, before ``ends[g]``, times its weight.
 
     Args:
         ends: int64 ``[groups]``; None for one group.
