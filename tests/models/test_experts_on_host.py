@@ -96,6 +96,21 @@ def test_each_missing_expert_comes_once_and_the_least_recently_used_leaves(routi
     assert store.tally.misses == used(routings, slots)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_the_same_bits_as_with_all_experts_on_the_device(dtype, bits):
+    """Of a few rows of each expert, and of many."""
+    config = dataclasses.replace(CONFIG, sequence=200)
+    params = random_params(config, dtype)
+    params = quantized(config, params, bits) if bits else params
+    held, _ = experts_on_host(config, params, 2)
+    tokens = torch.arange(200).remainder(61)[None]
+    with torch.no_grad():
+        for count in (5, 200):
+            wanted, found = (gpt.hidden(config, tree, tokens[:, :count]) for tree in (params, held))
+            assert torch.equal(found, wanted)
+
+
 MESHES = {
     "data": ({"data": 2}, [sl.zero(1)]),
     "in host memory": ({"data": 2}, [sl.zero(0), sl.offload(params="host")]),
@@ -156,6 +171,14 @@ def test_parameters_that_are_gathered_or_sliced_are_refused():
         sl.simulate(sharded, sl.tensor_slicing(gpt.slicing_rules(CONFIG)), mesh={"data": 1, "model": 2})
     with pytest.raises(ValueError, match="slots=0"):
         experts_on_host(CONFIG, PARAMS, 0)
+    with pytest.raises(TreeError, match="in host memory already"):
+        experts_on_host(CONFIG, experts_on_host(CONFIG, PARAMS, 2)[0], 2)
+    with pytest.raises(TreeError, match="quantized takes parameters before experts_on_host"):
+        quantized(CONFIG, experts_on_host(CONFIG, PARAMS, 2)[0])
+    with pytest.raises(
+        TreeError, match=r"lies in host memory: bring it back with sl.to_device before it is used \(\['blocks'\]"
+    ):
+        experts_on_host(CONFIG, sl.to_host(sl.shard(PARAMS, sl.make_mesh(), stage=0)), 2)
     dense = dataclasses.replace(CONFIG, moe=None)
     with pytest.raises(TreeError, match="GPT names no layers of experts of this model"):
         experts_on_host(dense, gpt.init(dense), 2)
