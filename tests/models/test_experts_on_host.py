@@ -8,7 +8,7 @@ import torch
 from helpers.decoders import decoder
 from helpers.experts_on_host import CONFIG, EXPERTS, experts_of, random_params
 from helpers.profile import NIGHTLY
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from optree import tree_map
 
@@ -84,6 +84,7 @@ def used(routings, slots):
 
 @settings(max_examples=300 if NIGHTLY else 60)
 @given(routings=st.lists(st.sets(st.integers(0, 5), min_size=1), max_size=8), slots=st.integers(1, 6))
+@example(routings=[{0}, {1}, {0}, {2}, {0}], slots=2)
 def test_each_missing_expert_comes_once_and_the_least_recently_used_leaves(routings, slots):
     """Outputs are those of the experts, whose weights are their numbers."""
     leaf = torch.arange(6.0)[:, None, None]
