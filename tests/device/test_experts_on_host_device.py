@@ -127,6 +127,6 @@ def test_experts_that_are_fetched_ahead_come_while_others_compute(on_rig):
     assert without.used == tally.used == 3 * 4 * 2
     assert tally.right == tally.ahead == 3 * tally.misses > 0
     assert copies == ahead_copies == 2 * without.misses == 2 * (tally.misses + tally.ahead)
-    # Two tokens have two experts that are missing in each of four layers, of which the first is waited for; one has one, beside
-    # which the other computes. Fetched ahead, all come while others compute but those of the first layer.
+    # Two tokens miss two experts in each of four layers, the first of which is waited for; one misses one, which comes while
+    # the other computes. Fetched ahead, all but those of the first layer come while others compute.
     assert beside <= 2 * (20 - 8) < ahead_beside <= 2 * (20 - 2)
