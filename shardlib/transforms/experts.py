@@ -17,6 +17,7 @@ from shardlib.plan.code import Call, Coded, axes_of, code_of, one_or_list
 from shardlib.tree import globs_of
 
 RULES = ("experts/*", "*/experts/*")
+REPLICAS = ("router/replicas", "*/router/replicas")
 _NUMBERED = re.compile(r"(?:.*/)?experts/\d+(?=/|$)")  # one of a list under a key "experts"
 
 
@@ -30,13 +31,18 @@ class Experts(Coded):
     back_codec: str | Packing | None
     padded: bool
     kind: Callable[..., TokenExchange] | None
+    spare: int
 
     @property
     def call(self) -> Call:
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
         rules = self.rules if self.rules == RULES else one_or_list(self.rules)
-        options = {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded, "kind": self.kind}
-        return Call(experts, {"axis": axis, "rules": rules, **options})
+        return Call(experts, {"axis": axis, "rules": rules, **self._options, "kind": self.kind})
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """What an exchange is told beside its axes."""
+        return {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded, "spare": self.spare}
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         dealt = [leaf for leaf in leaves if leaf.matches(self.rules)]
@@ -53,9 +59,8 @@ class Experts(Coded):
 
     def exchange_over(self, axes: Sequence[str]) -> TokenExchange:
         """The exchange of tokens along these axes. A kind of a user's own is given the options that are not the default."""
-        options: dict[str, Any] = {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded}
         kind = self.kind or (Direct, TwoHops)[len(axes) - 1]
-        return kind(*axes, **{name: value for name, value in options.items() if value})
+        return kind(*axes, **{name: value for name, value in self._options.items() if value})
 
     def _check(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo], dealt: Sequence[LeafInfo]) -> None:
         """Refuse rules that match nothing, and numbers of experts that the axes do not divide."""
@@ -70,6 +75,11 @@ class Experts(Coded):
                 f"{self.name} deals out dimension 0, and in these lists each expert has leaves of its own, whose dimension "
                 f"0 is another:\n{listing(lists)}\nStack each leaf of the experts in one, (experts, ...): torch.stack, or "
                 "sl.models.huggingface for a model of transformers."
+            )
+        if self.spare and not any(leaf.matches(REPLICAS) for leaf in leaves):
+            raise IllegalComposition(
+                f"{self.name}: no layer has replicas, which say what is in spare slots; give layers seats and replicas "
+                "(init_moe(seats=True, replicas=True)), or leave spare out"
             )
         ways = math.prod(sizes.get(axis, 1) for axis in self.axes)
         unfit = [leaf for leaf in dealt if not leaf.shape or leaf.shape[0] % ways]
@@ -101,6 +111,7 @@ def experts(
     back_codec: str | Packing | None = None,
     padded: bool = False,
     kind: Callable[..., TokenExchange] | None = None,
+    spare: int = 0,
 ) -> Experts:
     """Deal out experts over ``axis``, which also divides the batch: tokens travel to their experts and back.
 
@@ -124,13 +135,17 @@ def experts(
             a step, and no host waits for them; routers must have a capacity, and ranks equally many tokens. Otherwise ranks
             send the rows that there are, and how many beforehand.
         kind: how tokens travel: a subclass of `shardlib.collectives.tokens.TokenExchange`, or a function that makes such a
-            value. It is called with the axes, and with those of the options above that are given. None is ``Direct`` on one
+            value. It is called with the axes, and with those of the other options that are given. None is ``Direct`` on one
             axis and ``TwoHops`` on two.
+        spare: slots of a rank for second copies of other ranks' experts, in each layer with replicas
+            (``init_moe(replicas=True)``). Which experts have copies may change between steps (`shardlib.relayout`). A layer
+            fetches their weights where it begins, and its backward sends their gradients to the experts' own ranks, so the
+            state is the same without them.
 
     Raises:
-        IllegalComposition: no axis, more than two, or one twice; a kind that makes no exchange over the axes; when a plan is
-            made, globs that match no parameter, lists of experts that are not stacked, and numbers of experts that do not
-            divide over the axis.
+        IllegalComposition: no axis, more than two, or one twice; a kind that makes no exchange over the axes; ``spare`` and
+            ``padded`` together; when a plan is made, globs that match no parameter, lists of experts that are not stacked,
+            numbers of experts that do not divide over the axis, and ``spare`` where no layer has replicas.
         SpecError: an unknown codec.
 
     >>> params = {"router": {"weight": torch.ones(8, 16)}, "experts": {"up": torch.ones(8, 32, 16)}}
@@ -141,7 +156,14 @@ def experts(
     axes = axes_of("experts", axis, most=2)
     if not isinstance(padded, bool):
         raise IllegalComposition(f"experts(padded={padded!r}): use True or False")
-    made = Experts(axes, globs_of(rules), codec, back_codec, padded, kind)
+    if not isinstance(spare, int) or isinstance(spare, bool) or spare < 0:
+        raise IllegalComposition(f"experts(spare={spare!r}): use a number of slots, 0 or more")
+    if spare and padded:
+        raise IllegalComposition(
+            "experts(padded=True, spare=...): rows are padded so that all sizes are known before a step, and replicas change "
+            "them between steps; leave one of the two out"
+        )
+    made = Experts(axes, globs_of(rules), codec, back_codec, padded, kind, spare)
     try:
         exchange = made.exchange_over(axes)  # refuses unknown codecs
     except TypeError as error:
