@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from shardlib.collectives import primitives
 from shardlib.collectives.primitives import sum_over
 from shardlib.errors import IllegalComposition, NonFiniteError
 from shardlib.execute.inputs import taken_together
+from shardlib.execute.local import LocalRunner
 from shardlib.execute.stages.runner import runner_of
 from shardlib.mesh.mesh import rank_of
 from shardlib.models.decoding import Decoder, Sampling, decode, decoder_of
+from shardlib.models.decoding.loop import Run
 from shardlib.optim.train_state import TrainState
+from shardlib.sharded.local import Local
 from shardlib.sharded.reads import Reads
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import leaves_of
@@ -47,7 +51,7 @@ def generate(
             Qwen2, Qwen3, Qwen3-MoE), of which only the configuration is read, or a `shardlib.models.decoding.Decoder` of
             your own.
         params: the model's parameters, a plain tree (of `shardlib.from_module` for transformers' models), `Sharded`, or a
-            `TrainState`.
+            `TrainState`; or what `shardlib.models.decoding` makes of the first two, by `quantized` or `experts_on_host`.
         prompts: the tokens of each prompt, at least one; lists or tensors of one dimension. The same on every rank.
         max_new: the most new tokens of each prompt.
         temperature: divides the logits; at 0 the most likely token is taken.
@@ -80,7 +84,7 @@ def generate(
     texts = [_tokens(prompt, f"prompt {index}", decoder.vocab) for index, prompt in enumerate(prompts)]
     ends = frozenset(_tokens([*stop], "stop", decoder.vocab) if stop else ())
     current = params.params if isinstance(params, TrainState) else params
-    if not isinstance(current, Sharded):
+    if not isinstance(current, (Sharded, Local)):
         device = next(
             (leaf.device for leaf in leaves_of(current) if isinstance(leaf, torch.Tensor)), torch.device("cpu")
         )
@@ -97,7 +101,7 @@ def generate(
 
 def _on_mesh(
     decoder: Decoder,
-    params: Sharded,
+    params: Sharded | Local,
     prompts: Sequence[list[int]],
     max_new: int,
     sampling: Sampling,
@@ -112,11 +116,7 @@ def _on_mesh(
     index, count = rank_of(shape, {axis: mesh.coords[axis] for axis in shape}), plan.batch_ranks
     numbers = range(len(prompts) * index // count, len(prompts) * (index + 1) // count)
     together = taken_together(plan)
-    # The runner is called for each token: the order in which parameters are used, traced in the first step, holds for all.
-    runner, reads = runner_of(lambda tree, step: step(tree), plan, mesh, trained=False), Reads(params)
-
-    def run(step: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        return runner.evaluate(params, step)
+    run, reads = _run_of(params)
 
     def more(unfinished: bool) -> bool:
         ranks = torch.tensor([float(unfinished)], device=mesh.device)
@@ -125,8 +125,18 @@ def _on_mesh(
 
     own = [prompts[number] for number in numbers]
     new = decode(decoder, run, own, numbers, max_new, sampling, stop, mesh.device, more)
-    reads.require(tuple(mesh.shape))
+    if reads is not None:
+        reads.require(tuple(mesh.shape))
     return [tokens for share in primitives.all_gather_object(mesh, plan.batch_axes, new) for tokens in share]
+
+
+def _run_of(params: Sharded | Local) -> tuple[Run, Reads | None]:
+    """What runs a step, and the reads of parameters that may be on disk."""
+    if isinstance(params, Local):
+        return LocalRunner(params).evaluate, None
+    # The runner is called for each token: the order in which parameters are used, traced in the first step, holds for all.
+    runner = runner_of(lambda tree, step: step(tree), params.plan, params.mesh, trained=False)
+    return partial(runner.evaluate, params), Reads(params)
 
 
 def _refuse(plan: Any) -> None:

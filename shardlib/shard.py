@@ -10,7 +10,7 @@ import torch
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.mesh.transport import EchoGroup
-from shardlib.plan.transform import Transform, chain
+from shardlib.plan.transform import Transform, chain, require_transform
 from shardlib.sharded.shard import shard_by
 from shardlib.sharded.tree import Sharded
 from shardlib.transforms.zero import zero
@@ -20,7 +20,7 @@ from shardlib.tree import Tree, leaves_of
 def default_transform(transform: Transform | None, stage: int | None) -> Transform:
     """``transform`` with `zero`\\ (stage) added, if a stage is given; plain data parallelism for neither."""
     if stage is None:
-        return transform if transform is not None else zero(0)
+        return zero(0) if transform is None else require_transform(transform)
     return zero(stage) if transform is None else chain(transform, zero(stage))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,16 @@ import torch.distributed as dist
 
 from shardlib import checkpoint, optim
 from shardlib.commands import model
-from shardlib.errors import CheckpointError, TreeError
+from shardlib.common.optional import require
+from shardlib.errors import CheckpointError, IllegalComposition, TreeError
 from shardlib.generate import generate
 from shardlib.mesh.mesh import Mesh, make_mesh
 from shardlib.models import gpt, huggingface
-from shardlib.models.decoding import quantized
-from shardlib.optional import require
-from shardlib.plan.transform import chain
+from shardlib.models.decoding import experts_on_host, quantized
+from shardlib.plan.transform import Transform, chain
 from shardlib.shard import shard
-from shardlib.sharded.unshard import unshard
 from shardlib.train import make_train_step
-from shardlib.transforms import tensor_slicing, zero
+from shardlib.transforms import experts, offload, tensor_slicing, zero
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, help="draw among as few tokens as have this probability")
     parser.add_argument("--stop", type=int, action="append", default=[], help="a token that ends a text")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bits", type=int, choices=(8, 4), help="weights in so many bits, on one rank")
+    parser.add_argument("--bits", type=int, choices=(8, 4), help="weights in so many bits")
+    parser.add_argument(
+        "--experts-on-device",
+        type=int,
+        metavar="N",
+        help="experts in host memory, and room for N of each layer on the device; how many came is written to stderr",
+    )
     parser.add_argument("--mesh", help="axes and sizes, such as data=2,model=2; by default every rank on axis data")
     model.add_sizes(parser)
 
@@ -50,19 +56,21 @@ def run(args: argparse.Namespace) -> int:
         raise SystemExit("shardlib generate: give a --prompt, or --tokens")
     shape: dict[str, Any] = model.parse_mesh(args.mesh) if args.mesh else {}
     mesh = make_mesh(**shape)
-    if args.bits and mesh.size > 1:
-        raise SystemExit("shardlib generate: --bits takes one rank, whose weights are whole")
     try:
         kind, params, encode, decode = _opened(args, mesh)
         if args.bits:
-            params = quantized(kind, unshard(params), args.bits)
+            params = quantized(kind, params, args.bits)
+        if args.experts_on_device is not None:
+            params, kept = experts_on_host(kind, params, args.experts_on_device)
         prompts = [*map(encode, args.prompt), *args.tokens]
         options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
         texts = generate(kind, params, prompts, args.max_new, stop=args.stop, **options)
-    except (CheckpointError, TreeError, FileNotFoundError, ValueError) as error:
+    except (CheckpointError, IllegalComposition, TreeError, FileNotFoundError, ValueError) as error:
         raise SystemExit(f"shardlib generate: {error}") from None
     for prompt, new in zip(prompts, texts) if mesh.rank == 0 else ():
         print(decode([*prompt, *new.tolist()]))
+    if mesh.rank == 0 and args.experts_on_device is not None:
+        print(f"experts: {kept.tally}", file=sys.stderr)
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
@@ -79,8 +87,8 @@ def _opened(args: argparse.Namespace, mesh: Mesh) -> Opened:
 def _of_training(args: argparse.Namespace, mesh: Mesh) -> Opened:
     """A byte-level GPT; its optimizer's states are left out."""
     config = model.config(args)
-    sliced = [tensor_slicing(gpt.slicing_rules(config))] if "model" in mesh.shape else []
-    params = shard(lambda: gpt.init(config), mesh, chain(zero(0), *sliced))
+    rules = gpt.slicing_rules(config) if "model" in mesh.shape else None
+    params = shard(lambda: gpt.init(config), mesh, _plan(args, mesh, rules))
     state, _ = make_train_step(gpt.make_loss(config), params, optim.sgd(0.0))
     state = checkpoint.restore(checkpoint.checkpoint_at(args.folder), state, partial=["opt/*"])
     # Beyond the bytes tokens have no text.
@@ -92,12 +100,20 @@ def _of_transformers(args: argparse.Namespace, mesh: Mesh) -> Opened:
     transformers = require("transformers", "shardlib generate", "transformers", "hf")
     with torch.device("meta"):
         kind = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(args.folder))
-    sliced = [tensor_slicing(huggingface.slicing_rules(kind))] if "model" in mesh.shape else []
-    _, params = checkpoint.from_pretrained(args.folder, mesh, chain(zero(0), *sliced))
+    rules = huggingface.slicing_rules(kind) if "model" in mesh.shape else None
+    _, params = checkpoint.from_pretrained(args.folder, mesh, _plan(args, mesh, rules))
     if not any((args.folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return kind, params, _without_tokenizer, _as_numbers
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.folder)
     return kind, params, tokenizer.encode, tokenizer.decode
+
+
+def _plan(args: argparse.Namespace, mesh: Mesh, rules: Mapping[str, Any] | None) -> Transform:
+    """Parameters whole on each rank, but for slices by ``rules`` and experts along an axis of theirs."""
+    sliced = [] if rules is None else [tensor_slicing(rules)]
+    dealt = [experts()] if "expert" in mesh.shape else []
+    below = [] if args.experts_on_device is None else [offload(params="host")]
+    return chain(zero(0), *sliced, *dealt, *below)
 
 
 def _without_tokenizer(text: str) -> list[int]:

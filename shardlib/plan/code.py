@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardlib.collectives.styles.layer import LayerStyle
-from shardlib.errors import IllegalComposition
 from shardlib.plan.tables import shortened
 from shardlib.plan.transform import Transform
 
@@ -77,20 +76,6 @@ def _moved(axes: Any, axis: str, other: str) -> Any:
         if axes == axis
         else axes
     )
-
-
-def axes_of(function: str, axis: Any, most: int | None = None) -> tuple[str, ...]:
-    """An argument ``axis`` of one or several names of axes, as a tuple.
-
-    Raises:
-        IllegalComposition: it is something else, empty, has a name twice, or more than ``most`` names.
-    """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, (tuple, list)) else ()
-    named = all(isinstance(each, str) for each in axes)
-    if not axes or not named or len(set(axes)) < len(axes) or (most is not None and len(axes) > most):
-        several = "several" if most is None else {2: "two"}.get(most, f"up to {most}")
-        raise IllegalComposition(f"{function}(axis={axis!r}): name one axis of the mesh, or {several} that differ")
-    return axes
 
 
 def one_or_list(values: tuple[str, ...]) -> Any:

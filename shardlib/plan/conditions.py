@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
 from shardlib.errors import IllegalComposition, axes_named
+from shardlib.plan.claims import LeafInfo
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.value import ROLES
 
 
 class Narrow(Protocol):
-    """A codec of gradients or of gathered parameters."""
+    """A codec of gradients, of gathered parameters or of rows of tokens."""
 
     @property
     def wide(self) -> bool: ...
@@ -46,13 +48,21 @@ def require_whole_leaves(resolved: Resolved, axis: str, codec: object) -> None:
         )
 
 
-def require_no_float64(resolved: Resolved, codec: Narrow) -> None:
-    """Refuse float64 parameters with a codec that cannot represent float64."""
-    wide = [leaf.path for leaf in resolved.leaves if resolved.dtype(leaf) == torch.float64]
+def require_no_float64(
+    resolved: Resolved, codec: Narrow, instead: str, leaves: Iterable[LeafInfo] | None = None
+) -> None:
+    """Refuse float64 parameters with a codec that cannot represent float64.
+
+    Args:
+        instead: what a user can do in place of other parameters.
+        leaves: those of which values travel in the codec; by default all.
+    """
+    leaves = resolved.leaves if leaves is None else leaves
+    wide = [leaf.path for leaf in leaves if resolved.dtype(leaf) == torch.float64]
     if wide and not codec.wide:
         raise IllegalComposition(
             f"{codec} holds no float64, which {len(wide)} parameters are ({wide[0]} first); use float32 parameters, or "
-            "sl.onebit() for gradients"
+            f"{instead}"
         )
 
 

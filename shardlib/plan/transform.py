@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from shardlib.errors import IllegalComposition
 from shardlib.plan.claims import Claim, LeafInfo
 from shardlib.plan.resolved import Resolved
+from shardlib.plan.tables import shortened
 
 
 class Transform(ABC):
@@ -51,8 +54,25 @@ class Chain(Transform):
             yield from transform.claims(sizes, leaves)
 
 
+def require_transform(given: Any) -> Transform:
+    """What is given, which must be a transform.
+
+    Raises:
+        IllegalComposition: it is something else.
+    """
+    if isinstance(given, Transform):
+        return given
+    remedy = (
+        "give several to shardlib.chain" if isinstance(given, (list, tuple)) else "a stage is stage=, or sl.zero(stage)"
+    )
+    raise IllegalComposition(f"{shortened(repr(given), 120)} is no transform, as sl.zero(...) makes one; {remedy}")
+
+
 def chain(*transforms: Transform) -> Chain:
     """Compose transforms. Nested chains are flattened; the order does not matter.
+
+    Raises:
+        IllegalComposition: something that is no transform.
 
     >>> transforms = sl.zero(2), sl.precision("bf16"), sl.accumulate(4)
     >>> plan = sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), sl.chain(*transforms))
@@ -60,6 +80,6 @@ def chain(*transforms: Transform) -> Chain:
     True
     """
     flat: list[Transform] = []
-    for transform in transforms:
+    for transform in map(require_transform, transforms):
         flat.extend(transform.transforms if isinstance(transform, Chain) else [transform])
     return Chain(tuple(flat))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.errors import IllegalComposition
+from shardlib.plan.arguments import choice, integer
 from shardlib.plan.claims import Claim, LeafInfo, Step
 from shardlib.plan.code import Call, Coded
 from shardlib.plan.conditions import require_split_gradients
 from shardlib.plan.resolved import Resolved
+
+SYNC = (None, "each", "last")  # when gradients are reduced
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,8 +49,5 @@ def accumulate(n: int, sync: str | None = None) -> Accumulate:
     >>> sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=4), parallel).step.microbatches
     4
     """
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise IllegalComposition(f"accumulate(n={n!r}): the number of micro-batches is an integer of at least 1")
-    if sync not in (None, "each", "last"):
-        raise IllegalComposition(f"accumulate(sync={sync!r}): use 'each' or 'last'")
-    return Accumulate(n, sync)
+    n = integer("accumulate", "n", n)
+    return Accumulate(n, choice("accumulate", "sync", sync, SYNC))

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.collectives.codecs.integers import Packing
+from shardlib.collectives.codecs.named import packing_of
 from shardlib.collectives.tokens import Direct, TokenExchange, TwoHops
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
+from shardlib.plan.arguments import GLOB, axes_of, flag, integer, refused, texts
 from shardlib.plan.claims import Claim, LeafInfo, Step, Use
-from shardlib.plan.code import Call, Coded, axes_of, code_of, one_or_list
-from shardlib.tree import globs_of
+from shardlib.plan.code import Call, Coded, code_of, one_or_list
+from shardlib.plan.conditions import require_no_float64
+from shardlib.plan.resolved import Resolved
 
 RULES = ("experts/*", "*/experts/*")
 REPLICAS = ("router/replicas", "*/router/replicas")
@@ -37,12 +40,8 @@ class Experts(Coded):
     def call(self) -> Call:
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
         rules = self.rules if self.rules == RULES else one_or_list(self.rules)
-        return Call(experts, {"axis": axis, "rules": rules, **self._options, "kind": self.kind})
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """What an exchange is told beside its axes."""
-        return {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded, "spare": self.spare}
+        options = {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded, "kind": self.kind}
+        return Call(experts, {"axis": axis, "rules": rules, **options, "spare": self.spare})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         dealt = [leaf for leaf in leaves if leaf.matches(self.rules)]
@@ -52,6 +51,12 @@ class Experts(Coded):
         if (exchange := self._exchange(sizes)) is not None:
             yield Step(tokens=exchange)
 
+    def check(self, resolved: Resolved) -> None:
+        dealt = [leaf for leaf in resolved.leaves if leaf.matches(self.rules)]
+        for name, codec in {"codec": self.codec, "back_codec": self.back_codec}.items():
+            if (packing := packing_of(codec)) is not None:
+                require_no_float64(resolved, packing, f"leave {name}= out", dealt)
+
     def _exchange(self, sizes: Mapping[str, int]) -> TokenExchange | None:
         """How tokens travel along the axes on which there are several ranks."""
         axes = [axis for axis in self.axes if sizes.get(axis, 1) > 1]
@@ -59,8 +64,10 @@ class Experts(Coded):
 
     def exchange_over(self, axes: Sequence[str]) -> TokenExchange:
         """The exchange of tokens along these axes. A kind of a user's own is given the options that are not the default."""
-        kind = self.kind or (Direct, TwoHops)[len(axes) - 1]
-        return kind(*axes, **{name: value for name, value in self._options.items() if value})
+        kind = (Direct, TwoHops)[len(axes) - 1] if self.kind is None else self.kind
+        options: dict[str, Any] = {"codec": self.codec, "back_codec": self.back_codec}
+        options |= {"padded": self.padded or None, "spare": self.spare or None}
+        return kind(*axes, **{name: value for name, value in options.items() if value is not None})
 
     def _check(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo], dealt: Sequence[LeafInfo]) -> None:
         """Refuse rules that match nothing, and numbers of experts that the axes do not divide."""
@@ -143,9 +150,10 @@ def experts(
             state is the same without them.
 
     Raises:
-        IllegalComposition: no axis, more than two, or one twice; a kind that makes no exchange over the axes; ``spare`` and
-            ``padded`` together; when a plan is made, globs that match no parameter, lists of experts that are not stacked,
-            numbers of experts that do not divide over the axis, and ``spare`` where no layer has replicas.
+        IllegalComposition: no axis, more than two, or one twice; rules that are no globs; a kind that makes no
+            exchange over the axes; ``spare`` and ``padded`` together; when a plan is made, globs that match no parameter,
+            lists of experts that are not stacked, numbers of experts that do not divide over the axis, ``spare`` where no
+            layer has replicas, and experts in float64, which no codec holds.
         SpecError: an unknown codec.
 
     >>> params = {"router": {"weight": torch.ones(8, 16)}, "experts": {"up": torch.ones(8, 32, 16)}}
@@ -154,16 +162,16 @@ def experts(
     (P('expert'), P(('expert', 'data')))
     """
     axes = axes_of("experts", axis, most=2)
-    if not isinstance(padded, bool):
-        raise IllegalComposition(f"experts(padded={padded!r}): use True or False")
-    if not isinstance(spare, int) or isinstance(spare, bool) or spare < 0:
-        raise IllegalComposition(f"experts(spare={spare!r}): use a number of slots, 0 or more")
+    if not (kind is None or callable(kind)):
+        raise refused("experts", "kind", kind, "give a subclass of shardlib.collectives.tokens.TokenExchange, or None")
+    rules, padded = texts("experts", "rules", rules, GLOB), flag("experts", "padded", padded)
+    spare = integer("experts", "spare", spare, 0, "use a number of slots, {} or more")
     if spare and padded:
         raise IllegalComposition(
             "experts(padded=True, spare=...): rows are padded so that all sizes are known before a step, and replicas change "
             "them between steps; leave one of the two out"
         )
-    made = Experts(axes, globs_of(rules), codec, back_codec, padded, kind, spare)
+    made = Experts(axes, rules, codec, back_codec, padded, kind, spare)
     try:
         exchange = made.exchange_over(axes)  # refuses unknown codecs
     except TypeError as error:

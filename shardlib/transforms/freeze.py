@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
+from shardlib.plan.arguments import GLOB, texts
 from shardlib.plan.claims import Claim, LeafInfo, Use
 from shardlib.plan.code import Call, Coded, one_or_list
-from shardlib.tree import globs_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,11 +41,11 @@ def freeze(globs: str | Sequence[str], *, exclude: str | Sequence[str] = ()) -> 
         exclude: globs of leaves that are trained nevertheless: ``freeze("*", exclude="*lora_*")``.
 
     Raises:
-        IllegalComposition: when a plan is made, a glob that matches no parameter.
+        IllegalComposition: globs that are no texts; when a plan is made, a glob that matches no parameter.
 
     >>> parallel = sl.chain(sl.zero(1), sl.freeze("base/*"))
     >>> params = {"base": {"w": torch.ones(8, 8)}, "lora": torch.ones(8, 2)}
     >>> sl.make_plan(params, sl.abstract_mesh(data=4), parallel).bytes("grad")
     64
     """
-    return Freeze(globs_of(globs), globs_of(exclude))
+    return Freeze(texts("freeze", "globs", globs, GLOB, 0), texts("freeze", "exclude", exclude, GLOB, 0))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition, axes_named
+from shardlib.plan.arguments import axis_of
 from shardlib.plan.claims import SECOND, Claim, LeafInfo, Live
 from shardlib.plan.code import Call, Coded
 from shardlib.plan.resolved import Resolved
@@ -46,10 +47,11 @@ def hierarchical(axis: str = "local") -> Hierarchical:
     gathers inside the node only. Until then a rank holds all parameters divided by the size of ``axis`` in addition.
 
     Raises:
-        IllegalComposition: when a plan is made, parameters that are not split over ``axis``, or only over ``axis``.
+        IllegalComposition: an axis that is no name; when a plan is made, parameters that are not split over ``axis``, or only
+            over ``axis``.
 
     >>> two = sl.chain(sl.zero(3, axis="node"), sl.zero(3, axis="local"), sl.hierarchical("local"))
     >>> sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(node=2, local=4), two).payload()
     {'node': 64, 'local': 576}
     """
-    return Hierarchical(axis)
+    return Hierarchical(axis_of("hierarchical", "axis", axis))

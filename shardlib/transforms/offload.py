@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardlib.errors import IllegalComposition
+from shardlib.mesh.memories import MEMORIES
+from shardlib.plan.arguments import choice, flag, number, texts
 from shardlib.plan.claims import Claim, LeafInfo, Live, Step
 from shardlib.plan.code import Call, Coded, one_or_list
 from shardlib.plan.resolved import Resolved
@@ -24,8 +26,6 @@ class Offload(Coded):
     update: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.fraction, (bool, str)) or not 0 <= self.fraction <= 1:
-            raise IllegalComposition(f"offload(fraction={self.fraction!r}): use a number from 0 to 1")
         if self.params == "disk" and self.optimizer != "disk":
             raise IllegalComposition(
                 f"offload({self.optimizer!r}, params='disk') has parameters on disk and their states, which are larger, in "
@@ -37,7 +37,9 @@ class Offload(Coded):
                 "are larger, in memory: use offload('disk', gradients='disk', folder=...)"
             )
         if (self.optimizer == "disk") != bool(self.folders):
-            raise IllegalComposition(f"{self.name}: states on disk need a folder, others have none")
+            raise IllegalComposition(
+                f"{self.name}: states on disk need a folder, others have none; give folder= with 'disk' alone"
+            )
         if len({str(Path(each).resolve()) for each in self.folders}) < len(self.folders):
             raise IllegalComposition(f"{self.name} names a folder twice; name each disk once")
         if self.update and self.optimizer != "host":
@@ -115,7 +117,7 @@ def offload(
     Raises:
         IllegalComposition: both ``speculate`` and ``delay``, either of them with "disk", ``delay`` with a fraction, or
             ``speculate`` with gradients accumulated on the host; a fraction outside 0 to 1; "disk" without a folder, a folder
-            without it, or one folder twice; when a plan is made, an unknown memory; when a step is made, an optimizer that
+            without it, or one folder twice; an unknown memory; when a step is made, an optimizer that
             reads across elements with states in two memories or updated ahead, or across parameters with states on disk.
         StorageError: when a step is made, or by `shard` with parameters on disk: the folder is in use, holds another plan's
             states, or has too little space. When a step runs: a disk fails; the state that the step was given is as it was,
@@ -126,11 +128,21 @@ def offload(
     >>> plan.bytes("optimizer", "host"), plan.bytes("optimizer", "device")
     (786432, 0)
     """
+    optimizer = choice("offload", "optimizer", optimizer, MEMORIES)
+    params, gradients = (
+        choice("offload", name, memory, (None, *MEMORIES))
+        for name, memory in {"params": params, "gradients": gradients}.items()
+    )
+    fraction = number("offload", "fraction", fraction, 0, 1)
+    speculate, delay = flag("offload", "speculate", speculate), flag("offload", "delay", delay)
     if speculate and delay:
         raise IllegalComposition(
             "offload(speculate=True, delay=True): the first updates while backward goes on, the second while the next step "
             "computes; keep one"
         )
-    folders = (str(folder),) if isinstance(folder, (str, Path)) else tuple(map(str, folder))
+    given = str(folder) if isinstance(folder, Path) else folder
+    if not isinstance(given, str) and isinstance(given, Sequence):
+        given = [str(each) if isinstance(each, Path) else each for each in given]
+    folders = texts("offload", "folder", given, "folder", 0)
     update = "speculate" if speculate else "delay" if delay else None
     return Offload(optimizer, params, gradients, fraction, folders, update)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.collectives.codecs.integers import OneBit, check_scales
+from shardlib.collectives.codecs.integers import OneBit, scales_of
+from shardlib.plan.arguments import axis_of, flag
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
 from shardlib.plan.code import Call, Coded
-from shardlib.plan.conditions import require_no_float64, require_summed
+from shardlib.plan.conditions import require_summed
 from shardlib.plan.resolved import Resolved
 
 
@@ -28,7 +29,6 @@ class OneBitGradients(Coded):
 
     def check(self, resolved: Resolved) -> None:
         require_summed(resolved, self.axis, self.codec)
-        require_no_float64(resolved, self.codec)
 
 
 def onebit(axis: str = "data", scales: str | int = "leaf", *, feedback: bool = True) -> OneBitGradients:
@@ -47,7 +47,7 @@ def onebit(axis: str = "data", scales: str | int = "leaf", *, feedback: bool = T
 
     Raises:
         IllegalComposition: ``scales`` is neither "leaf" nor a multiple of 8; when a plan is made, gradients that are not
-            summed over ``axis``, or parameters in float64.
+            summed over ``axis``.
 
     >>> mesh, params = sl.abstract_mesh(data=4), {"w": torch.ones(256, 256)}
     >>> sl.make_plan(params, mesh, sl.zero(2)).payload()
@@ -55,5 +55,5 @@ def onebit(axis: str = "data", scales: str | int = "leaf", *, feedback: bool = T
     >>> sl.make_plan(params, mesh, sl.chain(sl.zero(2), sl.onebit())).payload()
     {'data': 202764}
     """
-    check_scales(scales, "onebit")
-    return OneBitGradients(axis, OneBit(scales, feedback))
+    scales = scales_of("onebit", scales)
+    return OneBitGradients(axis_of("onebit", "axis", axis), OneBit(scales, flag("onebit", "feedback", feedback)))

@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardlib import schedules
 from shardlib.errors import IllegalComposition, listing
+from shardlib.plan.arguments import axis_of, choice, integer, numbers, refused
 from shardlib.plan.claims import Claim, LeafInfo, Step, Use
 from shardlib.plan.code import Call, Coded
 from shardlib.plan.conditions import require_split_gradients
@@ -17,6 +19,7 @@ from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import NO_BLOCKS, Stages
 from shardlib.schedules.make import Spec
 from shardlib.schedules.partition import Spans
+from shardlib.transforms.accumulate import SYNC
 
 Partition = str | tuple[float, ...] | re.Pattern[str]
 
@@ -128,19 +131,37 @@ def pipeline(
     >>> sl.make_plan(blocks, sl.abstract_mesh(data=1, pipe=2), parallel).stages.spans
     ((0, 2), (2, 4))
     """
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise IllegalComposition(f"pipeline(microbatches={microbatches!r}): use an integer of at least 1")
-    if sync not in (None, "each", "last"):
-        raise IllegalComposition(f"pipeline(sync={sync!r}): use 'each' or 'last'")
-    if isinstance(partition, str) and partition not in ("parameters", "count"):
-        raise IllegalComposition(
-            f"pipeline(partition={partition!r}): use 'parameters', 'count', one cost per block, or re.compile(pattern)"
+    microbatches = integer("pipeline", "microbatches", microbatches)
+    axis, sync = axis_of("pipeline", "axis", axis), choice("pipeline", "sync", sync, SYNC)
+    chunks = None if chunks is None else integer("pipeline", "chunks", chunks)
+    return Pipelined(_schedule(schedule), microbatches, axis, chunks, _partition(partition), sync)
+
+
+def _partition(given: Any) -> Partition:
+    """An argument ``partition`` in one form."""
+    if isinstance(given, re.Pattern) or (isinstance(given, str) and given in ("parameters", "count")):
+        return given
+    costs = numbers(given)
+    if costs is None:
+        remedy = "use 'parameters', 'count', one cost per block, or re.compile(pattern)"
+        raise refused("pipeline", "partition", given, remedy)
+    return costs
+
+
+def _schedule(given: Any) -> Spec:
+    """An argument ``schedule`` in one form: tuples in place of lists, and of torch's dictionary of ranks."""
+    if isinstance(given, str):
+        return schedules.named_schedule(given) or str(given)
+    if isinstance(given, (Path, schedules.Schedule)):
+        return given
+    try:
+        ranks = [given[rank] for rank in sorted(given)] if isinstance(given, Mapping) else given
+        actions = tuple(tuple(order) for order in ranks if not isinstance(order, str))
+    except TypeError:
+        actions = ()
+    if not actions:
+        remedy = (
+            "use a schedule's name, a Schedule, lists of actions, CSV text or a path (shardlib.schedules.make_schedule)"
         )
-    if not isinstance(partition, (str, re.Pattern)):
-        partition = tuple(partition)
-    if isinstance(schedule, Mapping):
-        schedule = tuple(schedule[rank] for rank in sorted(schedule))
-    if not isinstance(schedule, (str, Path, schedules.Schedule)):
-        schedule = tuple(tuple(order) for order in schedule)
-    schedule = schedules.named_schedule(schedule) or schedule
-    return Pipelined(schedule, microbatches, axis, chunks, partition, sync)
+        raise refused("pipeline", "schedule", given, remedy)
+    return actions

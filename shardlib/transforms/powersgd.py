@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.collectives.codecs.low_rank import LowRank
-from shardlib.errors import IllegalComposition
+from shardlib.plan.arguments import axis_of, integer
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
 from shardlib.plan.code import Call, Coded
-from shardlib.plan.conditions import require_no_float64, require_summed, require_whole_leaves
+from shardlib.plan.conditions import require_summed, require_whole_leaves
 from shardlib.plan.resolved import Resolved
 
 
@@ -30,7 +30,6 @@ class PowerSGD(Coded):
     def check(self, resolved: Resolved) -> None:
         require_whole_leaves(resolved, self.axis, self.codec)
         require_summed(resolved, self.axis, self.codec)
-        require_no_float64(resolved, self.codec)
 
 
 def powersgd(rank: int = 4, axis: str = "data") -> PowerSGD:
@@ -47,12 +46,11 @@ def powersgd(rank: int = 4, axis: str = "data") -> PowerSGD:
 
     Raises:
         IllegalComposition: ``rank`` is not an integer of at least 1; when a plan is made, gradients that are not summed
-            over ``axis``, a state that is split over any axis, or parameters in float64.
+            over ``axis``, or a state that is split over any axis.
 
     >>> parallel = sl.chain(sl.zero(0), sl.powersgd(rank=2))
     >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).payload()
     {'data': 6144}
     """
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise IllegalComposition(f"powersgd(rank={rank!r}): use the number of columns of the factors, 1 or more")
-    return PowerSGD(axis, LowRank(rank))
+    rank = integer("powersgd", "rank", rank, remedy="use the number of columns of the factors, {} or more")
+    return PowerSGD(axis_of("powersgd", "axis", axis), LowRank(rank))

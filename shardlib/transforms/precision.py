@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardlib.errors import IllegalComposition, listing
+from shardlib.plan.arguments import GLOB, choice, flag, number, refused, texts
 from shardlib.plan.claims import Claim, LeafInfo, Reduce, Step, Use
 from shardlib.plan.code import Call, Coded, one_or_list
 from shardlib.plan.loss_scale import LossScale
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SCALES = sys.float_info.min, sys.float_info.max
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,16 +89,24 @@ def precision(
     >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).bytes("param")
     131072
     """
-    chosen = tuple((leaves or {}).items())
-    for given in (compute, reduce_dtype, *(name for _, name in chosen)):
-        if given not in _DTYPES:
-            raise IllegalComposition(f"precision dtype {given!r} is not one of {', '.join(map(repr, _DTYPES))}")
+    leaves = {} if leaves is None else leaves
+    if not isinstance(leaves, Mapping) or not all(isinstance(glob, str) for glob in leaves):
+        raise refused("precision", "leaves", leaves, "give a dictionary of glob -> dtype")
+    compute = choice("precision", "compute", compute, _DTYPES)
+    reduce_dtype = choice("precision", "reduce_dtype", reduce_dtype, _DTYPES)
+    wrong = {glob: dtype for glob, dtype in leaves.items() if not (isinstance(dtype, str) and dtype in _DTYPES)}
+    if wrong:
+        raise refused("precision", "leaves", wrong, f"use {', '.join(map(repr, _DTYPES))}")
+    chosen = tuple((str(glob), str(dtype)) for glob, dtype in leaves.items())
     scaled = "fp16" in (compute, *(name for _, name in chosen))
     if loss_scale is not None and not scaled:
         raise IllegalComposition(
             f"precision({compute!r}, loss_scale={loss_scale}): only gradients in fp16 need a scale"
         )
-    if isinstance(loss_scale, (int, float)):
-        loss_scale = LossScale.static(float(loss_scale))
+    if not (loss_scale is None or isinstance(loss_scale, LossScale)):
+        loss_scale = LossScale.static(
+            number("precision", "loss_scale", loss_scale, *_SCALES, "use a number above 0, or a LossScale")
+        )
     scale = (loss_scale or LossScale()) if scaled else None
-    return Precision(compute, reduce_dtype, (keep,) if isinstance(keep, str) else tuple(keep), chosen, master, scale)
+    keep, master = texts("precision", "keep", keep, GLOB, 0), flag("precision", "master", master)
+    return Precision(compute, reduce_dtype, keep, chosen, master, scale)

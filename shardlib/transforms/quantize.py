@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardlib.collectives.codecs.named import FORMS, FewBits, named
 from shardlib.errors import IllegalComposition
 from shardlib.kernels.quantize import Blockwise
+from shardlib.plan.arguments import axis_of, choice, flag, integer
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
 from shardlib.plan.code import Call, Coded
 from shardlib.plan.conditions import require_no_float64, require_split_parameters, require_summed
@@ -34,10 +35,10 @@ class Quantize(Coded):
     def check(self, resolved: Resolved) -> None:
         if self._codec is not None:
             require_summed(resolved, self.axis, self._codec)
-            require_no_float64(resolved, self._codec)
+            require_no_float64(resolved, self._codec, "sl.onebit()")
         if self._packing is not None:
             require_split_parameters(resolved, self.axis, self._packing)
-            require_no_float64(resolved, self._packing)
+            require_no_float64(resolved, self._packing, "leave weights= out")
 
     @property
     def _codec(self) -> FewBits | None:
@@ -84,11 +85,15 @@ def quantize(
     """
     if weights is None and gradients is None:
         raise IllegalComposition("quantize() has nothing to quantise: give weights='int8', gradients='int4', or both")
-    for name, value in (("weights", weights), ("gradients", gradients)):
-        if value is not None and value not in FORMS:
-            raise IllegalComposition(f"quantize({name}={value!r}) is not one of {', '.join(map(repr, FORMS))}")
+    weights, gradients = (
+        choice("quantize", name, form, (None, *FORMS))
+        for name, form in {"weights": weights, "gradients": gradients}.items()
+    )
+    block = integer("quantize", "block", block, 16, "use a power of two from 16 to 4096")
     try:
         Blockwise(8, block)
     except ValueError as error:
         raise IllegalComposition(f"quantize(block={block!r}): {error}") from error
-    return Quantize(weights, gradients, axis, block, feedback)
+    return Quantize(
+        weights, gradients, axis_of("quantize", "axis", axis), block, flag("quantize", "feedback", feedback)
+    )

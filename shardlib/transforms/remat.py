@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.errors import IllegalComposition
+from shardlib.plan.arguments import integer, refused, texts
 from shardlib.plan.claims import Claim, LeafInfo, Step
 from shardlib.plan.code import Call, Coded, one_or_list
 from shardlib.plan.recompute import SMALLEST, Recompute
+
+_POLICIES = ("full", "dots", "auto")
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,14 +75,17 @@ def remat(
 
     >>> params = sl.shard({"w": torch.ones(8, 8)}, sl.make_mesh(), sl.chain(sl.zero(0), sl.remat("dots", store="host")))
     """
-    if policy not in ("full", "dots", "auto") and not callable(policy):
-        raise IllegalComposition(f"remat policy {policy!r} is not 'full', 'dots', 'auto' or a policy function")
-    if blocks is not None and (policy == "auto" or not isinstance(blocks, int) or blocks < 0):
-        raise IllegalComposition(f"remat({policy!r}, blocks={blocks!r}): give a number of blocks, or 'auto'")
-    names = (save,) if isinstance(save, str) else tuple(sorted(save))
+    if not callable(policy) and not (isinstance(policy, str) and policy in _POLICIES):
+        raise refused("remat", "policy", policy, f"use {', '.join(map(repr, _POLICIES))} or a policy function")
+    if blocks is not None:
+        blocks = integer("remat", "blocks", blocks, 0, "give a number of blocks, or policy 'auto'")
+        if policy == "auto":
+            raise refused("remat", "blocks", blocks, "policy 'auto' chooses the number itself; leave one of them out")
+    smallest = integer("remat", "smallest", smallest, 0, "give a number of bytes")
+    names = tuple(sorted(texts("remat", "save", save, "name of a value", 0)))
     if names and policy != "full":
         raise IllegalComposition(f"remat({policy!r}, save={list(names)}): names are for policy 'full'")
-    stores = [store] if isinstance(store, str) else list(store)
-    if stores != ["device"] and not (set(stores) <= {"sharded", "host"} and len(set(stores)) == len(stores) > 0):
-        raise IllegalComposition(f"remat store {store!r} is not 'device', 'host', 'sharded' or ('sharded', 'host')")
+    stores = texts("remat", "store", store, "store")
+    if stores != ("device",) and not (set(stores) <= {"sharded", "host"} and len(set(stores)) == len(stores)):
+        raise refused("remat", "store", store, "use 'device', 'host', 'sharded' or ('sharded', 'host')")
     return Remat(Recompute(policy, names, "sharded" in stores, "host" in stores, smallest, blocks))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from shardlib.collectives.codecs.in_order import InOrder
 from shardlib.collectives.summation import EXACT
 from shardlib.errors import IllegalComposition, axes_named, listing
+from shardlib.plan.arguments import integer
 from shardlib.plan.claims import Claim, LeafInfo, Reduce, Step
 from shardlib.plan.code import Call, Coded
 from shardlib.plan.placing import reduce_dtype, splits_of
@@ -126,6 +127,4 @@ def reproducible(microbatches: int) -> Reproducible:
     >>> [sl.make_plan({"w": torch.ones(8, 8)}, sl.abstract_mesh(data=n), parallel).step.microbatches for n in (1, 2, 8)]
     [8, 4, 1]
     """
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise IllegalComposition(f"reproducible(microbatches={microbatches!r}): use an integer of at least 1")
-    return Reproducible(microbatches)
+    return Reproducible(integer("reproducible", "microbatches", microbatches))

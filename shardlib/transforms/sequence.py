@@ -8,6 +8,7 @@ from functools import partial
 
 from shardlib.collectives.sequence import KINDS, SequenceKind
 from shardlib.errors import IllegalComposition
+from shardlib.plan.arguments import axis_of
 from shardlib.plan.claims import Claim, LeafInfo, Step
 from shardlib.plan.code import Call, Coded, options_of
 from shardlib.plan.resolved import Resolved
@@ -61,6 +62,7 @@ def sequence(axis: str, kind: str | Callable[[str], SequenceKind] = "ulysses") -
     >>> mesh, parallel = sl.abstract_mesh(data=2, seq=4), sl.chain(sl.sequence("seq", "ring"), sl.zero(1))
     >>> plan = sl.make_plan({"w": torch.ones(8, 8)}, mesh, parallel)
     """
+    axis = axis_of("sequence", "axis", axis)
     make = KINDS.get(kind) if isinstance(kind, str) else kind
     made = make(axis) if callable(make) else None
     if not isinstance(made, SequenceKind):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from typing import Any
 
 from shardlib.collectives.styles import Column, Row, Shared, Style, Vocab
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
+from shardlib.plan.arguments import axis_of, flag, integer, refused
 from shardlib.plan.claims import Claim, LeafInfo, Use
 from shardlib.plan.code import Call, Coded
 from shardlib.plan.resolved import Resolved
@@ -38,7 +40,7 @@ def column(*, heads: int = 0, transposed: bool = False, gather: bool = False, ex
     >>> sl.make_plan(params, sl.abstract_mesh(data=1, model=2), sl.tensor_slicing(rules)).bytes("param")
     896
     """
-    return Column(heads, transposed, experts, gather)
+    return Column(*_of_layer("column", heads, transposed, experts), flag("column", "gather", gather))
 
 
 def row(*, heads: int = 0, transposed: bool = False, split: bool = False, experts: bool = False) -> Style:
@@ -55,7 +57,13 @@ def row(*, heads: int = 0, transposed: bool = False, split: bool = False, expert
     >>> sl.make_plan(params, sl.abstract_mesh(data=1, model=2), sl.tensor_slicing(rules)).bytes("param")
     128
     """
-    return Row(heads, transposed, experts, split)
+    return Row(*_of_layer("row", heads, transposed, experts), flag("row", "split", split))
+
+
+def _of_layer(function: str, heads: Any, transposed: Any, experts: Any) -> tuple[int, bool, bool]:
+    """The arguments that `column` and `row` share."""
+    heads = integer(function, "heads", heads, 0, "give the number of heads, 0 for none")
+    return heads, flag(function, "transposed", transposed), flag(function, "experts", experts)
 
 
 # Name -> style. The last seven names are those of transformers' base_model_tp_plan.
@@ -191,6 +199,8 @@ def tensor_slicing(rules: Mapping[str, str | Style], axis: str = "model") -> Ten
     >>> sl.make_plan(params, sl.abstract_mesh(data=1, model=4), parallel).bytes("param")
     512
     """
+    if not isinstance(rules, Mapping) or not all(isinstance(glob, str) for glob in rules):
+        raise refused("tensor_slicing", "rules", rules, "give a dictionary of glob -> style")
     unknown = [
         f"{glob}: {style!r}"
         + "".join(f"; replace it with {near!r}" for near in get_close_matches(str(style), STYLES, 1, 0.8))
@@ -199,12 +209,11 @@ def tensor_slicing(rules: Mapping[str, str | Style], axis: str = "model") -> Ten
     ]
     if unknown:
         raise IllegalComposition(
-            f"tensor_slicing does not know these styles:\n{listing(unknown)}\nIt knows {', '.join(STYLES)}. Leave layers of "
-            "other styles whole: take out their rules, and the rules of layers that take slices from them."
+            f"tensor_slicing(rules=) does not know these styles:\n{listing(unknown)}\nIt knows {', '.join(STYLES)}. Leave "
+            "layers of other styles whole: take out their rules, and the rules of layers that take slices from them."
         )
-    return TensorSlicing(
-        tuple((glob, style if isinstance(style, Style) else STYLES[style]) for glob, style in rules.items()), axis
-    )
+    styles = {str(glob): style if isinstance(style, Style) else STYLES[style] for glob, style in rules.items()}
+    return TensorSlicing(tuple(styles.items()), axis_of("tensor_slicing", "axis", axis))
 
 
 def matches_rule(path: str, pattern: str) -> bool:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition, listing
+from shardlib.plan.arguments import GLOB, choice, integer, texts
 from shardlib.plan.claims import Claim, LeafInfo, ModuleTiles, Use
 from shardlib.plan.code import Call, Coded, one_or_list
 from shardlib.transforms.misfits import matches_nothing
 from shardlib.transforms.tensor_slicing import matches_rule
-from shardlib.tree import globs_of, matches
+from shardlib.tree import matches
 
 _ALONG = ("outputs", "tokens")
 
@@ -91,8 +92,5 @@ def tile(globs: str | Sequence[str], n: int, *, along: str = "outputs") -> Tile:
     >>> len(plan.gathers)  # four tiles, and the rest of the unit, in forward and backward
     10
     """
-    if along not in _ALONG or not isinstance(n, int) or n < 2:
-        raise IllegalComposition(
-            f"tile(n={n!r}, along={along!r}): give at least 2 tiles, along {' or '.join(map(repr, _ALONG))}"
-        )
-    return Tile(globs_of(globs), n, along)
+    globs, n = texts("tile", "globs", globs, GLOB), integer("tile", "n", n, 2, "give at least {} tiles")
+    return Tile(globs, n, choice("tile", "along", along, _ALONG))

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
+from shardlib.plan.arguments import axes_of, axis_of, flag, integer, refused
 from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step
-from shardlib.plan.code import Call, Coded, axes_of
+from shardlib.plan.code import Call, Coded
 
 _SPLIT = {0: (), 1: ("optimizer",), 2: ("grad", "optimizer"), 3: ("param", "grad", "optimizer")}
+_STAGES = f"use {', '.join(map(str, _SPLIT))}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,13 +67,13 @@ def zero(
     >>> [sl.make_plan(params, mesh, sl.zero(stage)).bytes("param") for stage in range(4)]
     [262144, 262144, 262144, 65536]
     """
-    if stage not in _SPLIT or isinstance(stage, bool):
-        raise IllegalComposition(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
+    stage = integer("zero", "stage", stage, 0, _STAGES)
+    if stage not in _SPLIT:
+        raise refused("zero", "stage", stage, _STAGES)
     axes = axes_of("zero", axis)
-    if not (replicate is None or isinstance(replicate, str)):
-        raise IllegalComposition(f"zero(replicate={replicate!r}): name one axis of the mesh")
+    replicate = None if replicate is None else axis_of("zero", "replicate", replicate)
     if replicate in axes:
         raise IllegalComposition(
             f"zero cannot both split and replicate over axis {replicate!r}; name two axes of the mesh"
         )
-    return Zero(int(stage), axes, replicate, prefetch)
+    return Zero(stage, axes, replicate, flag("zero", "prefetch", prefetch))

@@ -1,5 +1,8 @@
 """`shardlib generate`, as a user types it."""
 
+import dataclasses
+import re
+
 import pytest
 import torch
 from helpers.decoders import decoder
@@ -47,6 +50,33 @@ def test_a_model_of_transformers(tmp_path, capsys, bits):
     assert capsys.readouterr().out == ",".join(map(str, [1, 5, 9, *text.tolist()])) + "\n"
 
 
+@pytest.mark.parametrize("bits", [None, "8"])
+def test_experts_in_host_memory(tmp_path, capsys, bits):
+    moe = gpt.Experts((0, 4), sl.nn.MoEConfig(sl.nn.routers.top_k(2, renormalise="chosen"), "gelu_tanh"))
+    config = dataclasses.replace(CONFIG, layers=2, moe=moe)
+    params = sl.shard(gpt.init(config), sl.make_mesh(), stage=0)
+    state, _ = sl.make_train_step(gpt.make_loss(config), params, sl.optim.sgd(0.1))
+    sl.checkpoint.save(tmp_path, state)
+    sizes = [*SIZES, "--layers", "2", "--experts", "4"]
+    given = [
+        "generate",
+        str(tmp_path),
+        "--tokens",
+        "1,5,9",
+        "--max-new",
+        "5",
+        *sizes,
+        *(["--bits", bits] if bits else []),
+    ]
+    capsys.readouterr()
+    assert cli.main(given) == 0
+    whole = capsys.readouterr()
+    assert cli.main([*given, "--experts-on-device", "2"]) == 0
+    found = capsys.readouterr()
+    assert found.out == whole.out and whole.err == ""
+    assert re.fullmatch(r"experts: Tally\(used=[1-9]\d*, misses=[1-9]\d*, .*\)\n", found.err)
+
+
 def test_a_tokenizer(tmp_path, capsys):
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
@@ -67,6 +97,7 @@ def test_refusals(trained, tmp_path):
         ([str(folder), "--prompt", "", *SIZES], "prompt 0 is"),
         ([str(tmp_path), "--prompt", "a"], "no"),
         ([str(folder), "--prompt", "a", "--top-k", "0", *SIZES], "top_k=0"),
+        ([str(folder), "--prompt", "a", "--experts-on-device", "2", *SIZES], "names no layers of experts"),
     ):
         with pytest.raises(SystemExit, match=f"shardlib generate: (?s:.*){message}"):
             cli.main(["generate", *given])

@@ -1,5 +1,8 @@
 """Products of few rows against products in float64 with what the weights stand for."""
 
+from contextlib import nullcontext
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,8 +10,10 @@ from helpers import kernels
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from shardlib.kernels.grouped_matmul import grouped_matmul
 from shardlib.kernels.quantize import dequantize
 from shardlib.kernels.thin_matmul import QuantizedMatrix, thin_matmul
+from shardlib.kernels.thin_matmul.op import grouped_thin_matmul
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-9, torch.float64: 1e-12}
 
@@ -119,11 +124,44 @@ def test_drawn(by, rows, inputs, outputs, bits, block, dtype, seed):
         check(using, rows, inputs, outputs, bits, block, dtype, seed)
 
 
+@pytest.mark.parametrize("by", ["reference", *kernels.ON_CPU])
+@given(
+    counts=st.lists(st.integers(0, 5) | st.just(33), min_size=1, max_size=5),
+    rest=st.integers(0, 3),
+    inputs=st.integers(1, 4).map(lambda n: 16 * n) | st.just(1040),
+    outputs=st.integers(1, 35),
+    bits=st.sampled_from([8, 4]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 2**30),
+)
+@example(counts=[2, 0, 3], rest=1, inputs=48, outputs=17, bits=8, dtype=torch.float32, seed=0)
+@example(counts=[0, 33, 1], rest=2, inputs=16, outputs=5, bits=4, dtype=torch.bfloat16, seed=0)
+def test_each_expert_multiplies_its_own_rows(by, counts, rest, inputs, outputs, bits, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (
+        torch.randn(*size, generator=generator).to(dtype)
+        for size in ((sum(counts) + rest, inputs), (len(counts), outputs, inputs))
+    )
+    matrix, ends = QuantizedMatrix.of(weight, bits), torch.tensor(counts).cumsum(0)
+    if dtype == torch.float64:
+        by = "reference"
+    with nullcontext(by) if by == "reference" else kernels.served_by(by) as using:
+        found = grouped_thin_matmul(x, matrix, ends, using=using)
+    assert found.dtype == dtype and found.shape == (len(x), outputs)
+    values, starts = matrix.dense().double(), [0, *ends.tolist()]
+    for expert, (first, end) in enumerate(pairwise(starts)):
+        rows = x[first:end].double()
+        scale = F.linear(rows.abs(), values[expert].abs()) + 1
+        assert ((found[first:end].double() - F.linear(rows, values[expert])).abs() <= TOLERANCE[dtype] * scale).all()
+    assert not found[ends[-1] :].any()
+    assert torch.equal(grouped_matmul(x, matrix, ends), grouped_thin_matmul(x, matrix, ends))
+
+
 def test_a_row_has_the_same_bits_among_others():
-    x, weight, bias = drawn(70, 1040, 13, torch.float32, 0)
+    x, weight, bias = drawn(32, 1040, 13, torch.float32, 0)
     matrix = QuantizedMatrix.of(weight)
     whole = thin_matmul(x, matrix, bias, using="cpu")
-    for first, count in ((0, 1), (3, 2), (5, 4), (60, 9)):
+    for first, count in ((0, 1), (3, 2), (5, 4), (20, 9)):
         part = thin_matmul(x[first : first + count], matrix, bias, using="cpu")
         assert torch.equal(part, whole[first : first + count])
     with kernels.threads(3):
@@ -136,7 +174,7 @@ def test_linear_takes_it_in_place_of_a_weight():
     x = x.expand(2, 3, 32)
     torch.testing.assert_close(F.linear(x, matrix, bias), F.linear(x, matrix.dense(), bias))
     assert F.linear(x[0, 0], matrix).shape == (5,)
-    with pytest.raises(TypeError, match=r"matmul of a QuantizedMatrix: F.linear alone takes it"):
+    with pytest.raises(TypeError, match=r"matmul of a QuantizedMatrix: F.linear alone takes it, and product"):
         torch.matmul(x, matrix)
 
 
@@ -159,6 +197,17 @@ def test_wrong_arguments():
         thin_matmul(torch.randn(2, 32).bfloat16(), matrix)
     with pytest.raises(ValueError, match=r"bias \(3,\), torch.float32, and weight \(4, 32\)"):
         thin_matmul(torch.randn(2, 32), matrix, torch.zeros(3))
+    experts, ends = QuantizedMatrix.of(torch.randn(2, 4, 32)), torch.tensor([1, 2])
+    with pytest.raises(
+        ValueError, match=r"x \(2, 16\), torch.float32, weight \(2, 4, 32\), torch.float32, and offsets"
+    ):
+        grouped_thin_matmul(torch.randn(2, 16), experts, ends)
+    with pytest.raises(ValueError, match=r"offsets \(1,\): they must be \[rows, inputs\]"):
+        grouped_thin_matmul(torch.randn(2, 32), experts, ends[:1])
+    with pytest.raises(ValueError, match=r"offsets are \[1, 3\]: they must not fall, and lie in 0 to the 2 rows"):
+        grouped_thin_matmul(torch.randn(2, 32), experts, torch.tensor([1, 3]))
+    with pytest.raises(ValueError, match=r"no gradients: call it under torch.no_grad.., or keep the weights plain"):
+        grouped_thin_matmul(torch.randn(2, 32, requires_grad=True), experts, ends)
     with pytest.raises(ValueError, match=r"no gradients: call it under torch.no_grad"):
         thin_matmul(torch.randn(2, 32), torch.randn(4, 32, requires_grad=True))
     with pytest.raises(ValueError, match=r"they must be \[..., inputs\] and \[outputs, inputs\]"):

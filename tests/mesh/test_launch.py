@@ -132,9 +132,11 @@ def test_a_timeout_says_what_each_rank_was_doing(monkeypatch, tmp_path):
     assert "The last output of rank 0:\nabout to wait" in str(caught.value)
 
 
+# A program that a shell starts in the background ignores SIGINT, and so do pytest and this script where that started them.
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 import shardlib as sl, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def run(mesh):
     print("pid", os.getpid(), flush=True)
     sl.collectives.all_gather(torch.ones(1), "data")

@@ -342,16 +342,29 @@ def test_stages_and_ranks_that_differ():
         sl.simulate(uneven, mesh={"data": 2})
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama", "mixtral", "qwen3"])
+ROUTER = sl.nn.routers.top_k(2, renormalise="chosen")
+GPTS = {
+    "gpt": None,
+    "gpt with gated experts": gpt.Experts((0, 4), sl.nn.MoEConfig(ROUTER), hidden=32, shared=16),
+    "gpt with biased experts": gpt.Experts((4,), sl.nn.MoEConfig(ROUTER, "gelu_tanh"), hidden=48, residual=32),
+}
+WIDE = {"intermediate_size": 32, "moe_intermediate_size": 32}
+
+
+def model_of(kind):
+    """A model in fp32 whose weights all have inputs that are multiples of 16, and its parameters."""
+    if kind in GPTS:
+        config = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=4, sequence=17, moe=GPTS[kind])
+        return config, random_params(config)
+    made = decoder(kind, torch.float32, **WIDE).eval()
+    return made, sl.from_module(made)[1]
+
+
+@pytest.mark.parametrize("kind", [*GPTS, "llama", "qwen3", *WITH_EXPERTS])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_weights(kind, bits):
     """The texts of the weights that the values stand for, which lie in as few bytes."""
-    if kind == "gpt":
-        made = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=4, sequence=17)
-        params = random_params(made)
-    else:
-        made = decoder(kind, torch.float32).eval()
-        _, params = sl.from_module(made)
+    made, params = model_of(kind)
     found = sl.models.decoding.quantized(made, params, bits=bits)
     dense = tree_map(lambda leaf: leaf.dense() if isinstance(leaf, QuantizedMatrix) else leaf, found)
     texts = [lists(sl.generate(made, tree, [[1, 5, 9], [7]], 6, seed=1)) for tree in (found, dense)]
@@ -359,6 +372,49 @@ def test_quantised_weights(kind, bits):
     changed = [leaf for leaf in tree_leaves(found) if isinstance(leaf, QuantizedMatrix)]
     assert len(changed) >= 2 * 4 + 1
     assert sum(leaf.nbytes for leaf in changed) < sum(leaf.dense().nbytes for leaf in changed) * (bits + 2.1) / 32
+    experts = [leaf for leaf in changed if len(leaf.shape) == 3]
+    assert bool(experts) == ("experts" in kind or kind in WITH_EXPERTS)
+    left = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and leaf.dim() == 3]
+    assert not left
+
+
+def test_experts_of_the_users_own_function_stay_as_they_are():
+    """It may use its leaves as it likes."""
+
+    def expert(params, rows, product):
+        return product(rows * params["up"].mean(), params["up"])
+
+    config = gpt.GPTConfig(
+        vocab=64, layers=1, width=32, heads=4, sequence=17, moe=gpt.Experts((2,), sl.nn.MoEConfig(ROUTER, expert))
+    )
+    params = random_params(dataclasses.replace(config, moe=None))
+    block = params["blocks"][0]
+    block["moe"] = {"router": {"weight": torch.randn(2, 32)}, "experts": {"up": torch.randn(2, 32, 32)}}
+    del block["mlp"]
+    found = sl.models.decoding.quantized(config, params)
+    assert found["blocks"][0]["moe"]["experts"]["up"] is block["moe"]["experts"]["up"]
+    assert len(sl.generate(config, found, [[1, 2]], 2)[0]) == 2
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 1.001), (4, 1.03)])
+def test_the_perplexity_of_quantised_experts_is_close(bits, most):
+    """Of a model that was trained on a text, on the text."""
+    config = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=4, sequence=17, moe=GPTS["gpt with gated experts"])
+    text = torch.arange(17 * 64).square().add(torch.arange(17 * 64) // 5).remainder(61).view(64, 17)
+    batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    state, step = sl.make_train_step(gpt.make_loss(config), gpt.init(config), sl.optim.adamw(1e-2))
+    for _ in range(40):
+        state, _ = step(state, batch)
+    params = sl.unshard(state.params)
+    small = sl.models.decoding.quantized(config, params, bits)
+
+    def perplexity(params):
+        with torch.no_grad():
+            scores = gpt.logits(config, params, batch["tokens"])
+        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch["targets"].flatten()).exp().item()
+
+    before, after = perplexity(params), perplexity(small)
+    assert before < 40 and before != after and after / before < most
 
 
 def test_models_without_weights_to_quantise():

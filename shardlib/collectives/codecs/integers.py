@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol
+from numbers import Integral
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -67,12 +68,19 @@ class OneBit(TwoPhase):
         return f"1 bit, a scale per {per}{'' if self.feedback else ', no error feedback'}"
 
 
-def check_scales(scales: str | int, what: str) -> None:
-    """Raise `IllegalComposition`, naming ``what``, for ``scales`` that `OneBit` cannot use."""
-    if scales != "leaf" and (not isinstance(scales, int) or isinstance(scales, bool) or scales < 8 or scales % 8):
+def scales_of(what: str, scales: Any) -> str | int:
+    """An argument for the scales of `OneBit`.
+
+    Raises:
+        IllegalComposition: names ``what``, for other ones.
+    """
+    if isinstance(scales, str) and scales == "leaf":
+        return "leaf"
+    if isinstance(scales, bool) or not isinstance(scales, Integral) or scales < 8 or scales % 8:
         raise IllegalComposition(
             f"{what}(scales={scales!r}): use 'leaf', or the number of elements that share a scale, a multiple of 8"
         )
+    return int(scales)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.collectives.codecs.integers import Packing
-from shardlib.collectives.codecs.named import FORMS, named
+from shardlib.collectives.codecs.named import FORMS, packing_of
 from shardlib.collectives.tokens.base import TokenExchange
 from shardlib.collectives.tokens.journey import Journey, Packings, Travelling
 from shardlib.collectives.tokens.payload import Payload, most_rows_sent, rows_sent
@@ -38,7 +38,7 @@ class Hops(TokenExchange):
     def __post_init__(self) -> None:
         for name in ("codec", "back_codec"):
             codec = getattr(self, name)
-            if codec is not None and codec not in FORMS and not hasattr(codec, "pack"):
+            if not (codec is None or hasattr(codec, "pack") or (isinstance(codec, str) and codec in FORMS)):
                 raise SpecError(f"{self.name}({name}={codec!r}): use a packing, or {', '.join(map(repr, FORMS))}")
 
     def __str__(self) -> str:
@@ -121,8 +121,7 @@ class Hops(TokenExchange):
     @property
     def _packings(self) -> Packings:
         """The encodings on the way to the experts, and back."""
-        there, back = (named(codec) if isinstance(codec, str) else codec for codec in (self.codec, self.back_codec))
-        return there, back
+        return packing_of(self.codec), packing_of(self.back_codec)
 
     def _check(self, mesh: Mesh, rows: torch.Tensor, counts: torch.Tensor) -> None:
         if rows.dim() != 2 or counts.dim() != 1 or counts.dtype is not torch.int64:

@@ -19,6 +19,7 @@ from shardlib.collectives.codecs.integers import Packing
 from shardlib.collectives.tokens.route import Hop, Route
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Splits, Work
+from shardlib.mesh.transport.activity import naming
 
 Packings = tuple[Packing | None, Packing | None]
 
@@ -91,9 +92,15 @@ class Journey:
         width = rows.shape[1]
         self._coming = rows.new_empty(sum(received), width)
         self._leaving = rows  # which must not change until the exchange has ended
-        splits = Splits([width * number for number in sent], [width * number for number in received])
+        into, out = self._coming.view(-1), rows.view(-1)
         with self._mesh.traffic.by_the_loss():
-            self._work: Work = primitives.all_to_all(self._mesh, hop.axis, self._coming.view(-1), rows.view(-1), splits)
+            if self.route.slots is None:
+                splits = Splits([width * number for number in sent], [width * number for number in received])
+                self._work: Work = primitives.all_to_all(self._mesh, hop.axis, into, out, splits)
+                return
+            # Chunks that are equal on all ranks: where they are not, a transport says so, with sizes.
+            with naming(f"rows of tokens, {self.route.slots} for each expert (padded=True: equally many on all ranks)"):
+                self._work = primitives.all_to_all(self._mesh, hop.axis, into, out)
 
     def _landed(self) -> torch.Tensor:
         self._work.wait()

@@ -69,6 +69,7 @@ class Route:
         places: where rows are padded, the place of each row among those that leave, or their number for a row that stays.
             Else None: the first rows leave, and the others stay.
         ends: int64 ``[experts of a rank]``: among the rows that have arrived, the row after each expert's last one.
+        slots: the rows that every expert gets from every rank, where they are padded to one number; else None.
         anchor: a tensor that needs a gradient wherever backward must exchange gradients; or None.
     """
 
@@ -76,6 +77,7 @@ class Route:
     hops: tuple[Hop, ...]
     places: torch.Tensor | None
     ends: torch.Tensor
+    slots: int | None = None
     anchor: torch.Tensor | None = None
 
     @property
@@ -130,7 +132,7 @@ def uneven(axes: Sequence[str], rows: int, tables: Tables, anchor: torch.Tensor 
         hops.append(Hop(axis, sent, received, _order(arrived, dims, sum(received))))
     if sum(hops[0].sent) > rows:
         raise SpecError(f"{sum(hops[0].sent)} rows are counted and {rows} given: count the rows that are kept")
-    return Route(rows, tuple(hops), None, _ends(arrived), anchor)
+    return Route(rows, tuple(hops), None, _ends(arrived), anchor=anchor)
 
 
 def even(
@@ -146,7 +148,7 @@ def even(
         split = (leaving // mesh.shape[axis],) * mesh.shape[axis]
         hops.append(Hop(axis, split, split, _order(table, dims, leaving)))
         arrived, table = table, table.permute(dims)
-    return Route(rows, tuple(hops), _places(rows, counts, slots), _ends(arrived), anchor)
+    return Route(rows, tuple(hops), _places(rows, counts, slots), _ends(arrived), slots, anchor)
 
 
 def _table(mesh: Mesh, axes: Sequence[str], counts: torch.Tensor) -> torch.Tensor:

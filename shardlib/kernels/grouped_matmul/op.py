@@ -19,6 +19,7 @@ expert's product is one of torch's, written where the result belongs.
 from __future__ import annotations
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from shardlib.kernels.common import rows
 from shardlib.kernels.common.arguments import check_tensors
@@ -47,6 +48,8 @@ def grouped_matmul(
     >>> grouped_matmul(x, weight, torch.tensor([2, 2, 3])).flatten()  # the second expert has no row
     tensor([1., 1., 3.])
     """
+    if has_torch_function((weight,)):  # weights that compute for themselves, such as quantised ones
+        return handle_torch_function(grouped_matmul, (weight,), x, weight, offsets, using=using)
     given = {"x": x, "weight": weight, "offsets": offsets}
     check_tensors("grouped_matmul", given, exactly={"offsets": torch.int64})
     fits = x.dim() == 2 and weight.dim() == 3 and offsets.dim() == 1 and len(offsets) == len(weight) > 0

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.common import native
+from shardlib.kernels.common import native, results
 from shardlib.kernels.common.thresholds import Threshold, threads
+from shardlib.kernels.grouped_matmul.reference import ranges
 from shardlib.kernels.thin_matmul import reference
 from shardlib.kernels.thin_matmul.arguments import Matrix
 
 _SIGNATURES = {"thin_matmul": "pllplpipllpipi"}
-_MOST = Threshold(32)  # rows that meet a weight at a time
+_MOST = Threshold(32)  # rows that meet a weight; for more, one that is quantised is worth making whole
 
 
 def load(device: torch.device) -> str:
@@ -22,16 +23,27 @@ def load(device: torch.device) -> str:
 def product(x: torch.Tensor, weight: torch.Tensor | Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     outputs, inputs = weight.shape
     rows = x.reshape(-1, inputs)
-    few = len(rows) <= _MOST()
-    served = x.dtype != torch.float16
-    if isinstance(weight, torch.Tensor):
-        served = served and few and weight.is_contiguous()
-    if not served:
+    if not _serves(rows) or (isinstance(weight, torch.Tensor) and not weight.is_contiguous()):
         return reference.product(x, weight, bias)
     y = x.new_empty(len(rows), outputs)
-    for part, out in [(rows, y)] if few else zip(rows.split(_MOST()), y.split(_MOST())):
-        run(part, None, weight, bias, out)
+    run(rows, None, weight, bias, y)
     return y.view(*x.shape[:-1], outputs)
+
+
+def grouped(x: torch.Tensor, weight: Matrix, ends: torch.Tensor) -> torch.Tensor:
+    y = results.empty(x, (len(x), weight.shape[1]))
+    parts = ranges(ends, len(x))
+    if all(_serves(x[first:end]) for first, end in parts):
+        run(x, ends, weight, None, y)
+    else:
+        for expert, (first, end) in enumerate(parts):
+            y[first:end] = product(x[first:end], weight[expert], None)
+    y[parts[-1][1] :] = 0
+    return y
+
+
+def _serves(rows: torch.Tensor) -> bool:
+    return len(rows) <= _MOST() and rows.dtype != torch.float16
 
 
 def run(

@@ -3,8 +3,10 @@
 W stays in its bits in memory, is read once for up to 32 rows of x, and becomes floats in registers or in the cache. x is
 ``[..., inputs]`` and y ``[..., outputs]``, in fp32 or bf16 (fp16 and float64 by plain torch, which makes a quantised W
 whole), computed in fp32. Bytes moved: those of W, which for a quantised one are bits / 8 + 4 / block for each element.
-Operations: 2·rows·inputs·outputs. More rows with a plain W are a product of torch's. Compiled, an output has the same bits
-among any other rows, up to 32. Nothing has gradients.
+Operations: 2·rows·inputs·outputs. More rows are a product of torch's, for which a quantised W is made whole. Compiled, an
+output has the same bits among any other rows, up to 32. Nothing has gradients.
+
+Of experts, each has a quantised W for a range of rows, as in `grouped_matmul`.
 
 On a CPU with AMX tiles, a W of bf16 is read straight into tiles. Elsewhere, and in fp32, W meets rows of x in vectors.
 
@@ -58,6 +60,34 @@ def thin_matmul(
     ):
         _refuse(x, weight, values, bias)
     return serving("thin_matmul", x, using).product(x, weight, bias)
+
+
+def grouped_thin_matmul(
+    x: torch.Tensor, weight: Matrix, offsets: torch.Tensor, *, using: str | None = None
+) -> torch.Tensor:
+    """`shardlib.kernels.grouped_matmul` with quantised weights, without gradients: ``[R, outputs]``.
+
+    Args:
+        x: ``[R, inputs]``, sorted by expert, of the dtype of ``weight``.
+        weight: ``[experts, outputs, inputs]``.
+        offsets: int64 ``[experts]``, the end of each expert's rows. Rows behind the last one give 0.
+
+    Raises:
+        ValueError: shapes, dtypes or offsets do not fit, or ``x`` needs gradients where they are recorded.
+    """
+    check_tensors("grouped_thin_matmul", {"x": x, "offsets": offsets}, exactly={"offsets": torch.int64})
+    fits = x.dim() == 2 and len(weight.shape) == 3 and offsets.dim() == 1 and len(offsets) == len(weight)
+    if not fits or x.shape[1] != weight.shape[2] or x.dtype != weight.dtype:
+        raise ValueError(
+            f"x {tuple(x.shape)}, {x.dtype}, weight {tuple(weight.shape)}, {weight.dtype}, and offsets "
+            f"{tuple(offsets.shape)}: they must be [rows, inputs], [experts, outputs, inputs] and [experts], x and weight of "
+            "one dtype"
+        )
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(
+            "grouped_thin_matmul has no gradients: call it under torch.no_grad(), or keep the weights plain"
+        )
+    return serving("thin_matmul", x, using).grouped(x, weight, offsets)
 
 
 def _refuse(

@@ -8,6 +8,7 @@ from shardlib.models.decoding.decoder import Decoder
 from shardlib.models.decoding.kinds import decoder_of
 from shardlib.models.decoding.loop import decode
 from shardlib.models.decoding.quantized import quantized
+from shardlib.models.decoding.residence import ExpertsOnHost, experts_on_host
 from shardlib.models.decoding.sampling import Sampling
 
-__all__ = ["Decoder", "Sampling", "decode", "decoder_of", "quantized"]
+__all__ = ["Decoder", "ExpertsOnHost", "Sampling", "decode", "decoder_of", "experts_on_host", "quantized"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +46,16 @@ class Decoder(ABC):
 
         Every layer gives its queries, keys and values, ``[T, heads, size]``, to ``attend`` once, layers in order.
         """
+
+    def layers_of_experts(self, params: Any) -> list[Mapping[str, Any]]:
+        """The parameters of each layer of experts, in the order in which they run: "experts", as `shardlib.nn.run_experts`
+        takes them, beside what `choices` reads. None in a model without them."""
+        return []
+
+    def choices(self, layer: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
+        """What a layer of `layers_of_experts` chooses for inputs ``[T, W]``: rows of its experts' leaves, −1 for none; int64
+        ``[T, k]``."""
+        raise NotImplementedError
 
     @abstractmethod
     def logits(self, params: Any, x: torch.Tensor) -> torch.Tensor:

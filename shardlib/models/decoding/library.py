@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from shardlib.models import gpt
 from shardlib.models.decoding.decoder import Attend, Decoder
 from shardlib.models.experts import Experts
+from shardlib.nn.moe.layer import route, seated
 from shardlib.nn.moe.routers.base import Router
 
 
@@ -23,7 +24,7 @@ class GPT(Decoder):
         ValueError: ``config.layout`` is for fewer tokens than ``config.sequence``, or a router is not causal.
     """
 
-    products = ("blocks/*/attn/*/weight", "blocks/*/mlp/*/weight", "head/weight")
+    products: tuple[str, ...] = ("blocks/*/attn/*/weight", "blocks/*/mlp/*/weight", "head/weight")
 
     def __init__(self, config: gpt.GPTConfig) -> None:
         layout = config.layout
@@ -34,6 +35,8 @@ class GPT(Decoder):
             )
         self._config = replace(config, dropout=0.0, moe=None if config.moe is None else _with_room(config.moe))
         self.sequence, self.vocab = config.sequence, config.vocab
+        if config.moe is not None and isinstance(config.moe.config.expert, str):
+            self.products += ("blocks/*/moe/*/gate", "blocks/*/moe/*/up", "blocks/*/moe/*/down")
 
     def hidden(self, params: Any, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         def of_layer(layer: int) -> Callable[..., torch.Tensor]:
@@ -47,6 +50,13 @@ class GPT(Decoder):
 
     def logits(self, params: Any, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, params["head"]["weight"])
+
+    def layers_of_experts(self, params: Any) -> list[Mapping[str, Any]]:
+        return [block["moe"] for block in params["blocks"] if "moe" in block]
+
+    def choices(self, layer: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
+        assert self._config.moe is not None
+        return seated(layer["router"], route(layer["router"], x, self._config.moe.config)).experts
 
 
 def _with_room(experts: Experts) -> Experts:

@@ -33,7 +33,11 @@ class Llama(Decoder):
         TreeError: settings that this does not compute.
     """
 
-    products = ("model/layers/*/self_attn/*_proj/weight", "model/layers/*/mlp/*_proj/weight", "lm_head/weight")
+    products: tuple[str, ...] = (
+        "model/layers/*/self_attn/*_proj/weight",
+        "model/layers/*/mlp/*_proj/weight",
+        "lm_head/weight",
+    )
 
     def __init__(self, model: Any, windows: Windows) -> None:
         config = model.config

@@ -60,8 +60,12 @@ class Groups:
 
 
 def expert_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: Groups) -> torch.Tensor:
-    """See `Groups.product`. Of a slice of ``weight`` that `tensor_slicing` cut, its style computes this rank's share."""
-    if has_torch_function((weight, bias)):
-        return handle_torch_function(expert_linear, (weight, bias), rows, weight, bias, groups)
+    """See `Groups.product`. Of a slice of ``weight`` that `tensor_slicing` cut, its style computes this rank's share.
+
+    A ``weight`` that is no tensor, such as a quantised one, is `grouped_matmul`'s matter.
+    """
+    tensors = (weight, bias) if isinstance(weight, torch.Tensor) else (bias,)
+    if has_torch_function(tensors):
+        return handle_torch_function(expert_linear, tensors, rows, weight, bias, groups)
     y = grouped_matmul(rows, weight, groups.ends)
     return y if bias is None else y + bias[groups.experts]

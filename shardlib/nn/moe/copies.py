@@ -10,20 +10,37 @@ import torch
 
 from shardlib.collectives.tokens.base import Coming
 from shardlib.collectives.tokens.fetch import Fetch
+from shardlib.common._compat import outside_of_graphs
 from shardlib.mesh.mesh import Mesh, current_mesh
 from shardlib.nn.moe.compute import Groups
 from shardlib.nn.moe.config import Expert
 from shardlib.nn.moe.slots import Slots
+from shardlib.nn.moe.stored import Store
 from shardlib.tree import tree_map
 
 
-class Whole(NamedTuple):
-    """This rank's experts, each of which computes all of its rows in one product."""
+class Own(NamedTuple):
+    """This rank's experts alone, each of which computes all of its rows in one product.
+
+    Attributes:
+        store: brings them to the device; None if they are there.
+    """
 
     params: Mapping[str, Any]
+    store: Store | None
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any], x: torch.Tensor) -> Own:
+        """Of a layer with inputs ``[T, W]``, whose tokens are to travel."""
+        store = Store.of(params)
+        if store is not None:
+            store.expect(x)
+        return cls(params, store)
 
     def outputs(self, expert: Expert, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """The results of ``rows`` ``[R, W]``, which are sorted by expert and have these ``ends``."""
+        if self.store is not None:
+            return self.store.outputs(expert, self.params, rows, ends)
         return expert(self.params, rows, Groups(ends, len(rows)).product)
 
 
@@ -44,14 +61,14 @@ class Copies:
         fetch, rows = Fetch(tuple(axes), slots.owners), slots.rows(rank)
         self._coming: Mapping[str, Coming] = tree_map(lambda leaf: fetch.start(mesh, leaf.lent(rows)), params)
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def _landed(self) -> list[Mapping[str, Any]]:
         """For the slots of each kind, the leaves."""
         own = tree_map(lambda leaf: leaf.opened(), self._params)
         borrowed = tree_map(lambda leaf, coming: leaf.borrowed(coming.wait()), self._params, self._coming)
         return [own, own, borrowed]
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def _lengths(self, rows: int, ends: torch.Tensor) -> list[int]:
         """The number of rows for the slots of each kind, which the host reads; the last have those that are left over."""
         lasts = list(itertools.accumulate(self._of_rank))[:-1]
@@ -62,7 +79,7 @@ class Copies:
         return [stop - start for start, stop in itertools.pairwise([0, *stops, rows])]
 
     def outputs(self, expert: Expert, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """As `Whole.outputs`, with rows that are sorted by slot."""
+        """As `Own.outputs`, with rows that are sorted by slot."""
         lengths, results, start = self._lengths(len(rows), ends), [], 0
         for params, part, some in zip(
             self._landed(), rows.split(lengths), ends.split(list(self._of_rank)), strict=True
@@ -72,7 +89,7 @@ class Copies:
         return torch.cat(results)
 
 
-@torch.compiler.disable
+@outside_of_graphs
 def borrow(params: Mapping[str, Any], seats: torch.Tensor | None, replicas: torch.Tensor, exchange: Any) -> Copies:
     """Start to fetch the second copies that ``replicas`` ``[E]`` says; ``seats`` as in `shardlib.nn.run_experts`.
 

@@ -11,11 +11,12 @@ import torch
 from torch.overrides import has_torch_function
 
 from shardlib.collectives.tokens import Coming, TokenExchange
+from shardlib.common._compat import outside_of_graphs
 from shardlib.kernels.permute import permute, unpermute
 from shardlib.mesh.mesh import current_mesh
 from shardlib.nn.moe.compute import Rows
 from shardlib.nn.moe.config import Expert
-from shardlib.nn.moe.copies import Copies, Whole, borrow
+from shardlib.nn.moe.copies import Copies, Own, borrow
 from shardlib.nn.moe.dealt import opened
 from shardlib.nn.moe.routing import NUMBER, Routing
 from shardlib.tree import leaves_of
@@ -77,7 +78,7 @@ class Visit:
     ) -> None:
         leaves, dealt = opened(params)
         self._exchange = _exchange(leaves, dealt, len(routing.counts))
-        self._copies: Whole | Copies = Whole(leaves)
+        self._copies: Own | Copies = Own.of(leaves, x)
         if replicas is not None and self._exchange.spare:
             self._copies = copies = borrow(params, seats, replicas, self._exchange)
             routing = routing.seated(copies.slots, copies.number)
@@ -118,12 +119,12 @@ class _Travel:
         self._exchange, self.axes = exchange, exchange.axes
         self.padded, self.spare = exchange.padded, exchange.spare
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[_Awaited, Any]:
         coming, way = self._exchange.send(mesh, rows, counts, **how)
         return _Awaited(coming), way
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def back(self, mesh: Any, rows: torch.Tensor, way: Any) -> _Awaited:
         return _Awaited(self._exchange.back(mesh, rows, way))
 
@@ -134,7 +135,7 @@ class _Awaited:
     def __init__(self, coming: Coming) -> None:
         self._coming = coming
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def wait(self) -> torch.Tensor:
         return self._coming.wait()
 
@@ -166,7 +167,7 @@ def _exchange(params: Mapping[str, Any], dealt: bool | None, experts: int) -> An
     exchange, mesh = current_exchange.get(), current_mesh.get()
     ways = math.prod(mesh.shape[axis] for axis in exchange.axes) if dealt and exchange and mesh else 1
     leaves = leaves_of(params)
-    held = {len(leaf) if leaf.dim() else 1 for leaf in leaves}
+    held = {leaf.shape[0] if leaf.shape else 1 for leaf in leaves}
     if dealt is None:
         raise ValueError(
             f"of the leaves of a layer of {experts} experts sl.experts deals out some and not others: name all leaves of a "

@@ -84,25 +84,37 @@ def moe(
             "[experts, width]"
         )
     if routing is None:
-        tokens = tokens_of(x, rng)
-        logits = _logits(router, _jittered(flat, config.jitter, tokens))
-        balance = router.get("balance")
         masked = {} if mask is None else {"mask": mask.flatten()}
-        routing = config.router(logits, tokens, None if balance is None else balance.detach(), **masked)
+        routing = route(router, flat, config, tokens_of(x, rng), **masked)
     elif len(routing.experts) != len(flat) or len(routing.counts) != len(router["weight"]):
         raise ValueError(
             f"moe: the routing is of {len(routing.experts)} tokens among {len(routing.counts)} experts, and the layer has "
             f"{len(flat)} among {len(router['weight'])}"
         )
     visit = Visit(params["experts"], flat, routing, router.get("seats"), router.get("replicas"))
-    # What needs no other rank is computed while tokens travel.
-    residual = _residual(params["residual"], flat, config) if "residual" in params else None
-    shared = _shared(params["shared"], flat, config) if "shared" in params else None
-    y = visit.outputs(config.compute)
+    # What needs no other rank is computed while tokens travel; of x as it is, whose sequence slices may have to gather.
+    residual = _residual(params["residual"], x, config) if "residual" in params else None
+    shared = _shared(params["shared"], x, config) if "shared" in params else None
+    y = visit.outputs(config.compute).view(x.shape)
     if residual is not None:
         shares, other = residual
-        y = shares[:, :1] * y + shares[:, 1:] * other
-    return (y if shared is None else y + shared).view(x.shape), routing
+        y = shares[..., :1] * y + shares[..., 1:] * other
+    return y if shared is None else y + shared, routing
+
+
+def route(
+    router: Mapping[str, Any], x: torch.Tensor, config: MoEConfig, tokens: Tokens | None = None, **masked: torch.Tensor
+) -> Routing:
+    """The routing of ``x`` ``[T, W]`` by a layer's "router"; by the random numbers of ``tokens``, if it is to have any."""
+    balance = router.get("balance")
+    logits = _logits(router, _jittered(x, config.jitter, tokens))
+    return config.router(logits, tokens, None if balance is None else balance.detach(), **masked)
+
+
+def seated(router: Mapping[str, Any], routing: Routing) -> Routing:
+    """The routing among the rows of the experts' leaves."""
+    seats = router.get("seats")
+    return routing if seats is None else routing.seated(seats)
 
 
 def _logits(router: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
@@ -123,6 +135,6 @@ def _shared(params: Mapping[str, Any], x: torch.Tensor, config: MoEConfig) -> to
 
 
 def _residual(params: Mapping[str, Any], x: torch.Tensor, config: MoEConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shares ``[T, 2]`` of the experts and of the residual expert, and the latter's output."""
+    """The shares ``[..., 2]`` of the experts and of the residual expert, and the latter's output."""
     shares = F.linear(x, params["mix"]["weight"], params["mix"]["bias"]).softmax(-1)
     return shares, config.compute(params, x, F.linear)

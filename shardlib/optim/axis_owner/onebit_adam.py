@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.collectives.codecs.integers import OneBit, check_scales
+from shardlib.collectives.codecs.integers import OneBit, scales_of
 from shardlib.kernels.frozen_adam import local_momentum_
 from shardlib.optim.axis_owner.moments import adam_step, frozen_step
 from shardlib.optim.base import GradientTransformation, Owned
@@ -87,7 +87,7 @@ def onebit_adam(
         "use the number of steps before the variance is frozen, at least 1 (15 to 25 % of all), or 'auto'",
         freeze_step=(freeze_step, freeze_step == "auto" or is_step(freeze_step)),
     )
-    check_scales(scales, "onebit_adam")
+    scales = scales_of("onebit_adam", scales)
     rate = as_schedule(lr, "onebit_adam")
     every = round(1 / (1 - b2))
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.collectives.codecs.integers import OneBit, check_scales
+from shardlib.collectives.codecs.integers import OneBit, scales_of
 from shardlib.collectives.summation import sum_of_squares
 from shardlib.kernels.adamw import adam_direction_, direction_at
 from shardlib.kernels.frozen_adam import fresh_step_, local_momentum_
@@ -98,7 +98,7 @@ def onebit_lamb(
         max_factor=(max_factor, ordered),
         factor_threshold=(factor_threshold, is_positive(factor_threshold) and is_share(factor_threshold)),
     )
-    check_scales(scales, "onebit_lamb")
+    scales = scales_of("onebit_lamb", scales)
     rate = as_schedule(lr, "onebit_lamb")
 
     def init(params: Tree, shards: Shards) -> OneBitLambState:

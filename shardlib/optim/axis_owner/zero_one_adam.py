@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.collectives.codecs.integers import OneBit, check_scales
+from shardlib.collectives.codecs.integers import OneBit, scales_of
 from shardlib.kernels.frozen_adam import local_step_
 from shardlib.optim.axis_owner.moments import adam_step, frozen_step, mask, root
 from shardlib.optim.axis_owner.zero_one_steps import Sent, ZeroOneSteps
@@ -96,7 +96,7 @@ def zero_one_adam(
     [3, 3]
     """
     check_adam("zero_one_adam", b1, b2, eps, weight_decay)
-    check_scales(scales, "zero_one_adam")
+    scales = scales_of("zero_one_adam", scales)
     steps = ZeroOneSteps(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
     rate = as_schedule(lr, "zero_one_adam")
 
