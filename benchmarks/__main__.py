@@ -3,6 +3,7 @@
     python -m benchmarks                                          lists cases and tables
     python -m benchmarks run [names …] [--device cpu|cuda] …      measures some, or all of a kind of device
     python -m benchmarks soak [--seconds 3600]                    kills ranks of a supervised run at random times
+    python -m benchmarks collect FOLDER                           writes learning_experts from the runs finished there
 
 On a GPU everything is checked before anything is measured; all of it takes eight to nine minutes. A table in
 ``results/`` is written where all its cases were measured in full, and left as it is otherwise.
@@ -20,6 +21,7 @@ from benchmarks.harness import results
 from benchmarks.harness.case import CPU, CUDA, Setting
 from benchmarks.harness.provenance import provenance
 from benchmarks.harness.run import chosen, run
+from benchmarks.learning import experts
 from benchmarks.soak.run import soak, write
 from benchmarks.tables import tables
 
@@ -38,17 +40,27 @@ def main(arguments: list[str]) -> int:
     options.add_argument(
         "--processes", type=int, help="runs side by side where many are trained; one a core by default"
     )
+    options.add_argument("--work", type=Path, help="a folder from which learning_experts goes on after it was stopped")
     options.add_argument("--out", type=Path, default=results.FOLDER, help="where full tables are written")
     survives = commands.add_parser("soak", help="kill ranks of a run at random times (results/soak.md)")
     survives.add_argument("--seconds", type=float, default=3600.0, help="how long; an uninterrupted run follows")
     survives.add_argument("--seed", type=int, default=0)
     survives.add_argument("--out", type=Path, default=results.FOLDER, help="where the table is written")
+    collects = commands.add_parser("collect", help="write learning_experts from the runs that are finished")
+    collects.add_argument("folder", type=Path, help="what --work was given")
+    collects.add_argument("--out", type=Path, default=results.FOLDER, help="where the table is written")
     given = parser.parse_args(arguments)
     if given.command == "soak":
         source = provenance(arguments, torch.device(CPU))
-        found = soak(given.seconds, given.seed)
-        write(found, source, given.out / "soak.md")
-        return 0 if found.one_curve else 1
+        soaked = soak(given.seconds, given.seed)
+        write(soaked, source, given.out / "soak.md")
+        return 0 if soaked.one_curve else 1
+    if given.command == "collect":
+        table = next(table for table in tables(CPU) if experts.CASE in table.cases)
+        found = experts.result(experts.TASK, given.folder)
+        print(found.text, *(f"not finished: {run}" for run in found.missing), sep="\n")
+        print(f"written: {results.write(table, [found], provenance(arguments, torch.device(CPU)), given.out)}")
+        return 0
     if given.command != "run":
         listing()
         return 0
@@ -61,7 +73,7 @@ def main(arguments: list[str]) -> int:
         chosen(known, given.names)
     except ValueError as error:
         parser.error(str(error))
-    setting = Setting(given.device, device, given.rounds, given.small, given.processes)
+    setting = Setting(given.device, device, given.rounds, given.small, given.processes, given.work)
     return 0 if run(known, given.names, setting, provenance(arguments, device), given.out) else 1
 
 

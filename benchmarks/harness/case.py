@@ -26,6 +26,7 @@ class Setting:
         rounds: the number of rounds that are counted.
         small: whether sizes are tiny, only to see that the case runs.
         processes: how many runs train at once, in a case that trains many; None is one per core.
+        work: the folder from which a case that trains many goes on, with what is finished there; None begins anew.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Setting:
     rounds: int
     small: bool = False
     processes: int | None = None
+    work: Path | None = None
 
     def time(self, calls: Calls, *, warm: int = 1) -> Times:
         """Seconds of each call on the device; calls take turns."""

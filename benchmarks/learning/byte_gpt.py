@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
     def _rank(self, mesh: sl.Mesh, seed: int, halves: bool) -> list[float]:
         config, loss_fn = self.config, gpt.make_loss(self.config)
-        text, validation = _text()
+        text, validation = texts()
         params = sl.shard(gpt.init(config, seed=seed), mesh, self.transform)
         state, step = sl.make_train_step(loss_fn, params, self.optimizer)
         for number in range(self.steps):
@@ -58,7 +58,8 @@ class Run(NamedTuple):
 
 
 @functools.cache
-def _text() -> tuple[np.ndarray, np.ndarray]:
+def texts() -> tuple[np.ndarray, np.ndarray]:
+    """The bytes to train on, and those for validation; read once in a process."""
     return split(load_bytes())
 
 

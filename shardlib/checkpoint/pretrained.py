@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from shardlib.checkpoint.safetensors import import_safetensors
+from shardlib.common.optional import require
 from shardlib.mesh.mesh import Mesh
 from shardlib.models.from_module import from_module
-from shardlib.optional import require
 from shardlib.plan.transform import Transform
 from shardlib.shard import shard
 from shardlib.sharded.tree import Sharded

@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 
 from shardlib.commands import checkpoint, doctor, generate, lr_range_test, plan, run, tokenize, train
+from shardlib.common.optional import MissingPackage
 from shardlib.mesh.launch.orphans import end_with
-from shardlib.optional import MissingPackage
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from shardlib import checkpoint, optim
 from shardlib.commands import model
+from shardlib.common.optional import require
 from shardlib.errors import CheckpointError, IllegalComposition, TreeError
 from shardlib.generate import generate
 from shardlib.mesh.mesh import Mesh, make_mesh
 from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import experts_on_host, quantized
-from shardlib.optional import require
 from shardlib.plan.transform import Transform, chain
 from shardlib.shard import shard
 from shardlib.train import make_train_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from shardlib.optional import MissingPackage
+from shardlib.common.optional import MissingPackage
 
 
 def draw(say: Callable[[str], None], name: str, path: Path, drawn: Callable[[], None]) -> None:

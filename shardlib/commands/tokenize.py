@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardlib.common.optional import require
 from shardlib.data.token_file import TokenFileError, write_tokens
-from shardlib.optional import require
 
 _TOGETHER = 256  # documents that a tokenizer gets at once
 

@@ -1,1 +1,1 @@
-"""What any room may need: names of dtypes, facts of devices, waiting for the disk, and private parts of torch."""
+"""What any room may need: dtypes, devices, the disk, optional packages, private parts of torch."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardlib.optional import figures
+from shardlib.common.optional import figures
 from shardlib.report.range_test import SMOOTHED_OVER
 from shardlib.report.smoothing import running_mean
 

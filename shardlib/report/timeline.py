@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shardlib.optional import figures
+from shardlib.common.optional import figures
 from shardlib.schedules import Action, Kind, Timeline
 
 _COLOURS = {Kind.F: "#3b6ea8", Kind.B: "#c8553d", Kind.I: "#d9902f", Kind.W: "#4f8a55"}

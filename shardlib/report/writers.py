@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardlib.optional import require
+from shardlib.common.optional import require
 
 
 class CsvWriter:

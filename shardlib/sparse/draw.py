@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from shardlib.optional import figures
+from shardlib.common.optional import figures
 from shardlib.sparse.layout import Layout
 
 _SHADES = " ░▒▓█"

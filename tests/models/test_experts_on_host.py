@@ -160,6 +160,20 @@ def test_seats():
     assert kept.tally.right == of_moved.tally.right > 0
 
 
+@pytest.mark.parametrize("made", [quantized, lambda config, params: experts_on_host(config, params, 2)[0]])
+def test_second_copies_change_nothing(made):
+    config = dataclasses.replace(CONFIG, moe=dataclasses.replace(CONFIG.moe, seats=True, replicas=True))
+    params = random_params(config)
+    for block in params["blocks"]:
+        if "moe" in block:
+            block["moe"]["router"] |= {"seats": torch.arange(EXPERTS), "replicas": torch.tensor([1] + [-1] * 7)}
+
+    def run(mesh):
+        return drawn(config, made(config, sl.shard(params, mesh, sl.chain(sl.zero(0), sl.experts(spare=1)))))
+
+    assert sl.simulate(run, mesh={"data": 1, "expert": 2}) == [drawn(config, made(config, params))] * 2
+
+
 def test_parameters_that_are_gathered_or_sliced_are_refused():
     def sharded(mesh, *plan):
         experts_on_host(CONFIG, sl.shard(PARAMS, mesh, sl.chain(*plan)), 2)

@@ -11,7 +11,7 @@ from optree import tree_leaves
 from oracle import one_device
 
 import shardlib as sl
-from shardlib.errors import TreeError
+from shardlib.errors import HandleError, TreeError
 from shardlib.models import huggingface
 
 TOKENS = torch.randint(VOCAB, (3, 8, 8), generator=torch.Generator().manual_seed(1))
@@ -174,6 +174,21 @@ def test_slices_of_attention_and_experts_on_other_ranks(kind):
     for loss, grads in sl.simulate(shares_of, logits_squared(apply), params, transform, mesh={"expert": 2, "model": 2}):
         assert loss == pytest.approx(alone.item(), rel=1e-10)
         assert_close(grads, wanted, 1e-6)  # norms of slices are taken in fp32
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["whole", "dealt out"])
+def test_two_projections_in_one_leaf_are_not_cut_as_one(ranks):
+    """A rank would have the gate's rows, and another one the other projection's."""
+    apply, params = sl.from_module(huggingface.with_experts(decoder("mixtral")))
+    rules = {"*experts/gate_up_proj": sl.column(experts=True), "*experts/down_proj": sl.row(experts=True)}
+    chain = sl.chain(sl.tensor_slicing(rules), sl.experts(rules=list(rules)), sl.zero(3))
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, chain)
+        sl.value_and_grad(loss_of(apply))(sharded, TOKENS[0])
+
+    with pytest.raises(HandleError, match=r"gate_up_proj, and tensor_slicing cuts them as one matrix.*deal them out"):
+        sl.simulate(run, mesh={"model": 2, "data": 1, "expert": ranks})
 
 
 def test_a_model_without_a_plan_for_experts():

@@ -97,6 +97,7 @@ def assert_trains_like_one_device(mesh, *transforms, both=(), **how):
 
 
 BOTH = ("data", "expert")
+TX = sl.optim.sgd(0.1)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -175,6 +176,25 @@ def test_a_rank_whose_tokens_need_no_gradient_takes_part_in_backward(stage):
         assert_close(found[2], alone[2], 1e-10)
 
 
+def test_ranks_that_use_other_parameters_before_the_layer_are_told_so():
+    """At stage 3, where one rank gathers what another one leaves out."""
+
+    def loss_fn(params, batch):
+        x = batch["x"] @ params["w"] if batch["x"][0, 0, 0] == BATCHES[0]["x"][0, 0, 0] else batch["x"]
+        return sl.nn.moe(params, x, sl.nn.MoEConfig(TOP_2))[0].square().mean()
+
+    def run(mesh):
+        training.train(mesh, loss_fn, PARAMS[0], BATCHES, sl.chain(sl.experts(), sl.zero(3, axis="expert")), TX)
+
+    with pytest.raises(RankMismatch) as refused:
+        sl.simulate(run, mesh={"expert": 2})
+    for words in (
+        "for the agreement on gathers, in step 0",
+        "parameters that are gathered before them are the same on",
+    ):
+        assert words in str(refused.value)
+
+
 def test_all_tokens_to_one_expert():
     assert_trains_like_one_device({"expert": 4}, sl.experts(), router=routers.switch(), batches=skewed(2))
 
@@ -224,6 +244,32 @@ COMPOSED = {
 def test_beside_other_transforms(case):
     mesh, transforms = COMPOSED[case]
     assert_trains_like_one_device(mesh, *transforms)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("other", ["shared", "residual"])
+def test_experts_beside_the_layer_gather_their_sequences(other, stage):
+    """Those of "megatron" sequences, in which the layer's own rows have parts of tokens."""
+    layer = layer_params("gelu", 30)
+    params = {
+        "w": normal(WIDTH, WIDTH),
+        **{name: layer[name] for name in ("router", "experts")},
+        other: layer["shared"],
+    }
+    if other == "residual":
+        params["residual"] |= {"mix": {"weight": normal(2, WIDTH, seed=3), "bias": normal(2, seed=4)}}
+
+    def loss_fn(params, batch):
+        x = sl.nn.shard_sequence(batch["x"]) @ params["w"]
+        y, _ = sl.nn.moe(params, x, sl.nn.MoEConfig(TOP_2, expert="gelu"))
+        return sl.nn.sum_sequence(y.square().sum() / batch["x"].numel())
+
+    slices = sl.tensor_slicing({f"{other}/up*": "column", f"{other}/down*": "row"})
+    chain = sl.chain(sl.experts(), sl.sequence("model", "megatron"), slices, sl.zero(stage, axis=BOTH))
+    alone = training.simulate({"data": 1}, loss_fn, params, BATCHES, sl.zero(0), sl.optim.sgd(0.1))
+    found = training.simulate({"model": 2, "expert": 2, "data": 2}, loss_fn, params, BATCHES, chain, sl.optim.sgd(0.1))
+    assert found[0] == pytest.approx(alone[0], rel=1e-10) and found[1] == pytest.approx(alone[1], rel=1e-10)
+    assert_close(found[2], alone[2], 1e-10)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -20,6 +20,7 @@ from shardlib.collectives import primitives
 from shardlib.common._compat import require_async
 from shardlib.errors import SpecError
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,11 @@ Tables = list[tuple[torch.Tensor, torch.Tensor]]  # of each hop, the sizes of th
 def exchanged(mesh: Mesh, axes: Sequence[str], counts: torch.Tensor) -> Tables:
     """The tables of a route on which every expert gets as many of a rank's rows as its ``counts`` ``[E]`` says."""
     table, tables = _table(mesh, axes, counts), []
+    what = "the counts of rows for experts (parameters that are gathered before them are the same on all ranks)"
     for axis, dims in zip(axes, _turns(len(axes)), strict=True):
         table = table.contiguous()
         arrived = torch.empty_like(table)
-        with mesh.traffic.by_the_loss():
+        with mesh.traffic.by_the_loss(), naming(what):
             primitives.all_to_all(mesh, axis, arrived, table).wait()
         tables.append((table, arrived))
         table = arrived.permute(dims)

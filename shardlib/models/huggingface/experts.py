@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardlib.errors import TreeError
+from shardlib.errors import HandleError, TreeError
 from shardlib.nn.moe import routers
 from shardlib.nn.moe.config import Product
 from shardlib.nn.moe.experts import run_experts
@@ -15,6 +15,12 @@ from shardlib.nn.moe.routing import Routing
 
 _NAME = "shardlib"
 _COUNTS, _BIAS = "counts", "gate.e_score_correction_bias"
+_OUTPUTS = "whole_gate_up"  # an attribute of a layer: the width of its gate and up projections together
+_HALVES = (
+    "{layer} has an expert's gate and up projections one after the other in gate_up_proj, and tensor_slicing cuts them as "
+    "one matrix, so that ranks have rows of either: leave experts out of its rules, and deal them out with "
+    "sl.experts(rules=huggingface.expert_rules(model))"
+)
 
 
 def with_experts(model: Any, *, counts: bool = False) -> Any:
@@ -24,7 +30,8 @@ def with_experts(model: Any, *, counts: bool = False) -> Any:
     choose. The routers, parameters and their names stay as they are. The model is changed in place and returned; call this
     before `shardlib.from_module`. Without it these models train too, by loops or by torch's ``grouped_mm``; with it they take
     any widths and dtypes, experts may lie on other ranks (`shardlib.experts`), and a layer that `shardlib.remat` recomputes
-    takes over the choices of its first run.
+    takes over the choices of its first run. `shardlib.tensor_slicing` does not cut such experts where two projections lie one
+    after the other in a leaf ("gate_up_proj").
 
     Args:
         counts: whether each layer adds up the assignments to its experts in a buffer "counts", for `balanced` and for
@@ -51,6 +58,9 @@ def with_experts(model: Any, *, counts: bool = False) -> Any:
 
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _run)
     model.set_experts_implementation(_NAME)
+    for layer in layers:
+        if layer.has_gate:
+            setattr(layer, _OUTPUTS, layer.gate_up_proj.shape[2 if layer.is_transposed else 1])
     for layer in layers if counts else ():
         weight = next(layer.parameters())
         where = "cpu" if weight.is_meta else weight.device  # a buffer of a hollow model has a value all the same
@@ -104,7 +114,10 @@ def _run(
             return product(rows, weight.mT if self.is_transposed else weight, params.get(f"{name}_proj_bias"))
 
         if self.has_gate:
-            hidden = self._apply_gate(layer("gate_up", rows))
+            both = layer("gate_up", rows)
+            if self.is_concatenated and both.shape[-1] != getattr(self, _OUTPUTS):
+                raise HandleError(_HALVES.format(layer=type(self).__name__))
+            hidden = self._apply_gate(both)
         else:
             hidden = self.act_fn(layer("up", rows))
         y = layer("down", hidden)

@@ -219,8 +219,8 @@ DEFECTS = (
         "order",
         "models/decoding/library.py",
         "what is fetched ahead are the experts' numbers, though others lie in these rows",
-        'seated(layer["router"], route(layer["router"], x, self._config.moe.config)).experts',
-        'route(layer["router"], x, self._config.moe.config).experts',
+        "(routing if seats is None else routing.seated(seats)).experts",
+        "routing.experts",
         ("tests/models/test_experts_on_host.py::test_seats",),
     ),
     Defect(
