@@ -129,8 +129,8 @@ def text(task: Task, tuned: Sequence[Trial], trials: Sequence[Trial]) -> str:
         "8. AdamW, a warm-up over a twentieth of the steps, then a cosine to 0, gradients clipped to 1; the "
         f"auxiliary loss is multiplied by 0.01, the bias moves by 0.001. The dense model and “{EXPERTS}” each have the "
         "best rate of a grid by factors of 2, on a seed of its own, between rates that are worse, and all others with "
-        f"experts have the latter's. A student follows for {names.FOLLOWS:g} of its steps. “Fullest” is the largest share of an expert over "
-        "the mean, averaged over layers. “Over dense” is of the seeds that both have."
+        f"experts have the latter's. A student follows for {names.FOLLOWS:g} of its steps. “Fullest” is the largest "
+        "share of an expert over the mean, averaged over layers. “Over dense” is of the seeds that both have."
     )
     columns = ["", "parameters", "a byte meets", "steps", "loss", "seed spread", "over dense", "fullest", "seeds"]
     cells = []
