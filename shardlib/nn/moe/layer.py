@@ -111,12 +111,6 @@ def route(
     return config.router(logits, tokens, None if balance is None else balance.detach(), **masked)
 
 
-def seated(router: Mapping[str, Any], routing: Routing) -> Routing:
-    """The routing among the rows of the experts' leaves."""
-    seats = router.get("seats")
-    return routing if seats is None else routing.seated(seats)
-
-
 def _logits(router: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     bias = router.get("bias")
