@@ -81,12 +81,13 @@ def _give_places(around: nn.Module, layer: Any, wanted: Mapping[str, bool]) -> N
     """Give a layer of experts its seats and replicas. They lie in the module "router" beside it, which some models have."""
     if not any(wanted.values()):
         return
-    if not hasattr(around, "router"):
-        around.router = nn.Module()
+    router: nn.Module | None = getattr(around, "router", None)
+    if router is None:
+        router = around.router = nn.Module()
     fresh = {"seats": torch.arange(layer.num_experts), "replicas": torch.full((layer.num_experts,), -1)}
     for name in (name for name, asked in wanted.items() if asked):
-        around.router.register_parameter(name, nn.Parameter(fresh[name], requires_grad=False))
-    layer.__dict__[_ROUTER] = around.router  # not as a submodule, under which its parameters would be experts' leaves
+        router.register_parameter(name, nn.Parameter(fresh[name], requires_grad=False))
+    layer.__dict__[_ROUTER] = router  # not as a submodule, under which its parameters would be experts' leaves
 
 
 def balanced(buffers: Mapping[str, torch.Tensor | None], rate: float = 1e-3) -> dict[str, torch.Tensor | None]:
