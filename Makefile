@@ -7,6 +7,9 @@ SECONDS ?= 3600
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# pip installs without bytecode (below), and without it every process would compile all that it imports, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := test
 .PHONY: venv train test nightly bench soak lint kernels format
 

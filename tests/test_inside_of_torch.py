@@ -1,6 +1,8 @@
 """Only one file, `shardlib/common/_compat.py`, uses private names of torch."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,3 +88,10 @@ def test_private_names_of_torch_are_found(source):
 def test_only_one_file_uses_private_names_of_torch():
     found = {str(path.relative_to(ROOT)): list(inside_of_torch(path.read_text())) for path in SOURCES}
     assert not {path: positions for path, positions in found.items() if positions}
+
+
+def test_the_compiler_is_not_imported():
+    """It takes as long as all the rest."""
+    code = "import sys, shardlib; print([name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout.strip() == "[]"

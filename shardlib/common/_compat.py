@@ -51,6 +51,9 @@ asks_device = torch.ops.prim.device.default  # dispatched wherever torch reads t
 add_to_each_ = torch._foreach_add_
 writes: Callable[[Any], bool] = attrgetter("_schema.is_mutable")  # whether an operator writes to its arguments
 
+# As torch.compiler.disable, but the compiler, which takes seconds to import, is imported by the first call.
+outside_of_graphs = torch._disable_dynamo
+
 # Contexts of operations, and queries about the present context.
 no_modes = _disable_current_modes
 # The modes of selective recompute policies.

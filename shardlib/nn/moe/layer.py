@@ -31,7 +31,8 @@ def moe(
     ``"router"``     "weight" ``(E, W)``; "bias" ``(E)`` of the logits, if there is one; "balance" ``(E)``, if there is one,
                      is added to scores where experts are chosen, and has no gradient (`shardlib.nn.routers.balanced`);
                      "seats" ``(E)``, if there are any, int64: the row of the experts' leaves in which each expert lies
-                     (`shardlib.relayout`). Everything else has the experts in their own order
+                     (`shardlib.relayout`). Everything else has the experts in their own order. "replicas" ``(E)``, if there
+                     are any, int64: the spare slot in which each has a second copy (``sl.experts(spare=)``), −1 for none
     ``"experts"``    "up" ``(E, H, W)``, "down" ``(E, W, H)``, for SwiGLU "gate" ``(E, H, W)``; or what ``config.expert``
                      takes, the experts along dimension 0
     ``"shared"``     the same of one expert that sees every token, without dimension 0. With a "scale" ``(1, W)`` its output
@@ -90,15 +91,15 @@ def moe(
             f"moe: the routing is of {len(routing.experts)} tokens among {len(routing.counts)} experts, and the layer has "
             f"{len(flat)} among {len(router['weight'])}"
         )
-    visit = Visit(params["experts"], flat, seated(router, routing))
-    # What needs no other rank is computed while tokens travel.
-    residual = _residual(params["residual"], flat, config) if "residual" in params else None
-    shared = _shared(params["shared"], flat, config) if "shared" in params else None
-    y = visit.outputs(config.compute)
+    visit = Visit(params["experts"], flat, routing, router.get("seats"), router.get("replicas"))
+    # What needs no other rank is computed while tokens travel; of x as it is, whose sequence slices may have to gather.
+    residual = _residual(params["residual"], x, config) if "residual" in params else None
+    shared = _shared(params["shared"], x, config) if "shared" in params else None
+    y = visit.outputs(config.compute).view(x.shape)
     if residual is not None:
         shares, other = residual
-        y = shares[:, :1] * y + shares[:, 1:] * other
-    return (y if shared is None else y + shared).view(x.shape), routing
+        y = shares[..., :1] * y + shares[..., 1:] * other
+    return y if shared is None else y + shared, routing
 
 
 def route(
@@ -108,12 +109,6 @@ def route(
     balance = router.get("balance")
     logits = _logits(router, _jittered(x, config.jitter, tokens))
     return config.router(logits, tokens, None if balance is None else balance.detach(), **masked)
-
-
-def seated(router: Mapping[str, Any], routing: Routing) -> Routing:
-    """The routing among the rows of the experts' leaves."""
-    seats = router.get("seats")
-    return routing if seats is None else routing.seated(seats)
 
 
 def _logits(router: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
@@ -134,6 +129,6 @@ def _shared(params: Mapping[str, Any], x: torch.Tensor, config: MoEConfig) -> to
 
 
 def _residual(params: Mapping[str, Any], x: torch.Tensor, config: MoEConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shares ``[T, 2]`` of the experts and of the residual expert, and the latter's output."""
+    """The shares ``[..., 2]`` of the experts and of the residual expert, and the latter's output."""
     shares = F.linear(x, params["mix"]["weight"], params["mix"]["bias"]).softmax(-1)
     return shares, config.compute(params, x, F.linear)
