@@ -67,7 +67,7 @@ CLAIMS = (
     ),
     Claim("a student with a teacher ends lower than one without", names.STUDENT, names.ALONE, 1.0, "2201.05596, 4.2"),
     Claim("experts help more in later layers", names.SECOND, names.FIRST, 1.0, "2201.05596, 4.1.1"),
-    Claim("without balance the loss is higher", EXPERTS, names.FREE, 1.0, "2101.03961, 2.2"),
+    Claim("without balance the loss is higher", EXPERTS, names.FREE, 1.0, "1701.06538, appendix A"),
     Claim("one expert per token is as good as two", names.SWITCH, EXPERTS, _EQUAL, "2101.03961, 2.1"),
 )
 
@@ -196,7 +196,7 @@ def plot(path: Path, results: list[Result]) -> None:
             if by_step and not (axes is right and name == DENSE):
                 means = [statistics.fmean(found[column] for found in values) for values in by_step.values()]
                 axes.plot(list(by_step), means, color=f"C{colour}", label=name, linewidth=1.4)
-    left.set(xlabel="step", ylabel="loss on held-out text, nats per byte", yscale="log")
+    left.set(xlabel="step", ylabel="loss on held-out text, nats per byte")
     right.set(xlabel="step", ylabel="fullest expert / mean", ylim=(1, None))
     left.legend(frameon=False, fontsize=8)
     for axes in (left, right):
