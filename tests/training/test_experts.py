@@ -473,6 +473,32 @@ def test_payload_is_that_of_the_rows_that_there_are(ways):
         assert measured == by_counts <= most
 
 
+@pytest.mark.parametrize("axes", [("expert",), ("node", "local")], ids=["direct", "two hops"])
+def test_a_recomputed_layer_sends_its_rows_again_and_not_its_counts(axes):
+    def run(mesh, *remat):
+        block = sl.block(lambda params, x: sl.nn.moe(params, x @ params["w"], sl.nn.MoEConfig(TOP_2)))
+
+        def loss_fn(params, batch):
+            y, routing = block(params, batch["x"])
+            return y.square().mean(), {"counts": routing.counts}
+
+        sharded = sl.shard(PARAMS[0], mesh, sl.chain(sl.experts(axes), *remat))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1))
+        batch, sent = share(BATCHES[0], mesh.rank, mesh.size), count_payload(mesh)
+        counts = step(state, batch)[1]["aux"]["counts"]
+        everyone = torch.stack(all_gather_object(mesh, axes, counts))
+        rows = sharded.plan.step.tokens.payload(mesh.shape, mesh.coords, everyone, WIDTH, torch.float64).backward
+        planned = sl.make_plan(PARAMS[0], mesh, sl.chain(sl.experts(axes), *remat), loss_fn=loss_fn, batch=batch)
+        return sent(), rows, planned.payload()
+
+    for (plain, rows, planned), (again, _, expected) in zip(
+        *(sl.simulate(run, *remat, mesh=dict.fromkeys(axes, 2)) for remat in ([], [sl.remat()])), strict=True
+    ):
+        assert again == {axis: plain[axis] + rows[axis] for axis in axes}
+        number = ROWS * 4 // 2 ** len(axes) * TOP_2.k // 2  # rows on each hop and way, taken to be equal
+        assert expected == {axis: planned[axis] + 2 * number * WIDTH * 8 for axis in axes}
+
+
 def test_payload_of_padded_rows_is_known_before():
     router = routers.switch(routers.Capacity(1.3, 1))
     for measured, planned, by_counts, most in sl.simulate(

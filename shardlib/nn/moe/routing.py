@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from shardlib.common._compat import require_async
+from shardlib.common.once import once
 from shardlib.kernels import routing
-from shardlib.nn.once import once
 
 # The remedy for a routing of another number of experts.
 NUMBER = (

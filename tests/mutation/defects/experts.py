@@ -74,6 +74,15 @@ DEFECTS = (
         (f"{_LAYER}::test_choices_that_are_none",),
     ),
     Defect(
+        "counts that are exchanged again",
+        "bytes",
+        "collectives/tokens/route.py",
+        "a recomputed layer asks again how many rows come",
+        "flat = once(lambda: _exchange(mesh, axes, counts))",
+        "flat = _exchange(mesh, axes, counts)",
+        (f"{_DEALT}::test_a_recomputed_layer_sends_its_rows_again_and_not_its_counts",),
+    ),
+    Defect(
         "padded rows in chunks of any size",
         "agreement",
         "collectives/tokens/journey.py",
