@@ -28,7 +28,7 @@ _AMX_SOURCE = """bool amx() {
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-bf16");
 }
 """
-_WITH_AMX = ("sparse_attention", "grouped_matmul", "thin_matmul")
+_WITH_AMX = ("sparse_attention", "grouped_matmul", "thin_matmul", "decoder_attention", "decoder_mlp")
 # Sums keep the order in which they are written, and products are rounded before they are added: the same bits everywhere.
 _EXACT = ("-ffp-contract=off", "-fno-math-errno")
 _loaded: dict[tuple[str, str | Path], Any] = {}  # (operation, instruction set or library) -> its functions
