@@ -14,7 +14,7 @@ from optree import tree_map
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition, TreeError
-from shardlib.models import gpt
+from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import experts_on_host, quantized
 from shardlib.models.decoding.residence.slots import Slots
 from shardlib.models.decoding.residence.store import LayerStore
@@ -158,6 +158,25 @@ def test_seats():
     (one, kept), (other, of_moved) = (experts_on_host(config, tree, 2) for tree in (params, moved))
     assert drawn(config, one) == drawn(config, other) == drawn(config, params)
     assert kept.tally.right == of_moved.tally.right > 0
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_seats_of_transformers(kind):
+    """On the device, in host memory, on other ranks, and where each token gathers them."""
+    made = huggingface.with_experts(decoder(kind, torch.float64).eval(), seats=True)
+    _, params = sl.from_module(made)
+    wanted, order = drawn(made, params), torch.tensor([2, 0, 3, 1])
+    for layer in params["model"]["layers"]:
+        layer["mlp"]["router"]["seats"] = order
+        layer["mlp"]["experts"] = {
+            name: torch.empty_like(leaf).index_copy_(0, order, leaf) for name, leaf in layer["mlp"]["experts"].items()
+        }
+    held, kept = experts_on_host(made, params, 2)
+    assert drawn(made, params) == drawn(made, held) == wanted
+    assert kept.tally.right > 0
+    for mesh, plan in (({"data": 1, "expert": 2}, [sl.experts(), sl.zero(0)]), ({"data": 2}, [sl.zero(3)])):
+        found = sl.simulate(lambda mesh, plan=plan: drawn(made, sl.shard(params, mesh, sl.chain(*plan))), mesh=mesh)
+        assert found == [wanted] * 2
 
 
 @pytest.mark.parametrize("made", [quantized, lambda config, params: experts_on_host(config, params, 2)[0]])

@@ -166,6 +166,11 @@ def floats(x: torch.Tensor | None) -> torch.Tensor | None:
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+def typed(*tensors: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
+    """Each tensor and its dtype's number in `DTYPES`."""
+    return tuple(given for tensor in tensors for given in (tensor, DTYPES[tensor.dtype]))
+
+
 def copied(copy: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
     """A step's copy of the parameter and its dtype's number in `DTYPES`, −1 without a copy."""
     return copy, -1 if copy is None else DTYPES[copy.dtype]

@@ -37,7 +37,7 @@ class Mixtral(Llama):
     def _mlp(self, norm: torch.Tensor, params: Mapping[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
         if "experts" not in params:
             return super()._mlp(norm, params)
-        choice = Choice(params["gate"]["weight"], self._choices, self._renormalises)
+        choice = Choice(_router(params), self._choices, self._renormalises)
         gate_up, down = (params["experts"][name] for name in ("gate_up_proj", "down_proj"))
         if not (_whole(gate_up) and _whole(down)):
             return partial(self._elsewhere, norm, choice, params["experts"])
@@ -55,7 +55,13 @@ class Mixtral(Llama):
         return [layer["mlp"] for layer in params["model"]["layers"] if "experts" in layer["mlp"]]
 
     def choices(self, layer: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
-        return Choice(layer["gate"]["weight"], self._choices, False).of(x)[0]
+        return Choice(_router(layer), self._choices, False).of(x)[0]
+
+
+def _router(params: Mapping[str, Any]) -> torch.Tensor:
+    """The router's weight ``[E, W]``, its rows in the order of those of the experts' leaves: by their seats, if any."""
+    weight, seats = params["gate"]["weight"], params.get("router", {}).get("seats")
+    return weight if seats is None else weight[seats.argsort()]
 
 
 def _whole(leaf: Any) -> bool:
