@@ -59,7 +59,7 @@ _OF_THE_CPU = (
     Table("data", "Reading data", data.CASES),
     Table("largest_gpt", "The largest GPT that a plan fits into a budget", (planned_gpt.CASE,)),
     Table("planned_experts", "Plans of models with experts", (planned_experts.CASE,)),
-    Table("generating", "Generating on one core", (generating.CASE,)),
+    Table("generating", "Generating on one core", generating.CASES),
     Table("reproducible", "The same bits on every mesh", reproducible.CASES),
     Table("sparse_cpu", "Sparse attention on one core", (sparse_attention.CASE,)),
     Table("experts", "A layer of experts on one core", (experts.CASE,), plots.ratios),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,7 +88,8 @@ def generate(
         device = next(
             (leaf.device for leaf in leaves_of(current) if isinstance(leaf, torch.Tensor)), torch.device("cpu")
         )
-        new = decode(decoder, lambda step: step(current), texts, range(len(texts)), max_new, sampling, ends, device)
+        ready = decoder.prepared(current)
+        new = decode(decoder, lambda step: step(ready), texts, range(len(texts)), max_new, sampling, ends, device)
     else:
         new = _on_mesh(decoder, current, texts, max_new, sampling, ends)
     if bad := [f"prompt {number}" for number, tokens in enumerate(new) if None in tokens]:
@@ -116,7 +117,10 @@ def _on_mesh(
     index, count = rank_of(shape, {axis: mesh.coords[axis] for axis in shape}), plan.batch_ranks
     numbers = range(len(prompts) * index // count, len(prompts) * (index + 1) // count)
     together = taken_together(plan)
-    run, reads = _run_of(params)
+    evaluate, reads = _run_of(params)
+
+    def run(step: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        return evaluate(lambda tree: step(decoder.prepared(tree)))
 
     def more(unfinished: bool) -> bool:
         ranks = torch.tensor([float(unfinished)], device=mesh.device)

@@ -1,17 +1,24 @@
-"""`sl.generate` against transformers' ``generate``: seconds per token, dense and with experts, and weights of fewer bits."""
+"""`sl.generate` against transformers' ``generate``: seconds per token, dense and with experts; and weights of fewer bits."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 import shardlib as sl
 from benchmarks.harness import tables
 from benchmarks.harness.case import CPU, Case, Result, Row, Setting
 from benchmarks.harness.timing import Times, interleave, one_thread, processor
+from shardlib.data.bytes import batch_at, load_bytes, split, windows
+from shardlib.models import gpt
 from shardlib.models.decoding import quantized
+from shardlib.tree import leaves_of
 
 _OURS, _THEIRS = "sl.generate", "transformers"
 _TARGET = 1 / 1.5
@@ -28,6 +35,7 @@ _SMALL = {
 }
 _PROMPT, _NEW = 32, 64
 _BATCHES = (1, 16)
+_STEPS, _SEQUENCE = 300, 256  # of training
 
 
 def measure(setting: Setting) -> Result:
@@ -40,32 +48,72 @@ def measure(setting: Setting) -> Result:
             for dtype in (torch.float32, torch.bfloat16):
                 model = make(_SIZES | _SMALL if setting.small else _SIZES).to(dtype).eval()
                 _, params = sl.from_module(model)
-                trees = {"": params}
-                if kind == "dense":
-                    trees |= {f", {bits} bits": quantized(model, params, bits) for bits in (8, 4)}
+                small = {f", {bits} bits": quantized(model, params, bits) for bits in (8, 4)}
                 for batch in _BATCHES:
-                    name = f"{kind}, {str(dtype).removeprefix('torch.')}, batch {batch}"
-                    prompts = torch.randint(64, (batch, prompt), generator=torch.Generator().manual_seed(0))
-                    calls = {f"{_THEIRS}, {name}": _theirs(model, prompts, new)}
-                    calls |= {
-                        f"{_OURS}, {name}{bits}": _ours(model, tree, prompts, new) for bits, tree in trees.items()
-                    }
-                    taken = interleave(calls, setting.rounds, warm=1, stopwatch=processor)
-                    times |= {called: [seconds / new for seconds in each] for called, each in taken.items()}
-                    rows.append(tables.row(times, f"{_OURS}, {name}", f"{_THEIRS}, {name}", _TARGET, against=_THEIRS))
-                    rows += [
-                        tables.row(
-                            times, f"{_OURS}, {name}{bits}", f"{_OURS}, {name}", against="the same, whole weights"
-                        )
-                        for bits in trees
-                        if bits
-                    ]
+                    # Prompts of one token: the time of a new token alone.
+                    for length, trees in ((prompt, {"": params} | small), (1, {"": params})):
+                        name = f"{kind}, {str(dtype).removeprefix('torch.')}, batch {batch}, prompts of {length}"
+                        prompts = torch.randint(64, (batch, length), generator=torch.Generator().manual_seed(0))
+                        calls = {f"{_THEIRS}, {name}": _theirs(model, prompts, new)}
+                        calls |= {
+                            f"{_OURS}, {name}{bits}": _ours(model, tree, prompts, new) for bits, tree in trees.items()
+                        }
+                        taken = interleave(calls, setting.rounds, warm=1, stopwatch=processor)
+                        times |= {called: [seconds / new for seconds in each] for called, each in taken.items()}
+                        whole = f"{_OURS}, {name}"
+                        rows.append(tables.row(times, whole, f"{_THEIRS}, {name}", _TARGET, against=_THEIRS))
+                        rows += [
+                            tables.row(times, f"{whole}{bits}", whole, against="the same, whole weights")
+                            for bits in trees
+                            if bits
+                        ]
     about = (
-        f"Seconds per token of a batch: {new} new tokens, the most likely ones, after prompts of {prompt}, whose "
-        f"time is among them; one thread, processor time, {setting.rounds} rounds in which all take turns. Llama and Mixtral "
-        "of transformers, 4 layers of width 512, vocabulary 8,192; transformers' own settings, with its dynamic cache."
+        f"Seconds per token of a batch, which is a token's latency: {new} new tokens, the most likely ones, with the time of "
+        f"the prompts among them; one thread, processor time, {setting.rounds} rounds in which all take turns. Llama and "
+        "Mixtral of transformers, 4 layers of width 512, vocabulary 8,192; transformers' own settings and dynamic cache."
     )
     return tables.compared("Generating", about, rows, times)
+
+
+def perplexity(setting: Setting) -> Result:
+    """Quantised weights of models that were trained on Python's library, on bytes of it that were held out."""
+    steps, sequence, limit = (2, 16, 1) if setting.small else (_STEPS, _SEQUENCE, 8)
+    training, held_out = split(load_bytes())
+    router = sl.nn.routers.top_k(2, renormalise="chosen")
+    cells, times = [], {}
+    with one_thread():
+        for kind, experts in (
+            ("dense", None),
+            ("8 experts, 2 a token", gpt.Experts((8,), sl.nn.MoEConfig(router), hidden=256)),
+        ):
+            width = 32 if setting.small else 256
+            config = gpt.GPTConfig(vocab=256, layers=2, width=width, heads=4, sequence=sequence, moe=experts)
+            state, step = sl.make_train_step(gpt.make_loss(config), gpt.init(config), sl.optim.adamw(1e-3))
+            for number in range(steps):
+                state, _ = step(state, batch_at(training, 8, sequence, seed=0, step=number))
+            params = sl.unshard(state.params)
+            trees = {"fp32": params} | {f"{bits} bits": quantized(config, params, bits) for bits in (8, 4)}
+            whole = _perplexity(config, params, held_out, limit)
+            for bits, tree in trees.items():
+                found = _perplexity(config, tree, held_out, limit)
+                size = sum(leaf.nbytes for leaf in leaves_of(tree))
+                cells.append([kind, bits, f"{size:,}", f"{found:.4f}", f"{found / whole:.5f}"])
+    about = (
+        f"The library's GPT of 2 layers of width 256 over bytes, trained for {steps} steps of 8 × {sequence} bytes of "
+        "Python's library, on windows that were held out. Bytes are those of all parameters, embeddings among them."
+    )
+    columns = ("model", "weights", "bytes", "perplexity of a byte", "against fp32")
+    return tables.listed("Perplexity with weights of fewer bits", about, columns, cells, times)
+
+
+def _perplexity(config: gpt.GPTConfig, params: Any, data: np.ndarray, limit: int) -> float:
+    losses = []
+    with torch.no_grad():
+        for batch in windows(data, 8, config.sequence, limit=limit):
+            x = gpt.hidden(config, params, batch["tokens"])
+            scores = F.linear(x, params["head"]["weight"])
+            losses.append(F.cross_entropy(scores.flatten(0, 1), batch["targets"].flatten()).item())
+    return math.exp(statistics.mean(losses))
 
 
 def _dense(sizes: dict[str, int]) -> Any:
@@ -92,4 +140,7 @@ def _theirs(model: Any, prompts: torch.Tensor, new: int) -> Callable[[int], Any]
     return lambda _: model.generate(prompts, attention_mask=mask, **options)
 
 
-CASE = Case("generating", "sl.generate against transformers' generate", {CPU: 5}, measure)
+CASES = (
+    Case("generating", "sl.generate against transformers' generate", {CPU: 5}, measure),
+    Case("perplexity", "what weights of fewer bits cost in perplexity", {CPU: 1}, perplexity),
+)

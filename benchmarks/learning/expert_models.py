@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,18 +19,16 @@ TUNED_ON = 3  # the seed of the grids, which is not compared
 
 @dataclass(frozen=True)
 class Task:
-    """A dense GPT and how it and the others are trained: rows of a batch, steps, steps between evaluations, and the grid of
-    peak learning rates."""
+    """A dense GPT and how it and the others are trained: rows of a batch, steps, and steps between evaluations.
+
+    ``rates`` are grids of peak learning rates, by factors of 2: of `DENSE`, and of `EXPERTS`, whose rate all others have.
+    """
 
     base: GPTConfig
     batch: int
     steps: int
     every: int
-    rates: tuple[float, ...]
-
-
-TASK = Task(GPTConfig(vocab=256, layers=4, width=32, heads=2, sequence=64), 16, 2000, 200, (8e-3, 1.6e-2, 3.2e-2))
-SMALL = Task(GPTConfig(vocab=256, layers=4, width=8, heads=2, sequence=4), 2, 10, 5, (3e-3,))
+    rates: Mapping[str, tuple[float, ...]]
 
 
 class Model(NamedTuple):
@@ -68,6 +67,22 @@ DENSE, EXPERTS, SOONER, PR_MOE = "dense", "experts", f"experts, {EARLY:g} of the
 BIAS, FREE, SWITCH = "experts, a bias for balance", "experts, no balance", "experts, one per token"
 FIRST, SECOND = "experts in the first half", "experts in the second half"
 STUDENT, TO_THE_END, ALONE = "student", "student, to the end", "student, no teacher"
+
+
+TASK = Task(
+    base=GPTConfig(vocab=256, layers=4, width=32, heads=2, sequence=64),
+    batch=16,
+    steps=2000,
+    every=200,
+    rates={DENSE: (8e-3, 1.6e-2, 3.2e-2), EXPERTS: (4e-3, 8e-3, 1.6e-2)},  # each with its best one in the middle
+)
+SMALL = Task(
+    base=GPTConfig(vocab=256, layers=4, width=8, heads=2, sequence=4),
+    batch=2,
+    steps=10,
+    every=5,
+    rates={DENSE: (3e-3,), EXPERTS: (3e-3,)},
+)
 
 
 def models(task: Task) -> list[Model]:

@@ -67,7 +67,7 @@ CLAIMS = (
     ),
     Claim("a student with a teacher ends lower than one without", names.STUDENT, names.ALONE, 1.0, "2201.05596, 4.2"),
     Claim("experts help more in later layers", names.SECOND, names.FIRST, 1.0, "2201.05596, 4.1.1"),
-    Claim("without balance the loss is higher", EXPERTS, names.FREE, 1.0, "2101.03961, 2.2"),
+    Claim("without balance the loss is higher", EXPERTS, names.FREE, 1.0, "1701.06538, appendix A"),
     Claim("one expert per token is as good as two", names.SWITCH, EXPERTS, _EQUAL, "2101.03961, 2.1"),
 )
 
@@ -127,10 +127,10 @@ def text(task: Task, tuned: Sequence[Trial], trials: Sequence[Trial]) -> str:
         "its width, one of the whole width, or in PR-MoE one and the residual expert of half the width. Layers "
         "have eight experts unless something else is said; PR-MoE's have 4, 4, 8 and 8, its student's 4, 8 and "
         "8. AdamW, a warm-up over a twentieth of the steps, then a cosine to 0, gradients clipped to 1; the "
-        f"auxiliary loss is multiplied by 0.01, the bias moves by 0.001. The dense model and “{EXPERTS}” have the "
-        "best rate of the same grid, on a seed of its own, and all others with experts have the latter's. A "
-        f"student follows for {names.FOLLOWS:g} of its steps. “Fullest” is the largest share of an expert over "
-        "the mean, averaged over layers. “Over dense” is of the seeds that both have."
+        f"auxiliary loss is multiplied by 0.01, the bias moves by 0.001. The dense model and “{EXPERTS}” each have the "
+        "best rate of a grid by factors of 2, on a seed of its own, between rates that are worse, and all others with "
+        f"experts have the latter's. A student follows for {names.FOLLOWS:g} of its steps. “Fullest” is the largest "
+        "share of an expert over the mean, averaged over layers. “Over dense” is of the seeds that both have."
     )
     columns = ["", "parameters", "a byte meets", "steps", "loss", "seed spread", "over dense", "fullest", "seeds"]
     cells = []
@@ -147,7 +147,7 @@ def text(task: Task, tuned: Sequence[Trial], trials: Sequence[Trial]) -> str:
             [model.name, *sizes, f"{statistics.fmean(losses):.4f}", spread, f"{over:.4f}", fullest, len(losses)]
         )
     tried = []
-    for name in (DENSE, EXPERTS):
+    for name in task.rates:
         found = sorted((t.rate, t.final.loss) for t in tuned if t.model == name)
         tried.append([name, ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in found)])
     lines = [
@@ -196,7 +196,7 @@ def plot(path: Path, results: list[Result]) -> None:
             if by_step and not (axes is right and name == DENSE):
                 means = [statistics.fmean(found[column] for found in values) for values in by_step.values()]
                 axes.plot(list(by_step), means, color=f"C{colour}", label=name, linewidth=1.4)
-    left.set(xlabel="step", ylabel="loss on held-out text, nats per byte", yscale="log")
+    left.set(xlabel="step", ylabel="loss on held-out text, nats per byte")
     right.set(xlabel="step", ylabel="fullest expert / mean", ylim=(1, None))
     left.legend(frameon=False, fontsize=8)
     for axes in (left, right):

@@ -21,7 +21,7 @@ import shardlib as sl
 from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.results import read_rows
 from benchmarks.learning import byte_gpt, expert_report
-from benchmarks.learning.expert_models import DENSE, EXPERTS, SMALL, TASK, TUNED_ON, Model, Task, models
+from benchmarks.learning.expert_models import SMALL, TASK, TUNED_ON, Model, Task, models
 from benchmarks.learning.expert_report import Point, Trial
 from shardlib.data.bytes import batch_at, windows
 from shardlib.models import gpt, students
@@ -135,12 +135,12 @@ def finished(task: Task, folder: Path, jobs: Iterable[Job]) -> list[Trial]:
 
 def grids(task: Task) -> list[Job]:
     """The runs that rates are chosen by."""
-    return [(name, rate, TUNED_ON) for name in (DENSE, EXPERTS) for rate in task.rates]
+    return [(name, rate, TUNED_ON) for name, rates in task.rates.items() for rate in rates]
 
 
 def compared(task: Task, tuned: Sequence[Trial], seeds: Iterable[int]) -> list[list[Job]]:
     """The runs that are compared: seed by seed the models, and then the ablations. Students come after their teachers."""
-    rates = {name: expert_report.best_rate(name, tuned) for name in (DENSE, EXPERTS)}
+    rates = {name: expert_report.best_rate(name, tuned) for name in task.rates}
 
     def of(seed: int, ablation: bool, student: bool) -> list[Job]:
         kind = (ablation, student)

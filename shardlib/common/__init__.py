@@ -1,1 +1,1 @@
-"""What any room may need: dtypes, devices, the disk, optional packages, private parts of torch."""
+"""What any room may need: dtypes, devices, the disk, decisions made once, optional packages, private parts of torch."""

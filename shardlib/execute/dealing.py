@@ -6,13 +6,15 @@ the experts that happen to be there, and nothing would fail.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from shardlib.common._compat import no_torch_function
 from shardlib.errors import HandleError
-from shardlib.execute.handles import Handle
+from shardlib.execute.handles import Handle, materialise
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.nn.moe.dealt import Dealt
 
@@ -37,6 +39,22 @@ class _Shut:
     leaf = data = root_gradient = _refuse
 
 
+class _Borrowed:
+    """The source of a handle of rows that come from other ranks."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+
+    def leaf(self, index: int) -> torch.Tensor:
+        return self._rows
+
+    def data(self, index: int) -> torch.Tensor:
+        return self._rows.detach()
+
+    def root_gradient(self, index: int) -> tuple[torch.Tensor, Any]:
+        return self._rows, lambda grad: grad
+
+
 class DealtHandle(Handle, Dealt):
     """A handle that stands for this rank's experts of a leaf."""
 
@@ -56,3 +74,20 @@ class DealtHandle(Handle, Dealt):
         if isinstance(self._inside, SlicedHandle) or source.gathers:
             return self._inside
         return source.leaf(self._inside._index)
+
+    def lent(self, rows: Sequence[int]) -> torch.Tensor:
+        leaf = materialise(self._inside)
+        chosen = leaf.index_select(0, torch.tensor(rows, dtype=torch.int64, device=leaf.device))
+        return chosen.view(len(rows), math.prod(leaf.shape[1:]))
+
+    def borrowed(self, rows: torch.Tensor) -> torch.Tensor:
+        inside = self._inside
+        with no_torch_function():
+            shape = (len(rows), *inside.shape[1:])
+        leaf = rows.view(shape)
+        if not isinstance(inside, SlicedHandle):
+            return leaf
+        window = inside._window._replace(sizes=(len(rows), *inside._window.sizes[1:]))
+        return SlicedHandle.make(
+            _Borrowed(leaf), 0, self.path, shape, leaf, leaf.requires_grad, inside._style, window, inside._slices
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -41,7 +42,9 @@ class LocalRunner:
 
     def __init__(self, params: Local) -> None:
         plan, mesh = params.plan, params.mesh
-        self._surroundings = Surroundings(mesh, None, None, plan.step.tokens)
+        # Second copies of experts would change no number, and be sent anew for every token.
+        tokens = None if plan.step.tokens is None else replace(plan.step.tokens, spare=0)
+        self._surroundings = Surroundings(mesh, None, None, tokens)
         self._params, self._slices = params, Slices(mesh, None)
         leaves = [leaf.to(mesh.device) for _, leaf in params.leaves()]
         source = _There(leaves)
@@ -57,11 +60,8 @@ class LocalRunner:
         """A leaf as the function gets it: itself, or a handle of a slice or of experts that are dealt out."""
         if placement.style is None and not placement.dealt:
             return leaf
-        path, shape, like = (
-            placement.path,
-            tuple(leaf.shape),
-            torch.empty(0, dtype=leaf.dtype, device=self._params.mesh.device),
-        )
+        path, shape = placement.path, tuple(leaf.shape)
+        like = torch.empty(0, dtype=leaf.dtype, device=self._params.mesh.device)
         if placement.style is None:
             handle = Handle(source, index, path, shape, like, False)
         else:

@@ -39,6 +39,7 @@ class Experts:
             tokens that a rank has at once, and averaged over ranks and micro-batches as the loss is.
         balance: whether routers have a bias for balance without a loss; see `shardlib.nn.init_moe`.
         seats: whether experts have seats, which `shardlib.relayout` changes to balance the ranks' loads.
+        replicas: whether hot experts may have second copies (``sl.experts(spare=)``), which it changes too.
 
     Raises:
         ValueError: no layer, a negative number of experts, or no experts at all.
@@ -58,6 +59,7 @@ class Experts:
     z: float = 0.0
     balance: bool = False
     seats: bool = False
+    replicas: bool = False
 
     def __post_init__(self) -> None:
         if not self.per_layer or min(self.per_layer) < 0 or not any(self.per_layer):
@@ -82,6 +84,7 @@ class Experts:
             residual=self.residual,
             balance=self.balance,
             seats=self.seats,
+            replicas=self.replicas,
             **how,
         )
 

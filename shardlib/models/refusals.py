@@ -104,12 +104,12 @@ def require_all_used(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def require_trained(module: nn.Module) -> None:
-    """Refuses parameters with ``requires_grad=False``, which would be trained without notice.
+    """Refuses parameters with ``requires_grad=False``, which would be trained without notice; not integers, which never are.
 
     Raises:
         TreeError: see above.
     """
-    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    frozen = [name for name, leaf in module.named_parameters() if leaf.is_floating_point() and not leaf.requires_grad]
     if frozen:
         raise TreeError(
             f"{len(frozen)} parameters have requires_grad=False, which a pytree of tensors cannot carry:\n"

@@ -125,6 +125,10 @@ def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tupl
             f"tokens travel {asked.tokens}: counted as if every expert got as many, and at most {ranks_of_experts} times a "
             "rank's own rows, there and back, where one rank's experts get all"
         )
+        if asked.tokens.spare:
+            notes.append(
+                "weights of second copies: counted as if every spare slot had a copy, of an expert in the ranks' other half"
+            )
     prefetch, remat = asked.prefetch is not False, asked.remat
     if remat is not None:
         sliced = {use.style.axis for use in resolved.uses.values() if use.style}

@@ -13,13 +13,14 @@ from shardlib.collectives.codecs.named import packing_of
 from shardlib.collectives.tokens import Direct, TokenExchange, TwoHops
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
-from shardlib.plan.arguments import GLOB, axes_of, flag, refused, texts
+from shardlib.plan.arguments import GLOB, axes_of, flag, integer, refused, texts
 from shardlib.plan.claims import Claim, LeafInfo, Step, Use
 from shardlib.plan.code import Call, Coded, code_of, one_or_list
 from shardlib.plan.conditions import require_no_float64
 from shardlib.plan.resolved import Resolved
 
 RULES = ("experts/*", "*/experts/*")
+REPLICAS = ("router/replicas", "*/router/replicas")
 _NUMBERED = re.compile(r"(?:.*/)?experts/\d+(?=/|$)")  # one of a list under a key "experts"
 
 
@@ -33,13 +34,14 @@ class Experts(Coded):
     back_codec: str | Packing | None
     padded: bool
     kind: Callable[..., TokenExchange] | None
+    spare: int
 
     @property
     def call(self) -> Call:
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
         rules = self.rules if self.rules == RULES else one_or_list(self.rules)
         options = {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded, "kind": self.kind}
-        return Call(experts, {"axis": axis, "rules": rules, **options})
+        return Call(experts, {"axis": axis, "rules": rules, **options, "spare": self.spare})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         dealt = [leaf for leaf in leaves if leaf.matches(self.rules)]
@@ -62,11 +64,10 @@ class Experts(Coded):
 
     def exchange_over(self, axes: Sequence[str]) -> TokenExchange:
         """The exchange of tokens along these axes. A kind of a user's own is given the options that are not the default."""
-        options: dict[str, Any] = {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded}
         kind = (Direct, TwoHops)[len(axes) - 1] if self.kind is None else self.kind
-        return kind(
-            *axes, **{name: value for name, value in options.items() if value is not None and value is not False}
-        )
+        options: dict[str, Any] = {"codec": self.codec, "back_codec": self.back_codec}
+        options |= {"padded": self.padded or None, "spare": self.spare or None}
+        return kind(*axes, **{name: value for name, value in options.items() if value is not None})
 
     def _check(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo], dealt: Sequence[LeafInfo]) -> None:
         """Refuse rules that match nothing, and numbers of experts that the axes do not divide."""
@@ -81,6 +82,11 @@ class Experts(Coded):
                 f"{self.name} deals out dimension 0, and in these lists each expert has leaves of its own, whose dimension "
                 f"0 is another:\n{listing(lists)}\nStack each leaf of the experts in one, (experts, ...): torch.stack, or "
                 "sl.models.huggingface for a model of transformers."
+            )
+        if self.spare and not any(leaf.matches(REPLICAS) for leaf in leaves):
+            raise IllegalComposition(
+                f"{self.name}: no layer has replicas, which say what is in spare slots; give layers seats and replicas "
+                "(init_moe(seats=True, replicas=True)), or leave spare out"
             )
         ways = math.prod(sizes.get(axis, 1) for axis in self.axes)
         unfit = [leaf for leaf in dealt if not leaf.shape or leaf.shape[0] % ways]
@@ -112,6 +118,7 @@ def experts(
     back_codec: str | Packing | None = None,
     padded: bool = False,
     kind: Callable[..., TokenExchange] | None = None,
+    spare: int = 0,
 ) -> Experts:
     """Deal out experts over ``axis``, which also divides the batch: tokens travel to their experts and back.
 
@@ -135,13 +142,18 @@ def experts(
             a step, and no host waits for them; routers must have a capacity, and ranks equally many tokens. Otherwise ranks
             send the rows that there are, and how many beforehand.
         kind: how tokens travel: a subclass of `shardlib.collectives.tokens.TokenExchange`, or a function that makes such a
-            value. It is called with the axes, and with those of the options above that are given. None is ``Direct`` on one
+            value. It is called with the axes, and with those of the other options that are given. None is ``Direct`` on one
             axis and ``TwoHops`` on two.
+        spare: slots of a rank for second copies of other ranks' experts, in each layer with replicas
+            (``init_moe(replicas=True)``). Which experts have copies may change between steps (`shardlib.relayout`). A layer
+            fetches their weights where it begins, and its backward sends their gradients to the experts' own ranks, so the
+            state is the same without them.
 
     Raises:
         IllegalComposition: no axis, more than two, or one twice; rules that are no globs; a kind that makes no
-            exchange over the axes; when a plan is made, globs that match no parameter, lists of experts that are not stacked,
-            numbers of experts that do not divide over the axis, and experts in float64, which no codec holds.
+            exchange over the axes; ``spare`` and ``padded`` together; when a plan is made, globs that match no parameter,
+            lists of experts that are not stacked, numbers of experts that do not divide over the axis, ``spare`` where no
+            layer has replicas, and experts in float64, which no codec holds.
         SpecError: an unknown codec.
 
     >>> params = {"router": {"weight": torch.ones(8, 16)}, "experts": {"up": torch.ones(8, 32, 16)}}
@@ -153,7 +165,13 @@ def experts(
     if not (kind is None or callable(kind)):
         raise refused("experts", "kind", kind, "give a subclass of shardlib.collectives.tokens.TokenExchange, or None")
     rules, padded = texts("experts", "rules", rules, GLOB), flag("experts", "padded", padded)
-    made = Experts(axes, rules, codec, back_codec, padded, kind)
+    spare = integer("experts", "spare", spare, 0, "use a number of slots, {} or more")
+    if spare and padded:
+        raise IllegalComposition(
+            "experts(padded=True, spare=...): rows are padded so that all sizes are known before a step, and replicas change "
+            "them between steps; leave one of the two out"
+        )
+    made = Experts(axes, rules, codec, back_codec, padded, kind, spare)
     try:
         exchange = made.exchange_over(axes)  # refuses unknown codecs
     except TypeError as error:

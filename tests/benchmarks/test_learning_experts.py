@@ -76,7 +76,7 @@ def test_a_stopped_measurement_goes_on_and_can_be_collected(tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         experts.measure(setting)
     partial = experts.result(SMALL, tmp_path, range(1))
-    assert len(partial.missing) == len(NAMED) - (7 - 2 * len(SMALL.rates))
+    assert len(partial.missing) == len(NAMED) - (7 - len(experts.grids(SMALL)))
     cut = next(tmp_path.glob(f"{PR_MOE},*.csv"))
     cut.write_text("\n".join(cut.read_text().splitlines()[:2]) + "\n")
 
@@ -89,7 +89,7 @@ def test_a_stopped_measurement_goes_on_and_can_be_collected(tmp_path, monkeypatc
     rows = read_rows(tmp_path / "out" / "learning_experts.csv")
     assert {row["model"] for row in rows} == set(NAMED)
     assert (tmp_path / "out" / "learning_experts.png").stat().st_size > 1000
-    lone = experts.train(SMALL, tmp_path, SOONER, SMALL.rates[0], 9)
+    lone = experts.train(SMALL, tmp_path, SOONER, 3e-3, 9)
     assert [point.step for point in lone.curve] == [5, 6] and math.isfinite(lone.final.loss)
 
 

@@ -10,7 +10,7 @@ SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
 
 
 @pytest.mark.parametrize(
-    "case", [*data.CASES, disk.CASE, generating.CASE, optimizer_kernels.CASE], ids=lambda case: case.name
+    "case", [*data.CASES, disk.CASE, *generating.CASES, optimizer_kernels.CASE], ids=lambda case: case.name
 )
 def test_a_case_runs_to_its_end(case):
     result = case.measure(SMALL)

@@ -8,13 +8,13 @@ import torch
 from helpers.decoders import decoder
 from helpers.experts_on_host import CONFIG, EXPERTS, experts_of, random_params
 from helpers.profile import NIGHTLY
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from optree import tree_map
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition, TreeError
-from shardlib.models import gpt
+from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import experts_on_host, quantized
 from shardlib.models.decoding.residence.slots import Slots
 from shardlib.models.decoding.residence.store import LayerStore
@@ -84,6 +84,7 @@ def used(routings, slots):
 
 @settings(max_examples=300 if NIGHTLY else 60)
 @given(routings=st.lists(st.sets(st.integers(0, 5), min_size=1), max_size=8), slots=st.integers(1, 6))
+@example(routings=[{0}, {1}, {0}, {2}, {0}], slots=2)
 def test_each_missing_expert_comes_once_and_the_least_recently_used_leaves(routings, slots):
     """Outputs are those of the experts, whose weights are their numbers."""
     leaf = torch.arange(6.0)[:, None, None]
@@ -94,6 +95,21 @@ def test_each_missing_expert_comes_once_and_the_least_recently_used_leaves(routi
         found = store.outputs(lambda p, x, product: product(x, p["w"]), {"w": leaf}, rows, counts.cumsum(0))
         assert found.flatten().tolist() == [float(e) for e in sorted(experts) for _ in range(2)] + [0.0]
     assert store.tally.misses == used(routings, slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_the_same_bits_as_with_all_experts_on_the_device(dtype, bits):
+    """Of a few rows of each expert, and of many."""
+    config = dataclasses.replace(CONFIG, sequence=200)
+    params = random_params(config, dtype)
+    params = quantized(config, params, bits) if bits else params
+    held, _ = experts_on_host(config, params, 2)
+    tokens = torch.arange(200).remainder(61)[None]
+    with torch.no_grad():
+        for count in (5, 200):
+            wanted, found = (gpt.hidden(config, tree, tokens[:, :count]) for tree in (params, held))
+            assert torch.equal(found, wanted)
 
 
 MESHES = {
@@ -144,6 +160,39 @@ def test_seats():
     assert kept.tally.right == of_moved.tally.right > 0
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_seats_of_transformers(kind):
+    """On the device, in host memory, on other ranks, and where each token gathers them."""
+    made = huggingface.with_experts(decoder(kind, torch.float64).eval(), seats=True)
+    _, params = sl.from_module(made)
+    wanted, order = drawn(made, params), torch.tensor([2, 0, 3, 1])
+    for layer in params["model"]["layers"]:
+        layer["mlp"]["router"]["seats"] = order
+        layer["mlp"]["experts"] = {
+            name: torch.empty_like(leaf).index_copy_(0, order, leaf) for name, leaf in layer["mlp"]["experts"].items()
+        }
+    held, kept = experts_on_host(made, params, 2)
+    assert drawn(made, params) == drawn(made, held) == wanted
+    assert kept.tally.right > 0
+    for mesh, plan in (({"data": 1, "expert": 2}, [sl.experts(), sl.zero(0)]), ({"data": 2}, [sl.zero(3)])):
+        found = sl.simulate(lambda mesh, plan=plan: drawn(made, sl.shard(params, mesh, sl.chain(*plan))), mesh=mesh)
+        assert found == [wanted] * 2
+
+
+@pytest.mark.parametrize("made", [quantized, lambda config, params: experts_on_host(config, params, 2)[0]])
+def test_second_copies_change_nothing(made):
+    config = dataclasses.replace(CONFIG, moe=dataclasses.replace(CONFIG.moe, seats=True, replicas=True))
+    params = random_params(config)
+    for block in params["blocks"]:
+        if "moe" in block:
+            block["moe"]["router"] |= {"seats": torch.arange(EXPERTS), "replicas": torch.tensor([1] + [-1] * 7)}
+
+    def run(mesh):
+        return drawn(config, made(config, sl.shard(params, mesh, sl.chain(sl.zero(0), sl.experts(spare=1)))))
+
+    assert sl.simulate(run, mesh={"data": 1, "expert": 2}) == [drawn(config, made(config, params))] * 2
+
+
 def test_parameters_that_are_gathered_or_sliced_are_refused():
     def sharded(mesh, *plan):
         experts_on_host(CONFIG, sl.shard(PARAMS, mesh, sl.chain(*plan)), 2)
@@ -156,6 +205,14 @@ def test_parameters_that_are_gathered_or_sliced_are_refused():
         sl.simulate(sharded, sl.tensor_slicing(gpt.slicing_rules(CONFIG)), mesh={"data": 1, "model": 2})
     with pytest.raises(ValueError, match="slots=0"):
         experts_on_host(CONFIG, PARAMS, 0)
+    with pytest.raises(TreeError, match="in host memory already"):
+        experts_on_host(CONFIG, experts_on_host(CONFIG, PARAMS, 2)[0], 2)
+    with pytest.raises(TreeError, match="quantized takes parameters before experts_on_host"):
+        quantized(CONFIG, experts_on_host(CONFIG, PARAMS, 2)[0])
+    with pytest.raises(
+        TreeError, match=r"lies in host memory: bring it back with sl.to_device before it is used \(\['blocks'\]"
+    ):
+        experts_on_host(CONFIG, sl.to_host(sl.shard(PARAMS, sl.make_mesh(), stage=0)), 2)
     dense = dataclasses.replace(CONFIG, moe=None)
     with pytest.raises(TreeError, match="GPT names no layers of experts of this model"):
         experts_on_host(dense, gpt.init(dense), 2)

@@ -6,8 +6,8 @@ from helpers import training
 from helpers.trees import assert_same
 
 import shardlib as sl
+from shardlib.common.once import once
 from shardlib.nn import routers
-from shardlib.nn.once import once
 
 CONFIG = sl.nn.MoEConfig(routers.gshard(routers.Capacity(1.0, 1, "random")), jitter=0.3)
 

@@ -1,11 +1,11 @@
 """Seats: a layer whose experts lie in other rows is the same function, and seats that are chosen balance loads."""
 
-from itertools import combinations
+from itertools import combinations, permutations, product
 
 import pytest
 import torch
 from helpers.trees import assert_same
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
@@ -52,7 +52,9 @@ def test_fresh_layers_have_seats_where_asked():
     config = sl.nn.MoEConfig(routers.switch())
     params = sl.nn.init_moe(sl.Key(0), config, experts=3, width=2, hidden=2, seats=True)
     assert params["router"]["seats"].equal(torch.arange(3))
-    assert "seats" not in sl.nn.init_moe(sl.Key(0), config, experts=3, width=2, hidden=2)["router"]
+    twice = sl.nn.init_moe(sl.Key(0), config, experts=3, width=2, hidden=2, seats=True, replicas=True)
+    assert twice["router"]["replicas"].equal(torch.tensor([-1, -1, -1]))
+    assert sl.nn.init_moe(sl.Key(0), config, experts=3, width=2, hidden=2)["router"].keys() == {"weight"}
 
 
 def loads(counts, seats, ranks):
@@ -113,3 +115,64 @@ def test_an_expert_that_keeps_its_rank_keeps_its_seat():
 def test_what_is_refused(counts, ranks, seats):
     with pytest.raises(ValueError, match="balanced_seats"):
         routers.balanced_seats(torch.tensor(counts), ranks, None if seats is None else torch.tensor(seats))
+
+
+def loads_with_copies(counts, seats, replicas, ranks, spare):
+    found = [0.0] * ranks
+    for count, seat, slot in zip(counts, seats, replicas, strict=True):
+        found[seat // (len(counts) // ranks)] += count if slot < 0 else count / 2
+        if slot >= 0:
+            found[slot // spare] += count / 2
+    return found
+
+
+def least_with_copies(counts, ranks, spare):
+    """The smallest possible largest load, by trying all ranks for experts and for their copies."""
+    best = float("inf")
+    for seats in permutations(range(len(counts))):
+        if any(seats[i] > seats[j] for i, j in combinations(range(len(counts)), 2) if counts[i] == counts[j]):
+            continue  # experts with equal counts are as good in each other's seats
+        for copies in product(range(-1, ranks), repeat=len(counts)):
+            if all(copies.count(rank) <= spare for rank in range(ranks)):
+                slots = [rank if rank < 0 else rank * spare for rank in copies]
+                best = min(best, max(loads_with_copies(counts, seats, slots, ranks, spare)))
+    return best
+
+
+@st.composite
+def hot_layers(draw):
+    ranks, room, spare = draw(st.sampled_from([(2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 2, 2), (4, 1, 1)]))
+    counts = draw(st.lists(st.integers(0, 30), min_size=ranks * room, max_size=ranks * room))
+    copies = draw(st.lists(st.integers(0, ranks * spare - 1), unique=True, max_size=ranks * room))
+    copies = draw(st.permutations(copies + [-1] * (ranks * room - len(copies))))
+    return counts, ranks, spare, torch.tensor(draw(st.permutations(range(ranks * room)))), torch.tensor(copies)
+
+
+@settings(max_examples=40)
+@given(hot_layers())
+def test_chosen_copies_are_balanced(case):
+    """Never worse than what was there or than seats alone, and near the best there is; and again they are as they are."""
+    counts, ranks, spare, present, copies = case
+    seats, replicas = routers.balanced_replicas(torch.tensor(counts), ranks, spare, present, copies)
+    slots = [slot for slot in replicas.tolist() if slot >= 0]
+    assert sorted(seats.tolist()) == list(range(len(counts))) and len({*slots}) == len(slots)
+    assert {*slots} <= {*range(ranks * spare)}
+    largest = max(loads_with_copies(counts, seats.tolist(), replicas.tolist(), ranks, spare))
+    assert largest <= max(loads_with_copies(counts, present.tolist(), copies.tolist(), ranks, spare))
+    assert largest <= loads(counts, routers.balanced_seats(torch.tensor(counts), ranks, present), ranks).max()
+    assert largest <= 4 / 3 * least_with_copies(counts, ranks, spare)
+    again = routers.balanced_replicas(torch.tensor(counts), ranks, spare, seats, replicas)
+    assert again[0].equal(seats) and again[1].equal(replicas)
+
+
+def test_one_hot_expert_gets_a_copy_on_an_idle_rank():
+    seats, replicas = routers.balanced_replicas(torch.tensor([8, 4, 0, 4]), 4, 1)
+    assert seats.tolist() == [0, 1, 2, 3] and replicas.tolist() == [2, -1, -1, -1]
+
+
+@pytest.mark.parametrize(("spare", "copies"), [(-1, None), (1, [0, 0]), (1, [2, -1]), (0, [0, -1]), (1, [-2, -1])])
+def test_copies_that_are_refused(spare, copies):
+    with pytest.raises(ValueError, match="give each copy a slot of its own"):
+        routers.balanced_replicas(
+            torch.tensor([1, 2]), 2, spare, None, None if copies is None else torch.tensor(copies)
+        )

@@ -97,6 +97,7 @@ def assert_trains_like_one_device(mesh, *transforms, both=(), **how):
 
 
 BOTH = ("data", "expert")
+TX = sl.optim.sgd(0.1)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -173,6 +174,25 @@ def test_a_rank_whose_tokens_need_no_gradient_takes_part_in_backward(stage):
     for found in sl.simulate(run, sl.experts(), *split, mesh={"expert": 2}):
         assert found[0] == pytest.approx(alone[0], rel=1e-10)
         assert_close(found[2], alone[2], 1e-10)
+
+
+def test_ranks_that_use_other_parameters_before_the_layer_are_told_so():
+    """At stage 3, where one rank gathers what another one leaves out."""
+
+    def loss_fn(params, batch):
+        x = batch["x"] @ params["w"] if batch["x"][0, 0, 0] == BATCHES[0]["x"][0, 0, 0] else batch["x"]
+        return sl.nn.moe(params, x, sl.nn.MoEConfig(TOP_2))[0].square().mean()
+
+    def run(mesh):
+        training.train(mesh, loss_fn, PARAMS[0], BATCHES, sl.chain(sl.experts(), sl.zero(3, axis="expert")), TX)
+
+    with pytest.raises(RankMismatch) as refused:
+        sl.simulate(run, mesh={"expert": 2})
+    for words in (
+        "for the agreement on gathers, in step 0",
+        "parameters that are gathered before them are the same on",
+    ):
+        assert words in str(refused.value)
 
 
 def test_all_tokens_to_one_expert():
@@ -451,6 +471,32 @@ def bytes_of(payload):
 def test_payload_is_that_of_the_rows_that_there_are(ways):
     for measured, _, by_counts, most in sl.simulate(sent_in_a_step, sl.experts(), TOP_2, mesh={"expert": ways}):
         assert measured == by_counts <= most
+
+
+@pytest.mark.parametrize("axes", [("expert",), ("node", "local")], ids=["direct", "two hops"])
+def test_a_recomputed_layer_sends_its_rows_again_and_not_its_counts(axes):
+    def run(mesh, *remat):
+        block = sl.block(lambda params, x: sl.nn.moe(params, x @ params["w"], sl.nn.MoEConfig(TOP_2)))
+
+        def loss_fn(params, batch):
+            y, routing = block(params, batch["x"])
+            return y.square().mean(), {"counts": routing.counts}
+
+        sharded = sl.shard(PARAMS[0], mesh, sl.chain(sl.experts(axes), *remat))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1))
+        batch, sent = share(BATCHES[0], mesh.rank, mesh.size), count_payload(mesh)
+        counts = step(state, batch)[1]["aux"]["counts"]
+        everyone = torch.stack(all_gather_object(mesh, axes, counts))
+        rows = sharded.plan.step.tokens.payload(mesh.shape, mesh.coords, everyone, WIDTH, torch.float64).backward
+        planned = sl.make_plan(PARAMS[0], mesh, sl.chain(sl.experts(axes), *remat), loss_fn=loss_fn, batch=batch)
+        return sent(), rows, planned.payload()
+
+    for (plain, rows, planned), (again, _, expected) in zip(
+        *(sl.simulate(run, *remat, mesh=dict.fromkeys(axes, 2)) for remat in ([], [sl.remat()])), strict=True
+    ):
+        assert again == {axis: plain[axis] + rows[axis] for axis in axes}
+        number = ROWS * 4 // 2 ** len(axes) * TOP_2.k // 2  # rows on each hop and way, taken to be equal
+        assert expected == {axis: planned[axis] + 2 * number * WIDTH * 8 for axis in axes}
 
 
 def test_payload_of_padded_rows_is_known_before():

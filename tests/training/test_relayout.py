@@ -271,12 +271,12 @@ def asking(*args, **options):
 REFUSED = {
     "no permutation": (
         ValueError,
-        r"'1': \[0, 1, 2, 2\] is no permutation",
+        r"'1': seats \[0, 1, 2, 2\] are no permutation",
         asking({"1": [0, 1, 2, 2]}),
     ),
     "another number": (
         ValueError,
-        r"'1': shape \(3,\), and the layer has 4",
+        r"'1': counts have shape \(3,\), and the layer has 4",
         asking(counts={"1": [1, 2, 3]}),
     ),
     "both": (ValueError, "not both", asking(SEATS, counts={})),

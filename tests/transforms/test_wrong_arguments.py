@@ -64,6 +64,7 @@ TABLE = [
             "back_codec": NAME | LEFT_OUT,
             "padded": FLAG,
             "kind": LEFT_OUT,
+            "spare": COUNT,
         },
     ),
     (sl.freeze, {"globs": "*"}, {"globs": ANY_GLOBS, "exclude": ANY_GLOBS}),

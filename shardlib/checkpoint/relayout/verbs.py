@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 
 from shardlib.checkpoint.packed import outlined
 from shardlib.checkpoint.relayout.journey import Held, move_rows, parcels, sent_bytes
-from shardlib.checkpoint.relayout.layers import Layer, layers_of, next_seats, present_seats, write_seats
+from shardlib.checkpoint.relayout.layers import (
+    Given,
+    Layer,
+    Places,
+    layers_of,
+    next_places,
+    present_places,
+    write_places,
+)
 from shardlib.checkpoint.relayout.tensors import Tensors
 from shardlib.collectives import primitives
 from shardlib.optim.train_state import OptimizerState, TrainState, copied
@@ -16,32 +24,32 @@ from shardlib.sharded.tree import Sharded
 
 
 class Change(NamedTuple):
-    """A layer whose experts change their seats.
-
-    Attributes:
-        before, after: the seat of each expert.
-    """
+    """A layer whose experts change their places."""
 
     layer: Layer
-    before: Sequence[int]
-    after: Sequence[int]
+    before: Places
+    after: Places
 
     @property
     def came_from(self) -> list[int]:
         """The row that each row's expert had before."""
-        rows = [-1] * len(self.after)
-        for before, after in zip(self.before, self.after, strict=True):
+        rows = [-1] * self.layer.number
+        for before, after in zip(self.before.seats, self.after.seats, strict=True):
             rows[after] = before
         return rows
 
 
-Given = Mapping[str, Any] | None  # layer -> a number for each expert
-
-
 def relayout(
-    state: TrainState, seats: Given = None, *, counts: Given = None, also: Given = None, donate: bool = True
+    state: TrainState,
+    seats: Given = None,
+    *,
+    replicas: Given = None,
+    counts: Given = None,
+    also: Mapping[str, Any] | None = None,
+    donate: bool = True,
 ) -> TrainState:
-    """Move experts between the ranks over which `experts` deals them out, so that ranks have equal loads. Collective.
+    """Move experts between the ranks over which `experts` deals them out, and give hot ones second copies, so that ranks have
+    equal loads. Collective.
 
     A layer whose experts may move has *seats*, ``params["router"]["seats"]``: the row of its experts' leaves in which each
     expert lies (``init_moe(seats=True)``). Rows move with all that the state has of them: parameters, masters, the
@@ -55,22 +63,29 @@ def relayout(
     more than two ranks in an order that depends on an element's place. PowerSGD's factors, which do not belong to one expert,
     stay.
 
+    A layer with *replicas*, ``params["router"]["replicas"]`` (``init_moe(replicas=True)``), computes experts that have one in
+    two places, if the plan has spare slots (``sl.experts(spare=1)``): the replica has the rows that come from one half of the
+    ranks. That moves nothing here; a layer fetches the weights where it begins. Outputs and gradients are the same to the bit
+    again, since with spare slots all experts compute either half of the ranks' rows by themselves.
+
     `unshard` and checkpoints have experts in the order of their seats, and the seats: on any mesh that is the same function.
-    ``relayout(state)`` brings all experts to their own rows, for programs that know no seats.
+    ``relayout(state)`` brings all experts to their own rows, without replicas, for programs that know no seats.
 
     Args:
         seats: layer -> the seat of each expert, a permutation; layers that are not named stay. A layer is the path of the
             parameters of `shardlib.nn.moe`, "" for the whole tree.
-        counts: layer -> assignments of each expert, from which seats are chosen (`shardlib.nn.routers.balanced_seats`). All
-            ranks must give the same: metrics are, or sum them.
+        replicas: layer -> the spare slot of each expert's second copy, −1 for none. Slots are numbered through, rank by rank.
+        counts: layer -> assignments of each expert, from which seats are chosen, and replicas where there are spare slots
+            (`shardlib.nn.routers.balanced_replicas`). All ranks must give the same: metrics are, or sum them.
         also: name -> further tree in the optimizer's layout, such as the state of `shardlib.optim.ema`, whose rows are moved
             too, in place.
         donate: whether the new state takes over the memory of ``state``, which may then not be used again.
 
     Raises:
         TreeError: parameters without seats; layers that they do not have.
-        ValueError: seats that are no permutations, counts of other numbers of experts, or both seats and counts.
-        RankMismatch: ranks were given different seats or counts.
+        ValueError: seats that are no permutations, replicas that do not fit the spare slots, counts of other numbers of
+            experts, or counts together with one of the others.
+        RankMismatch: ranks were given different seats, replicas or counts.
         IllegalComposition: states on disk, in few bits, or of whole parameters (Adafactor's factors) cannot be moved.
 
     >>> params = {
@@ -83,7 +98,7 @@ def relayout(
     [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     """
     settled = state.settled()
-    changes = _changes(settled, seats, counts)
+    changes = _changes(settled, seats, replicas, counts)
     tensors = _tensors(settled, changes, also)  # what cannot be moved is refused before anything changes
     if not donate:
         settled = _copy(settled)
@@ -94,16 +109,22 @@ def relayout(
         state.take("relayout", "the state that it returned, or pass donate=False to keep this one")
     for change in changes:
         move_rows(mesh, tensors[change.layer.name], change.came_from)
-    write_seats(params, {change.layer.seats: change.after for change in changes})
+    write_places(params, [(change.layer, change.after) for change in changes])
     return after.fitting()
 
 
 def relayout_payload(
-    state: TrainState, seats: Given = None, *, counts: Given = None, also: Given = None
+    state: TrainState,
+    seats: Given = None,
+    *,
+    replicas: Given = None,
+    counts: Given = None,
+    also: Mapping[str, Any] | None = None,
 ) -> dict[str, int]:
     """Axis -> bytes that this rank sends in a `shardlib.relayout` with the same arguments. Moves nothing; collective.
 
-    Rows go along one axis after the other, so what goes to another rank along two axes is sent by two ranks.
+    Rows go along one axis after the other, so what goes to another rank along two axes is sent by two ranks. Replicas move
+    nothing; what their weights cost in a step is in the plan.
 
     >>> params = {"router": {"weight": torch.ones(2, 4), "seats": torch.arange(2)}, "experts": {"up": torch.ones(2, 3, 4)}}
     >>> def payload(mesh):
@@ -114,7 +135,7 @@ def relayout_payload(
     [{'expert': 48}, {'expert': 48}]
     """
     state = state.settled()
-    changes = _changes(state, seats, counts)
+    changes = _changes(state, seats, replicas, counts)
     tensors, mesh, total = (
         _tensors(state, changes, also),
         state.params.mesh,
@@ -125,14 +146,13 @@ def relayout_payload(
     return dict(total)
 
 
-def _changes(state: TrainState, seats: Given, counts: Given) -> list[Change]:
-    """The layers whose seats change, in the same order on all ranks."""
+def _changes(state: TrainState, seats: Given, replicas: Given, counts: Given) -> list[Change]:
+    """The layers whose experts change their places, in the same order on all ranks."""
     layers, mesh = layers_of(state.params.plan), state.params.mesh
-    present = present_seats(state.params, layers.values())
-    wanted = next_seats(layers, present, seats, counts)
-    primitives.require_equal(
-        mesh, "seats", {name: str(one) for name, one in wanted.items()}, "Give relayout the same on every rank."
-    )
+    present = present_places(state.params, layers.values())
+    wanted = next_places(layers, present, seats, replicas, counts)
+    texts = {name: f"seats {list(one.seats)}, replicas {list(one.replicas)}" for name, one in wanted.items()}
+    primitives.require_equal(mesh, "seats", texts, "Give relayout the same on every rank.")
     return [
         Change(layer, present[name], wanted[name])
         for name, layer in layers.items()
@@ -140,9 +160,10 @@ def _changes(state: TrainState, seats: Given, counts: Given) -> list[Change]:
     ]
 
 
-def _tensors(state: TrainState, changes: Sequence[Change], also: Given) -> dict[str, list[Held]]:
+def _tensors(state: TrainState, changes: Sequence[Change], also: Mapping[str, Any] | None) -> dict[str, list[Held]]:
     """Layer -> the tensors whose rows move."""
-    paths = {path: change.layer.name for change in changes for path in change.layer.experts}
+    moved = [change for change in changes if change.before.seats != change.after.seats]
+    paths = {path: change.layer.name for change in moved for path in change.layer.experts}
     found: dict[str, list[Held]] = {change.layer.name: [] for change in changes}
     for path, held in Tensors(outlined(state, also), paths).by_leaf():
         found[paths[path]].append(held)

@@ -49,10 +49,13 @@ class TokenExchange(ABC):
 
     Attributes:
         padded: whether rows to experts that have a capacity are to be padded to it: whether layers give `send` its ``slots``.
+        spare: a rank's slots for second copies of other ranks' experts. Layers that have them send to slots instead of
+            experts: what is said here of experts is then said of slots.
         name: the exchange's name in a plan's print-out and in messages.
     """
 
     padded: bool = field(default=False, kw_only=True)
+    spare: int = field(default=0, kw_only=True)
 
     name: ClassVar[str]
 

@@ -45,7 +45,8 @@ class Hops(TokenExchange):
         ways = ("to experts", self.codec), ("back", self.back_codec)
         coded = [f", {way} in {codec}" for way, codec in ways if codec is not None]
         padded = ", padded" * self.padded
-        return f"{self.name} over {' and '.join(f'axis {axis!r}' for axis in self.axes)}{''.join(coded)}{padded}"
+        spare = f", {self.spare} spare slot{'s' * (self.spare > 1)} on a rank" * (self.spare > 0)
+        return f"{self.name} over {' and '.join(f'axis {axis!r}' for axis in self.axes)}{''.join(coded)}{padded}{spare}"
 
     def send(
         self,

@@ -18,8 +18,10 @@ import torch.nn.functional as F
 
 from shardlib.collectives import primitives
 from shardlib.common._compat import require_async
+from shardlib.common.once import once
 from shardlib.errors import SpecError
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 
 
 @dataclass(frozen=True)
@@ -107,14 +109,23 @@ Tables = list[tuple[torch.Tensor, torch.Tensor]]  # of each hop, the sizes of th
 
 
 def exchanged(mesh: Mesh, axes: Sequence[str], counts: torch.Tensor) -> Tables:
-    """The tables of a route on which every expert gets as many of a rank's rows as its ``counts`` ``[E]`` says."""
+    """The tables of a route on which every expert gets as many of a rank's rows as its ``counts`` ``[E]`` says.
+
+    Ranks exchange them once: where a block is recomputed, its rows travel by the tables of its first run.
+    """
+    flat = once(lambda: _exchange(mesh, axes, counts))
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _exchange(mesh: Mesh, axes: Sequence[str], counts: torch.Tensor) -> list[torch.Tensor]:
     table, tables = _table(mesh, axes, counts), []
+    what = "the counts of rows for experts (parameters that are gathered before them are the same on all ranks)"
     for axis, dims in zip(axes, _turns(len(axes)), strict=True):
         table = table.contiguous()
         arrived = torch.empty_like(table)
-        with mesh.traffic.by_the_loss():
+        with mesh.traffic.by_the_loss(), naming(what):
             primitives.all_to_all(mesh, axis, arrived, table).wait()
-        tables.append((table, arrived))
+        tables += [table, arrived]
         table = arrived.permute(dims)
     return tables
 

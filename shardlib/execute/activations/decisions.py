@@ -1,4 +1,4 @@
-"""Decisions of blocks (`shardlib.nn.once`), which are kept from a block's first run for its recomputation."""
+"""Decisions of blocks (`shardlib.common.once`), which are kept from a block's first run for its recomputation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardlib.common._compat import TorchDispatchMode, without_modes
-from shardlib.nn.once import Decision, deciding
+from shardlib.common.once import Decision, deciding
 
 
 def decided_once(fn: Callable[..., Any], hidden_from: tuple[type[TorchDispatchMode], ...]) -> Callable[..., Any]:

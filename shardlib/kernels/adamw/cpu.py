@@ -21,16 +21,7 @@ def load(device: torch.device) -> str:
 
 def adamw_(step: Step, old: Old | None = None) -> None:
     param, grad, mu, nu, copy, factors, scale = step
-    buffers = (
-        *(old or (param, mu, nu)),
-        param,
-        native.DTYPES[param.dtype],
-        grad,
-        native.DTYPES[grad.dtype],
-        mu,
-        nu,
-        *native.copied(copy),
-    )
+    buffers = (*(old or (param, mu, nu)), *native.typed(param, grad), mu, nu, *native.copied(copy))
     _library().adamw_step(*buffers, param.numel(), *factors, native.factor(scale), threads())
 
 

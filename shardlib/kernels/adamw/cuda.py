@@ -19,7 +19,7 @@ def load(device: torch.device) -> str:
 
 def adamw_(step: Step) -> None:
     param, grad, mu, nu, copy, factors, scale = step
-    buffers = (param, native.DTYPES[param.dtype], grad, native.DTYPES[grad.dtype], mu, nu, *native.copied(copy))
+    buffers = (*native.typed(param, grad), mu, nu, *native.copied(copy))
     _library().adamw_step(*buffers, param.numel(), *factors, scale, native.stream(param.device))
 
 

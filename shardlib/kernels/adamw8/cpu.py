@@ -18,7 +18,7 @@ def load(device: torch.device) -> str:
 
 def adamw8_(step: CodedStep) -> None:
     param, grad, mu, mu_scales, nu, nu_scales, copy, factors, scale = step
-    buffers = (param, native.DTYPES[param.dtype], grad, native.DTYPES[grad.dtype], mu, mu_scales, nu, nu_scales)
+    buffers = (*native.typed(param, grad), mu, mu_scales, nu, nu_scales)
     lines = (SIGNED.lines(param.device), UNSIGNED.lines(param.device))
     where = (*native.copied(copy), *lines, param.numel())
     library = native.cpp_functions("adamw8", _SIGNATURES)

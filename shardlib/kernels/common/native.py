@@ -28,7 +28,7 @@ _AMX_SOURCE = """bool amx() {
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-bf16");
 }
 """
-_WITH_AMX = ("sparse_attention", "grouped_matmul", "thin_matmul")
+_WITH_AMX = ("sparse_attention", "grouped_matmul", "thin_matmul", "decoder_attention", "decoder_mlp")
 # Sums keep the order in which they are written, and products are rounded before they are added: the same bits everywhere.
 _EXACT = ("-ffp-contract=off", "-fno-math-errno")
 _loaded: dict[tuple[str, str | Path], Any] = {}  # (operation, instruction set or library) -> its functions
@@ -164,6 +164,11 @@ def floats(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def typed(*tensors: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
+    """Each tensor and its dtype's number in `DTYPES`."""
+    return tuple(given for tensor in tensors for given in (tensor, DTYPES[tensor.dtype]))
 
 
 def copied(copy: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:

@@ -21,15 +21,7 @@ def load(device: torch.device) -> str:
 
 def lion_(step: Step, old: Old | None = None) -> None:
     param, grad, mu, copy, factors, scale = step
-    buffers = (
-        *(old or (param, mu)),
-        param,
-        native.DTYPES[param.dtype],
-        grad,
-        native.DTYPES[grad.dtype],
-        mu,
-        *native.copied(copy),
-    )
+    buffers = (*(old or (param, mu)), *native.typed(param, grad), mu, *native.copied(copy))
     _library().lion_step(*buffers, param.numel(), *factors, native.factor(scale), threads())
 
 

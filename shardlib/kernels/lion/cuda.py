@@ -19,7 +19,7 @@ def load(device: torch.device) -> str:
 
 def lion_(step: Step) -> None:
     param, grad, mu, copy, factors, scale = step
-    buffers = (param, native.DTYPES[param.dtype], grad, native.DTYPES[grad.dtype], mu, *native.copied(copy))
+    buffers = (*native.typed(param, grad), mu, *native.copied(copy))
     _library().lion_step(*buffers, param.numel(), *factors, scale, native.stream(param.device))
 
 

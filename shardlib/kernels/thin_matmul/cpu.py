@@ -11,9 +11,10 @@ from shardlib.kernels.common.thresholds import Threshold, threads
 from shardlib.kernels.grouped_matmul.reference import ranges
 from shardlib.kernels.thin_matmul import reference
 from shardlib.kernels.thin_matmul.arguments import Matrix
+from shardlib.kernels.thin_matmul.line import line, lines
 
-_SIGNATURES = {"thin_matmul": "pllplpipllpipi"}
-_MOST = Threshold(32)  # rows that meet a weight; for more, one that is quantised is worth making whole
+_SIGNATURES = {"thin_matmul": "pilplppi"}
+FEW = Threshold(32)  # rows that meet a weight; for more, one that is quantised is worth making whole
 
 
 def load(device: torch.device) -> str:
@@ -26,7 +27,7 @@ def product(x: torch.Tensor, weight: torch.Tensor | Matrix, bias: torch.Tensor |
     if not _serves(rows) or (isinstance(weight, torch.Tensor) and not weight.is_contiguous()):
         return reference.product(x, weight, bias)
     y = x.new_empty(len(rows), outputs)
-    run(rows, None, weight, bias, y)
+    _run(rows, None, line(weight, None if bias is None else bias.contiguous()), y)
     return y.view(*x.shape[:-1], outputs)
 
 
@@ -34,7 +35,7 @@ def grouped(x: torch.Tensor, weight: Matrix, ends: torch.Tensor) -> torch.Tensor
     y = results.empty(x, (len(x), weight.shape[1]))
     parts = ranges(ends, len(x))
     if all(_serves(x[first:end]) for first, end in parts):
-        run(x, ends, weight, None, y)
+        _run(x, ends.contiguous(), line(weight), y)
     else:
         for expert, (first, end) in enumerate(parts):
             y[first:end] = product(x[first:end], weight[expert], None)
@@ -43,36 +44,17 @@ def grouped(x: torch.Tensor, weight: Matrix, ends: torch.Tensor) -> torch.Tensor
 
 
 def _serves(rows: torch.Tensor) -> bool:
-    return len(rows) <= _MOST() and rows.dtype != torch.float16
+    return len(rows) <= FEW() and rows.dtype != torch.float16
 
 
-def run(
-    x: torch.Tensor,
-    ends: torch.Tensor | None,
-    weight: torch.Tensor | Matrix,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-) -> None:
+def _run(x: torch.Tensor, ends: torch.Tensor | None, weight: tuple[int, ...], y: torch.Tensor) -> None:
     """Fills ``y`` ``[R, outputs]``: group g's rows of ``x`` ``[R, inputs]``, before ``ends[g]``, times its weight.
 
     Args:
         ends: int64 ``[groups]``; None for one group.
-        weight: ``[groups, outputs, inputs]``, contiguous.
-        bias: ``[groups, outputs]``, or without the first dimension.
     """
-    if isinstance(weight, Matrix):
-        values, bits, scales, block = weight.values, weight.form.bits, weight.scales, weight.form.block
-    else:
-        values, bits, scales, block = weight, 8 * weight.element_size(), None, 0
-    x = x.contiguous() if bits == 32 or (bits == 16 and _has_tiles()) else x.float().contiguous()
-    rows = (*x.shape, ends, 1 if ends is None else len(ends))
-    _library().thin_matmul(
-        x, *rows, values, bits, scales, block, y.shape[1], native.floats(bias), native.DTYPES[y.dtype], y, threads()
-    )
-
-
-def _has_tiles() -> bool:
-    return native.instruction_set("thin_matmul") == "amx"
+    x, groups = x.contiguous(), 1 if ends is None else len(ends)
+    _library().thin_matmul(x, native.DTYPES[x.dtype], len(x), ends, groups, lines(weight), y, threads())
 
 
 def _library() -> Any:

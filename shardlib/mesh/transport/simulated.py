@@ -22,10 +22,11 @@ from shardlib.mesh.transport.simulation import Simulation
 
 @dataclass
 class _Round:
-    """One collective of a group: the call's signature, the first rank to call, and what each member gave."""
+    """One collective of a group: the first rank to call, its call's signature and names, and what each member gave."""
 
     signature: str
     first: int
+    label: str
     members: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     complete: bool = False
 
@@ -183,11 +184,12 @@ class SimulatedGroup:
         number = self._calls
         self._calls += 1
         me = self._members[self.rank]
-        current = self._exchange.rounds.setdefault(number, _Round(signature, me))
+        label = here().label
+        current = self._exchange.rounds.setdefault(number, _Round(signature, me, label))
         if current.signature != signature:
             error = RankMismatch(
-                f"ranks call different collectives on axis {self._axis!r} (call {number + 1}{here().label}): "
-                f"rank {current.first} calls {current.signature}, rank {me} calls {signature}. "
+                f"ranks call different collectives on axis {self._axis!r} (call {number + 1}): "
+                f"rank {current.first} calls {current.signature}{current.label}; rank {me} calls {signature}{label}. "
                 "Every rank along an axis must make the same calls, of the same sizes, in the same order."
             )
             self._simulation.fail(me, error)

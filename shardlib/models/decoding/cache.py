@@ -1,11 +1,14 @@
-"""`Cache`: keys and values of the tokens so far, of the heads that this rank computes."""
+"""`Cache`: keys and values of the tokens so far, of the heads that this rank computes; `Attending`: a step's use of it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from shardlib.kernels.cached_attention import cached_attention
+from shardlib.kernels.decoder_attention import Seats
 from shardlib.models.decoding.new import New
 from shardlib.nn.attention import attention
 from shardlib.sparse import Layout
@@ -51,17 +54,36 @@ class Cache:
             count = here.stop - here.start
             keys[row, :, :count], values[row, :, :count] = k[here].transpose(0, 1), v[here].transpose(0, 1)
             y[here] = _prompt(q[here], k[here], v[here], window, layout)
-        first, rows, starts = new.singles
-        if len(rows):
-            given = (q[first:], k[first:], v[first:], keys, values, rows, starts)
+        first, seats = new.singles
+        if len(seats.rows):
+            given = (q[first:], k[first:], v[first:], keys, values, seats.rows, seats.starts)
             y[first:] = cached_attention(*given, window=window) if layout is None else _by_layout(*given, layout)
         return y
+
+    def held(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The keys and values of a layer, ``[rows, kv_heads, room, size]`` each; None before it has attended."""
+        return self._layers.get(layer)
 
     def _buffers(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer not in self._layers:
             keys, values = (x.new_empty(self._rows, x.shape[1], self._room, x.shape[2]) for x in (k, v))
             self._layers[layer] = keys, values
         return self._layers[layer]
+
+
+class Attending:
+    """What a step's new tokens attend to, as decoders take it."""
+
+    def __init__(self, cache: Cache, new: New) -> None:
+        self._cache, self._new = cache, new
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+        return self._cache.attend(self._new, layer, q, k, v, **how)
+
+    def seated(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, Seats] | None:
+        """See `Attend.seated`."""
+        held = self._cache.held(layer)
+        return None if held is None or self._new.prompts else (*held, self._new.singles[1])
 
 
 def _prompt(

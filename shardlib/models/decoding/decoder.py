@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shardlib.kernels.decoder_attention import Seats
 from shardlib.sparse import Layout
 
 
@@ -25,6 +26,13 @@ class Attend(Protocol):
         layout: Layout | None = None,
     ) -> torch.Tensor: ...
 
+    def seated(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, Seats] | None:
+        """The keys and values of a layer's cache, ``[rows, kv_heads, room, size]``, and where the sequences stand in it.
+
+        For layers that store and attend themselves (`shardlib.kernels.decoder_attention`), in steps of one new token of each
+        sequence; None in other steps.
+        """
+
 
 class Decoder(ABC):
     """A causal language model, as `decode` runs it. Another kind of model is a subclass, and an entry in `kinds`.
@@ -39,6 +47,13 @@ class Decoder(ABC):
     sequence: int
     vocab: int
     products: tuple[str, ...] = ()
+
+    def prepared(self, params: Any) -> Any:
+        """The model's parameters in the form in which `hidden` and `logits` take them: made once where they stay the same.
+
+        It reads no values: parameters that are gathered from other ranks are gathered where they are used.
+        """
+        return params
 
     @abstractmethod
     def hidden(self, params: Any, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from shardlib.models import gpt
 from shardlib.models.decoding.decoder import Attend, Decoder
 from shardlib.models.experts import Experts
-from shardlib.nn.moe.layer import route, seated
+from shardlib.nn.moe.layer import route
 from shardlib.nn.moe.routers.base import Router
 
 
@@ -56,7 +56,8 @@ class GPT(Decoder):
 
     def choices(self, layer: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
         assert self._config.moe is not None
-        return seated(layer["router"], route(layer["router"], x, self._config.moe.config)).experts
+        routing, seats = route(layer["router"], x, self._config.moe.config), layer["router"].get("seats")
+        return (routing if seats is None else routing.seated(seats)).experts
 
 
 def _with_room(experts: Experts) -> Experts:

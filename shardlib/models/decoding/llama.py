@@ -1,25 +1,41 @@
-"""Llama of transformers, and the models that differ from it in biases and norms, as a `Decoder`.
-
-To rows of a few tokens torch's own small operations add less time than those with a backward, as those of `shardlib.nn`.
-"""
+"""Llama of transformers, and the models that differ from it in biases and norms, as a `Decoder`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from shardlib.errors import TreeError
+from shardlib.kernels.decoder_attention import Heads, decoder_attention
+from shardlib.kernels.decoder_mlp import MLP, decoder_mlp
+from shardlib.kernels.thin_matmul import Linear
 from shardlib.models.decoding.decoder import Attend, Decoder
-from shardlib.models.decoding.products import linear
 from shardlib.models.decoding.settings import require_settings
 from shardlib.models.decoding.windows import Windows
 
 _SETTINGS = {"hidden_act": ("silu",)}
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+class Model(NamedTuple):
+    """The parameters of a Llama, prepared.
+
+    Attributes:
+        embedding: ``[vocab, width]``.
+        layers: their two halves; the second is a function of tokens ``[T, width]``.
+        norm: ``[width]``.
+        head: the output layer.
+    """
+
+    embedding: torch.Tensor
+    layers: Sequence[tuple[Heads, Callable[[torch.Tensor], torch.Tensor]]]
+    norm: torch.Tensor
+    head: Linear
 
 
 class Llama(Decoder):
@@ -48,45 +64,53 @@ class Llama(Decoder):
         self._windows = windows(config)
         self._frequencies, self._scale = _rotary(model.model.rotary_emb, config)
 
-    def hidden(self, params: Any, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        params = params["model"]
-        x = F.embedding(tokens, params["embed_tokens"]["weight"])
+    def prepared(self, params: Any) -> Any:
+        model = params["model"]
+        layers = [self._layer(index, layer) for index, layer in enumerate(model["layers"])]
+        return Model(model["embed_tokens"]["weight"], layers, model["norm"]["weight"], linear(params["lm_head"]))
+
+    def hidden(self, params: Model, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        x = F.embedding(tokens, params.embedding)
         theta = positions[:, None].float() * self._frequencies.to(x.device)
-        cos, sin = ((table * self._scale).unsqueeze(1).to(x.dtype) for table in (theta.cos(), theta.sin()))
-        for index, layer in enumerate(params["layers"]):
-            normed = self._norm(layer["input_layernorm"], x)
-            x = x + self._attention(layer["self_attn"], index, normed, (cos, sin), attend)
-            x = x + self._mlp(layer["mlp"], self._norm(layer["post_attention_layernorm"], x))
-        return self._norm(params["norm"], x)
+        cos, sin = ((table * self._scale).to(x.dtype) for table in (theta.cos(), theta.sin()))
+        for index, (heads, mlp) in enumerate(params.layers):
+            seated = attend.seated(index)
+            if seated is None:
+                q, k, v = heads.of(x, cos, sin)
+                x = heads.after(x, attend(index, q, k, v, window=heads.window))
+            else:
+                x = decoder_attention(x, heads, cos, sin, *seated)
+            x = mlp(x)
+        return F.rms_norm(x, x.shape[-1:], params.norm, self._eps)
 
-    def logits(self, params: Any, x: torch.Tensor) -> torch.Tensor:
-        return linear(params["lm_head"], x)
+    def logits(self, params: Model, x: torch.Tensor) -> torch.Tensor:
+        return params.head(x)
 
-    def _attention(
-        self,
-        params: Mapping[str, Any],
-        index: int,
-        x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
-    ) -> torch.Tensor:
-        q, k, v = (linear(params[f"{name}_proj"], x).unflatten(-1, (-1, self._size)) for name in "qkv")
-        if "q_norm" in params:
-            q, k = self._norm(params["q_norm"], q), self._norm(params["k_norm"], k)
-        q, k = _rotated(torch.cat([q, k], 1), *angles).split([q.shape[1], k.shape[1]], 1)
-        return linear(params["o_proj"], attend(index, q, k, v, window=self._windows[index]).flatten(1))
+    def _layer(self, index: int, params: Mapping[str, Any]) -> tuple[Heads, Callable[[torch.Tensor], torch.Tensor]]:
+        attention = params["self_attn"]
+        q, k, v, o = (linear(attention[f"{name}_proj"]) for name in "qkvo")
+        heads = Heads(
+            params["input_layernorm"]["weight"],
+            self._eps,
+            q,
+            k,
+            v,
+            o,
+            self._size,
+            attention["q_norm"]["weight"] if "q_norm" in attention else None,
+            attention["k_norm"]["weight"] if "k_norm" in attention else None,
+            self._windows[index],
+        )
+        return heads, self._mlp(params["post_attention_layernorm"]["weight"], params["mlp"])
 
-    def _mlp(self, params: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
-        return linear(params["down_proj"], F.silu(linear(params["gate_proj"], x)).mul_(linear(params["up_proj"], x)))
+    def _mlp(self, norm: torch.Tensor, params: Mapping[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The second half of a layer."""
+        gate, up, down = (linear(params[f"{name}_proj"]) for name in ("gate", "up", "down"))
+        return partial(decoder_mlp, layer=MLP(norm, self._eps, gate, up, down))
 
-    def _norm(self, params: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], params["weight"], self._eps)
 
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Heads ``[T, heads, size]``, whose pairs (x_j, x_j+size/2) are rotated by angles of cos and sin ``[T, 1, size / 2]``."""
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+def linear(params: Mapping[str, Any]) -> Linear:
+    return Linear(params["weight"], params.get("bias"))
 
 
 def _rotary(module: Any, config: Any) -> tuple[torch.Tensor, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.models.decoding.cache import Cache
+from shardlib.models.decoding.cache import Attending, Cache
 from shardlib.models.decoding.decoder import Decoder
 from shardlib.models.decoding.new import New
 from shardlib.models.decoding.sampling import Sampling
@@ -35,7 +35,7 @@ def decode(
     change, and its keys and values are computed anew for every token.
 
     Args:
-        run: calls a function with the model's parameters; each step runs once, by one call.
+        run: calls a function with the model's parameters, `Decoder.prepared`; each step runs once, by one call.
         numbers: the number of each prompt among those of all ranks.
         max_new: the most new tokens of a prompt.
         stop: tokens after which a sequence ends; they are its last one.
@@ -72,7 +72,7 @@ def decode(
 def _logits(decoder: Decoder, cache: Cache, new: New, device: torch.device, params: Any) -> torch.Tensor:
     """The logits after the last new token of each sequence. Storing keys and values a second time changes nothing."""
     tokens, positions = new.flat(device)
-    x = decoder.hidden(params, tokens, positions, partial(cache.attend, new))
+    x = decoder.hidden(params, tokens, positions, Attending(cache, new))
     return decoder.logits(params, x[new.last(device)])
 
 

@@ -8,6 +8,8 @@ from functools import cached_property
 
 import torch
 
+from shardlib.kernels.decoder_attention import Seats
+
 
 @dataclass(frozen=True)
 class New:
@@ -44,12 +46,8 @@ class New:
         return found
 
     @cached_property
-    def singles(self) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Of sequences with one new token: their first index in ``[T]``, their rows and their starts, int64 ``[n]`` each."""
+    def singles(self) -> tuple[int, Seats]:
+        """Of sequences with one new token: their first index in ``[T]``, and where they stand in the cache."""
         count = len(self.prompts)
-        first = self.prompts[-1][1].stop if count else 0
-        return (
-            first,
-            torch.tensor(self.rows[count:], dtype=torch.int64),
-            torch.tensor(self.starts[count:], dtype=torch.int64),
-        )
+        rows, starts = (torch.tensor(numbers[count:], dtype=torch.int64) for numbers in (self.rows, self.starts))
+        return self.prompts[-1][1].stop if count else 0, Seats(rows, starts)

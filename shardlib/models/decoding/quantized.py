@@ -9,6 +9,7 @@ import torch
 from shardlib.errors import TreeError
 from shardlib.kernels.thin_matmul import QuantizedMatrix
 from shardlib.models.decoding.kinds import decoder_of
+from shardlib.nn.moe.stored import Stored
 from shardlib.sharded.local import Local
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import flatten, matches, unflatten
@@ -41,6 +42,10 @@ def quantized(model: Any, params: Any, bits: int = 8, block: int = 128) -> Any:
     decoder = decoder_of(model)
     local = Local.of(params, "quantized") if isinstance(params, (Sharded, Local)) else None
     paths, leaves, treedef = flatten(params if local is None else local.tree)
+    if any(isinstance(leaf, Stored) for leaf in leaves):
+        raise TreeError(
+            "quantized takes parameters before experts_on_host, which then brings up fewer bytes; turn them round"
+        )
     chosen = [matches(path, decoder.products) and _fits(leaf) for path, leaf in zip(paths, leaves)]
     if not any(chosen):
         raise TreeError(

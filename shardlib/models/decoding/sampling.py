@@ -48,8 +48,9 @@ class Sampling:
             prompts: the numbers of the N prompts among all prompts on all ranks.
             number: of the new token: 0 for the first after the prompt.
         """
-        finite = logits.amax(-1).isfinite().tolist()  # a NaN is the largest of numbers
-        tokens = logits.argmax(-1).tolist() if self.temperature == 0 else self._drawn(logits, prompts, number)
+        best = logits.max(-1)  # several times faster than argmax
+        finite = best.values.isfinite().tolist()  # a NaN is the largest of numbers
+        tokens = best.indices.tolist() if self.temperature == 0 else self._drawn(logits, prompts, number)
         return [token if usable else None for token, usable in zip(tokens, finite)]
 
     def _drawn(self, logits: torch.Tensor, prompts: Sequence[int], number: int) -> list[int]:

@@ -6,29 +6,41 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from shardlib.errors import TreeError
+from shardlib.errors import HandleError, TreeError
 from shardlib.nn.moe import routers
 from shardlib.nn.moe.config import Product
 from shardlib.nn.moe.experts import run_experts
 from shardlib.nn.moe.routing import Routing
 
 _NAME = "shardlib"
-_COUNTS, _BIAS = "counts", "gate.e_score_correction_bias"
+_COUNTS, _BIAS, _ROUTER = "counts", "gate.e_score_correction_bias", "places_of_experts"
+_OUTPUTS = "whole_gate_up"  # an attribute of a layer: the width of its gate and up projections together
+_HALVES = (
+    "{layer} has an expert's gate and up projections one after the other in gate_up_proj, and tensor_slicing cuts them as "
+    "one matrix, so that ranks have rows of either: leave experts out of its rules, and deal them out with "
+    "sl.experts(rules=huggingface.expert_rules(model))"
+)
 
 
-def with_experts(model: Any, *, counts: bool = False) -> Any:
+def with_experts(model: Any, *, counts: bool = False, seats: bool = False, replicas: bool = False) -> Any:
     """Makes a transformers model compute its layers of experts by `shardlib.nn.run_experts`.
 
     Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3, GPT-OSS and others: all models whose experts have an implementation to
     choose. The routers, parameters and their names stay as they are. The model is changed in place and returned; call this
     before `shardlib.from_module`. Without it these models train too, by loops or by torch's ``grouped_mm``; with it they take
     any widths and dtypes, experts may lie on other ranks (`shardlib.experts`), and a layer that `shardlib.remat` recomputes
-    takes over the choices of its first run.
+    takes over the choices of its first run. `shardlib.tensor_slicing` does not cut such experts where two projections lie one
+    after the other in a leaf ("gate_up_proj").
 
     Args:
         counts: whether each layer adds up the assignments to its experts in a buffer "counts", for `balanced` and for
             metrics. It comes out of ``sl.from_module(model, buffers=True)``, and is no part of the model's state dict.
+        seats: whether each layer gets a parameter "router.seats" beside its "experts", so that `shardlib.relayout` can move
+            them between ranks. Layers are named by the paths in which these lie, such as "model/layers/0/mlp". The state dict
+            has the seats too, and after ``sl.relayout(state)`` they are the experts' own numbers.
+        replicas: whether it gets "router.replicas" as well, for the spare slots of `shardlib.experts`.
 
     Raises:
         TreeError: the model has no layers of experts with an implementation to choose.
@@ -41,7 +53,7 @@ def with_experts(model: Any, *, counts: bool = False) -> Any:
     >>> apply(params, torch.zeros(2, 8, dtype=torch.int64)).logits.shape
     torch.Size([2, 8, 32])
     """
-    layers = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
     if not layers:
         raise TreeError(
             f"{type(model).__name__} has no layers of experts whose implementation can be chosen (transformers' "
@@ -51,13 +63,31 @@ def with_experts(model: Any, *, counts: bool = False) -> Any:
 
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _run)
     model.set_experts_implementation(_NAME)
-    for layer in layers if counts else ():
+    for layer in layers.values():
+        if layer.has_gate:
+            setattr(layer, _OUTPUTS, layer.gate_up_proj.shape[2 if layer.is_transposed else 1])
+    for name, layer in layers.items():
+        _give_places(model.get_submodule(name.rpartition(".")[0]), layer, {"seats": seats, "replicas": replicas})
+    for layer in layers.values() if counts else ():
         weight = next(layer.parameters())
         where = "cpu" if weight.is_meta else weight.device  # a buffer of a hollow model has a value all the same
         layer.register_buffer(
             _COUNTS, torch.zeros(layer.num_experts, dtype=torch.float64, device=where), persistent=False
         )
     return model
+
+
+def _give_places(around: nn.Module, layer: Any, wanted: Mapping[str, bool]) -> None:
+    """Give a layer of experts its seats and replicas. They lie in the module "router" beside it, which some models have."""
+    if not any(wanted.values()):
+        return
+    router: nn.Module | None = getattr(around, "router", None)
+    if router is None:
+        router = around.router = nn.Module()
+    fresh = {"seats": torch.arange(layer.num_experts), "replicas": torch.full((layer.num_experts,), -1)}
+    for name in (name for name, asked in wanted.items() if asked):
+        router.register_parameter(name, nn.Parameter(fresh[name], requires_grad=False))
+    layer.__dict__[_ROUTER] = router  # not as a submodule, under which its parameters would be experts' leaves
 
 
 def balanced(buffers: Mapping[str, torch.Tensor | None], rate: float = 1e-3) -> dict[str, torch.Tensor | None]:
@@ -104,7 +134,10 @@ def _run(
             return product(rows, weight.mT if self.is_transposed else weight, params.get(f"{name}_proj_bias"))
 
         if self.has_gate:
-            hidden = self._apply_gate(layer("gate_up", rows))
+            both = layer("gate_up", rows)
+            if self.is_concatenated and both.shape[-1] != getattr(self, _OUTPUTS):
+                raise HandleError(_HALVES.format(layer=type(self).__name__))
+            hidden = self._apply_gate(both)
         else:
             hidden = self.act_fn(layer("up", rows))
         y = layer("down", hidden)
@@ -114,4 +147,6 @@ def _run(
     if _COUNTS in self._buffers:
         setattr(self, _COUNTS, getattr(self, _COUNTS) + routing.counts)
     params = {name: getattr(self, name) for name, leaf in self.named_parameters(recurse=False)}
-    return run_experts(params, hidden_states, routing, expert).to(hidden_states.dtype)
+    router = self.__dict__.get(_ROUTER)
+    places = {name: getattr(router, name, None) for name in ("seats", "replicas")}
+    return run_experts(params, hidden_states, routing, expert, **places).to(hidden_states.dtype)

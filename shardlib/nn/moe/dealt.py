@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,14 @@ class Dealt:
     Attributes:
         path: the leaf's path.
         opened: gives the leaf, to a layer of experts.
+        lent: gives rows of the leaf, by their numbers, to be sent to other ranks: ``[rows, elements of an expert]``.
+        borrowed: makes of other ranks' rows, as these lent them, a leaf like the one that ``opened`` gives.
     """
 
     path: str
     opened: Callable[[], torch.Tensor]
+    lent: Callable[[Sequence[int]], torch.Tensor]
+    borrowed: Callable[[torch.Tensor], torch.Tensor]
 
 
 def opened(params: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool | None]:

@@ -14,11 +14,11 @@ from shardlib.collectives.tokens import Coming, TokenExchange
 from shardlib.common._compat import outside_of_graphs
 from shardlib.kernels.permute import permute, unpermute
 from shardlib.mesh.mesh import current_mesh
-from shardlib.nn.moe.compute import Groups, Rows
+from shardlib.nn.moe.compute import Rows
 from shardlib.nn.moe.config import Expert
+from shardlib.nn.moe.copies import Copies, Own, borrow
 from shardlib.nn.moe.dealt import opened
 from shardlib.nn.moe.routing import NUMBER, Routing
-from shardlib.nn.moe.stored import Store
 from shardlib.tree import leaves_of
 
 # How tokens travel to experts that are dealt out over the mesh. The executor sets it for the duration of a run, and of a
@@ -26,7 +26,14 @@ from shardlib.tree import leaves_of
 current_exchange: ContextVar[TokenExchange | None] = ContextVar("current_exchange", default=None)
 
 
-def run_experts(params: Mapping[str, Any], x: torch.Tensor, routing: Routing, expert: Expert) -> torch.Tensor:
+def run_experts(
+    params: Mapping[str, Any],
+    x: torch.Tensor,
+    routing: Routing,
+    expert: Expert,
+    seats: torch.Tensor | None = None,
+    replicas: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The experts' outputs, weighted and summed: ``y_t = Σ_j w_tj · expert_e(x_t)``, e the token's j-th choice.
 
     The part of `moe` below the router, for layers with a router of their own (`Routing.of` makes a routing of choices).
@@ -37,19 +44,22 @@ def run_experts(params: Mapping[str, Any], x: torch.Tensor, routing: Routing, ex
         x: ``[T, W]``.
         routing: of T tokens, among all experts.
         expert: ``expert(params, rows, product)``, as in `shardlib.nn.MoEConfig`.
+        seats: ``[E]``, int64: the row of the leaves in which each expert lies (`shardlib.relayout`); by default its own.
+        replicas: ``[E]``, int64: the spare slot in which each expert has a second copy, −1 for none; used where
+            `shardlib.experts` has ``spare`` slots.
 
     Returns:
         ``[T, W']``, W' the width of the experts' outputs.
 
     Raises:
-        ValueError: leaves with other numbers of experts than the routing and the plan have.
+        ValueError: leaves with other numbers of experts than the routing and the plan have, or seats that are no permutation.
 
     >>> routing = sl.nn.routers.Routing.of(torch.tensor([[1], [0]]), torch.tensor([[1.0], [0.5]]), 2)
     >>> double = lambda params, rows, product: 2 * product(rows, params["w"])
     >>> sl.nn.run_experts({"w": torch.tensor([[[1.0]], [[10.0]]])}, torch.tensor([[1.0], [2.0]]), routing, double).tolist()
     [[20.0], [2.0]]
     """
-    return Visit(params, x, routing).outputs(expert)
+    return Visit(params, x, routing, seats, replicas).outputs(expert)
 
 
 class Visit:
@@ -58,27 +68,33 @@ class Visit:
     What is computed before `outputs` is computed while tokens travel.
     """
 
-    def __init__(self, params: Mapping[str, Any], x: torch.Tensor, routing: Routing) -> None:
-        params, dealt = opened(params)
-        self._params, self._routing, self._rows = params, routing, Rows.of(routing)
-        self._store = Store.of(params)
-        if self._store is not None:
-            self._store.expect(x)
-        self._exchange = _exchange(params, dealt, len(routing.counts))
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        x: torch.Tensor,
+        routing: Routing,
+        seats: torch.Tensor | None = None,
+        replicas: torch.Tensor | None = None,
+    ) -> None:
+        leaves, dealt = opened(params)
+        self._exchange = _exchange(leaves, dealt, len(routing.counts))
+        self._copies: Own | Copies = Own.of(leaves, x)
+        if replicas is not None and self._exchange.spare:
+            self._copies = copies = borrow(params, seats, replicas, self._exchange)
+            routing = routing.seated(copies.slots, copies.number)
+        elif seats is not None:
+            routing = routing.seated(seats)
+        self._routing, self._rows = routing, Rows.of(routing)
         rows = permute(x, self._rows.positions, self._rows.number)
         # By a leaf of the experts, which ranks train alike, backward reaches the exchange on a rank whose tokens need no
         # gradient; the others would wait for it.
-        anchor = next((leaf for leaf in leaves_of(params) if leaf.requires_grad), None)
+        anchor = next((leaf for leaf in leaves_of(leaves) if leaf.requires_grad), None)
         how = {"slots": _slots(routing) if self._exchange.padded else None, "anchor": anchor}
         self._coming, self._way = self._exchange.send(current_mesh.get(), rows, self._rows.counts, **how)
 
     def outputs(self, expert: Expert) -> torch.Tensor:
         """See `run_experts`."""
-        rows = self._coming.wait()
-        if self._store is None:
-            results = expert(self._params, rows, Groups(self._way.ends, len(rows)).product)
-        else:
-            results = self._store.outputs(expert, self._params, rows, self._way.ends)
+        results = self._copies.outputs(expert, self._coming.wait(), self._way.ends)
         back = self._exchange.back(current_mesh.get(), results, self._way)
         return unpermute(back.wait(), self._rows.positions, self._routing.weights)
 
@@ -100,7 +116,8 @@ class _Travel:
     """
 
     def __init__(self, exchange: TokenExchange) -> None:
-        self._exchange, self.padded = exchange, exchange.padded
+        self._exchange, self.axes = exchange, exchange.axes
+        self.padded, self.spare = exchange.padded, exchange.spare
 
     @outside_of_graphs
     def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[_Awaited, Any]:
@@ -126,7 +143,7 @@ class _Awaited:
 class _Stay:
     """The exchange of tokens whose experts are all on their rank."""
 
-    padded = False
+    padded, spare = False, 0
 
     def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[_Here, _Here]:
         here = _Here(rows, counts.cumsum(0))

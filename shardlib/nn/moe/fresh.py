@@ -23,6 +23,7 @@ def init_moe(
     residual: int = 0,
     balance: bool = False,
     seats: bool = False,
+    replicas: bool = False,
     std: float = 0.02,
     out_std: float | None = None,
     dtype: torch.dtype = torch.float32,
@@ -43,6 +44,7 @@ def init_moe(
         balance: whether the router has a bias for balance without a loss (`shardlib.nn.routers.balanced`), in fp32. No
             gradient reaches it; freeze it, so that weight decay does not shrink it: ``sl.freeze("*router/balance")``.
         seats: whether experts have seats, which `shardlib.relayout` changes to balance the ranks' loads.
+        replicas: whether hot experts may have second copies (``sl.experts(spare=)``), which it changes too.
         out_std: for "down", which writes to the residual stream; by default ``std``.
 
     Raises:
@@ -85,6 +87,8 @@ def init_moe(
         params["router"]["balance"] = zeros(experts, dtype=torch.float32)
     if seats:
         params["router"]["seats"] = torch.arange(experts, device=device)
+    if replicas:
+        params["router"]["replicas"] = torch.full((experts,), -1, device=device)
     if shared:
         params["shared"] = expert("shared", shared)
     if residual:

@@ -31,7 +31,8 @@ def moe(
     ``"router"``     "weight" ``(E, W)``; "bias" ``(E)`` of the logits, if there is one; "balance" ``(E)``, if there is one,
                      is added to scores where experts are chosen, and has no gradient (`shardlib.nn.routers.balanced`);
                      "seats" ``(E)``, if there are any, int64: the row of the experts' leaves in which each expert lies
-                     (`shardlib.relayout`). Everything else has the experts in their own order
+                     (`shardlib.relayout`). Everything else has the experts in their own order. "replicas" ``(E)``, if there
+                     are any, int64: the spare slot in which each has a second copy (``sl.experts(spare=)``), −1 for none
     ``"experts"``    "up" ``(E, H, W)``, "down" ``(E, W, H)``, for SwiGLU "gate" ``(E, H, W)``; or what ``config.expert``
                      takes, the experts along dimension 0
     ``"shared"``     the same of one expert that sees every token, without dimension 0. With a "scale" ``(1, W)`` its output
@@ -90,7 +91,7 @@ def moe(
             f"moe: the routing is of {len(routing.experts)} tokens among {len(routing.counts)} experts, and the layer has "
             f"{len(flat)} among {len(router['weight'])}"
         )
-    visit = Visit(params["experts"], flat, seated(router, routing))
+    visit = Visit(params["experts"], flat, routing, router.get("seats"), router.get("replicas"))
     # What needs no other rank is computed while tokens travel; of x as it is, whose sequence slices may have to gather.
     residual = _residual(params["residual"], x, config) if "residual" in params else None
     shared = _shared(params["shared"], x, config) if "shared" in params else None
@@ -108,12 +109,6 @@ def route(
     balance = router.get("balance")
     logits = _logits(router, _jittered(x, config.jitter, tokens))
     return config.router(logits, tokens, None if balance is None else balance.detach(), **masked)
-
-
-def seated(router: Mapping[str, Any], routing: Routing) -> Routing:
-    """The routing among the rows of the experts' leaves."""
-    seats = router.get("seats")
-    return routing if seats is None else routing.seated(seats)
 
 
 def _logits(router: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:

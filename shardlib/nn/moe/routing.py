@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from shardlib.common._compat import require_async
+from shardlib.common.once import once
 from shardlib.kernels import routing
-from shardlib.nn.once import once
 
 # The remedy for a routing of another number of experts.
 NUMBER = (
@@ -68,13 +68,14 @@ class Routing(NamedTuple):
         experts, counts, kept = once(lambda: [experts, *_all_kept(experts, number)])
         return cls(experts, weights, counts, kept, {})
 
-    def seated(self, seats: torch.Tensor) -> Routing:
+    def seated(self, seats: torch.Tensor, number: int | None = None) -> Routing:
         """This routing among seats: expert e has the number ``seats[e]``, and the order of each expert's rows is the same.
 
         A seat is the row of its layer's leaves in which an expert lies; `shardlib.relayout` changes it.
 
         Args:
-            seats: ``[E]``, int64, a permutation.
+            seats: ``[E]``, int64, all different.
+            number: of seats; by default as many as experts.
 
         >>> routing = sl.nn.routers.Routing.of(torch.tensor([[0], [2], [0]]), torch.ones(3, 1), 3)
         >>> seated = routing.seated(torch.tensor([2, 1, 0]))
@@ -83,8 +84,9 @@ class Routing(NamedTuple):
         """
         chosen = is_kept(self.kept, self.experts)
         experts = torch.where(self.experts >= 0, seats[self.experts], -1)
-        _, positions = routing.by_expert(torch.where(chosen, experts, -1), len(seats))
-        counts = torch.empty_like(self.counts).scatter_(0, seats, self.counts)
+        number = len(seats) if number is None else number
+        _, positions = routing.by_expert(torch.where(chosen, experts, -1), number)
+        counts = self.counts.new_zeros(number).scatter_(0, seats, self.counts)
         return self._replace(experts=experts, counts=counts, kept=in_order(positions, len(self.kept)))
 
 

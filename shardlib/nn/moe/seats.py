@@ -1,10 +1,13 @@
-"""`balanced_seats`: which rank is to hold which experts, so that ranks have equal loads."""
+"""`balanced_seats` and `balanced_replicas`: which rank is to compute which experts, so that ranks have equal loads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+
+Shares = list[list[int]]  # each rank's experts
+NONE = -1  # in place of the spare slot of an expert without a copy, and of the expert in a slot without one
 
 
 def balanced_seats(counts: torch.Tensor, ranks: int, seats: torch.Tensor | None = None) -> torch.Tensor:
@@ -30,6 +33,36 @@ def balanced_seats(counts: torch.Tensor, ranks: int, seats: torch.Tensor | None 
     >>> sl.nn.routers.balanced_seats(torch.tensor([5, 4, 1, 0]), ranks=2).tolist()  # loads 9 and 1 -> 5 and 5
     [0, 3, 2, 1]
     """
+    return balanced_replicas(counts, ranks, 0, seats)[0]
+
+
+def balanced_replicas(
+    counts: torch.Tensor,
+    ranks: int,
+    spare: int,
+    seats: torch.Tensor | None = None,
+    replicas: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seats of experts, and spare slots for second copies of the hottest, as `balanced_seats` has seats alone.
+
+    A copy takes half of its expert's load. Every number of copies is tried, of the experts with the largest counts: seats are
+    chosen by the loads that these leave there, then spare slots for the other halves, and then experts change places, and
+    copies, while that helps. Of equally good choices the one with the fewest copies is taken.
+
+    Args:
+        spare: slots of a rank, which are numbered through over ranks.
+        replicas: ``[E]``, int64, the present ones: the spare slot of each expert's copy, −1 for none; by default no copies.
+
+    Returns:
+        ``[E]``, the seat of each expert, and ``[E]``, the spare slot of its copy. The largest load is no larger than that of
+        the present ones.
+
+    Raises:
+        ValueError: as `balanced_seats`; or a negative ``spare``, two copies in one slot, or one in no slot of the ranks.
+
+    >>> sl.nn.routers.balanced_replicas(torch.tensor([8, 1, 1, 0]), ranks=2, spare=1)  # loads 9 and 1 -> 5 and 5
+    (tensor([0, 1, 2, 3]), tensor([ 1, -1, -1, -1]))
+    """
     number = len(counts)
     numbers = list(range(number)) if seats is None else seats.tolist()
     if ranks < 1 or number % ranks or sorted(numbers) != list(range(number)):
@@ -37,40 +70,87 @@ def balanced_seats(counts: torch.Tensor, ranks: int, seats: torch.Tensor | None 
             f"balanced_seats: {number} counts, {ranks} ranks and seats {numbers}: ranks must divide the experts, and seats "
             "be a permutation of their numbers"
         )
+    slots = [NONE] * number if replicas is None else replicas.tolist()
+    copies = [slot for slot in slots if slot != NONE]
+    if spare < 0 or len(slots) != number or not {*copies} <= {*range(ranks * spare)} or len({*copies}) < len(copies):
+        raise ValueError(
+            f"balanced_replicas: the copies of {number} experts are in {slots}, and {ranks} ranks have {spare} spare slots "
+            "each: give each copy a slot of its own, numbered from 0, and −1 to experts without one"
+        )
+    loads = _in_whole_numbers(counts)
+    present, held = _by_rank(numbers, ranks, number // ranks), _by_rank(slots, ranks, spare)
+    hottest = sorted(range(number), key=lambda expert: -loads[expert])
+    best = max(_with_copies(present, held, loads), default=0)
+    shares, others = present, held
+    for copied in range(min(number, ranks * spare) + 1 if ranks > 1 else 1):
+        found = _chosen(loads, ranks, spare, hottest[:copied])
+        if (largest := max(_with_copies(*found, loads), default=0)) < best:
+            best, (shares, others) = largest, found
+    order = _matched(shares, present)
+    seated = _seated([shares[share] for share in order], numbers, number // ranks)
+    return torch.tensor(seated), torch.tensor(_seated([others[share] for share in order], slots, spare))
+
+
+def _in_whole_numbers(counts: torch.Tensor) -> list[int]:
+    """Loads, so that sums and halves are exact and every change that helps makes a load smaller."""
     numerical = counts.double().tolist()
     if not all(0 <= load < float("inf") for load in numerical):
         raise ValueError(f"balanced_seats: counts {numerical}: they must be finite, and 0 or more")
-    # In whole numbers, so that sums are exact and every exchange of two experts makes a load smaller.
     ratios = [load.as_integer_ratio() for load in numerical]
     unit = max((below for _, below in ratios), default=1)
-    loads = [above * (unit // below) for above, below in ratios]
-    room = number // ranks
-    present = [sorted(range(number), key=numbers.__getitem__)[rank * room :][:room] for rank in range(ranks)]
-    shares = _improved(_dealt(loads, ranks), loads)
-    if _largest(shares, loads) >= _largest(present, loads):
-        return torch.tensor(numbers)
-    return torch.tensor(_seated(_matched(shares, present), numbers, room))
+    return [2 * above * (unit // below) for above, below in ratios]
 
 
-def _largest(shares: Sequence[Sequence[int]], loads: Sequence[int]) -> int:
-    return max((sum(loads[expert] for expert in share) for share in shares), default=0)
+def _by_rank(places: Sequence[int], ranks: int, room: int) -> Shares:
+    """The experts whose places are each rank's, in the order of places."""
+    there = sorted((place, expert) for expert, place in enumerate(places) if place != NONE)
+    return [[expert for place, expert in there if place // room == rank] for rank in range(ranks)]
 
 
-def _dealt(loads: Sequence[int], ranks: int) -> list[list[int]]:
-    """Each rank's experts: the next largest load goes to the least loaded rank with a free seat."""
-    room = len(loads) // ranks
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    sums = [0] * ranks
-    for expert in sorted(range(len(loads)), key=lambda expert: -loads[expert]):
-        rank = min((rank for rank in range(ranks) if len(shares[rank]) < room), key=sums.__getitem__)
+def _with_copies(shares: Shares, copies: Shares, loads: Sequence[int]) -> list[int]:
+    """The load of each rank. An expert with a copy makes half of its load in each place."""
+    copied = {expert for some in copies for expert in some}
+    parts = [load // (1 + (expert in copied)) for expert, load in enumerate(loads)]
+    return [sum(parts[expert] for expert in (*share, *some)) for share, some in zip(shares, copies, strict=True)]
+
+
+def _chosen(loads: Sequence[int], ranks: int, spare: int, copied: Sequence[int]) -> tuple[Shares, Shares]:
+    """Each rank's experts, and those of which it has a copy, if these experts are ``copied``."""
+    parts = {expert: load // (1 + (expert in copied)) for expert, load in enumerate(loads)} | {NONE: 0}
+    slots = [*copied, *[NONE] * (ranks * spare - len(copied))]
+    shares = _dealt(range(len(loads)), parts, [0] * ranks)
+    copies = _dealt(slots, parts, _sums(shares, parts))
+    while True:
+        before = _sums([*shares, *copies], parts)
+        shares = _improved(shares, parts, _sums(copies, parts))
+        copies = _improved(copies, parts, _sums(shares, parts))
+        if _sums([*shares, *copies], parts) == before:
+            return shares, [[expert for expert in some if expert != NONE] for some in copies]
+
+
+def _sums(shares: Shares, loads: Mapping[int, int]) -> list[int]:
+    return [sum(loads[expert] for expert in share) for share in shares]
+
+
+def _dealt(experts: Iterable[int], loads: Mapping[int, int], beside: Sequence[int]) -> Shares:
+    """Each rank's experts: the next largest load goes to the least loaded rank with a free place.
+
+    Args:
+        beside: what each rank has to do beside them.
+    """
+    left = sorted(experts, key=lambda expert: -loads[expert])
+    shares: Shares = [[] for _ in beside]
+    sums, room = list(beside), len(left) // len(beside)
+    for expert in left:
+        rank = min((rank for rank, share in enumerate(shares) if len(share) < room), key=sums.__getitem__)
         shares[rank].append(expert)
         sums[rank] += loads[expert]
     return shares
 
 
-def _improved(shares: list[list[int]], loads: Sequence[int]) -> list[list[int]]:
+def _improved(shares: Shares, loads: Mapping[int, int], beside: Sequence[int]) -> Shares:
     """The shares after exchanges of two experts, each with the most loaded rank, until none lowers the larger load."""
-    sums = [sum(loads[expert] for expert in share) for share in shares]
+    sums = [sum(pair) for pair in zip(_sums(shares, loads), beside, strict=True)]
     while True:
         top = max(range(len(shares)), key=sums.__getitem__)
         best = sums[top], 0, 0, 0
@@ -82,13 +162,13 @@ def _improved(shares: list[list[int]], loads: Sequence[int]) -> list[list[int]]:
         largest, other, here, there = best
         if largest >= sums[top]:
             return shares
+        less = loads[shares[top][here]] - loads[shares[other][there]]
+        sums[top], sums[other] = sums[top] - less, sums[other] + less
         shares[top][here], shares[other][there] = shares[other][there], shares[top][here]
-        for rank in (top, other):
-            sums[rank] = sum(loads[expert] for expert in shares[rank])
 
 
-def _matched(shares: Sequence[Sequence[int]], present: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """The shares in the order of ranks: those that have most in common with a rank's present one first."""
+def _matched(shares: Shares, present: Shares) -> list[int]:
+    """The number of each rank's share: those that have most in common with a rank's present one are matched first."""
     common = [
         (-len({*share} & {*held}), rank, number)
         for number, share in enumerate(shares)
@@ -98,12 +178,12 @@ def _matched(shares: Sequence[Sequence[int]], present: Sequence[Sequence[int]]) 
     for _, rank, number in sorted(common):
         if rank not in matched and number not in matched.values():
             matched[rank] = number
-    return [shares[matched[rank]] for rank in range(len(present))]
+    return [matched[rank] for rank in range(len(present))]
 
 
-def _seated(shares: Sequence[Sequence[int]], seats: Sequence[int], room: int) -> list[int]:
-    """The seat of each expert: on its own rank the one that it has."""
-    found = [-1] * len(seats)
+def _seated(shares: Shares, seats: Sequence[int], room: int) -> list[int]:
+    """The seat of each expert, or spare slot of each copy: where it stays on its rank, the one that it has."""
+    found = [NONE] * len(seats)
     for rank, share in enumerate(shares):
         staying = [expert for expert in share if seats[expert] // room == rank]
         kept = {seats[expert] for expert in staying}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -51,8 +51,14 @@ class Moved:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"Moved has no attribute {name!r}")
+        self._refuse(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._refuse(f"[{key!r}]")
+
+    def _refuse(self, use: str) -> NoReturn:
         raise TreeError(
-            f"{self.skeleton.what} lies in {self.where}: bring it back with sl.to_device before it is used ({name})"
+            f"{self.skeleton.what} lies in {self.where}: bring it back with sl.to_device before it is used ({use})"
         )
 
     def __repr__(self) -> str:

@@ -4,11 +4,30 @@ from ..planting import Defect
 
 _ROUTERS, _LAYER = "tests/nn/test_routers.py", "tests/nn/test_moe.py"
 _RELAYOUT = "tests/training/test_relayout.py"
+_REPLICAS = "tests/training/test_replicas.py"
 _DEALT = "tests/training/test_experts.py"
 _PRODUCTS = "tests/kernels/test_kernels_grouped_matmul.py"
 _GPT = "tests/models/test_gpt_experts.py"
 
 DEFECTS = (
+    Defect(
+        "one product of an expert without a replica",
+        "numerics",
+        "nn/moe/slots.py",
+        "the rows of both halves of the ranks are multiplied at once, and those of an expert with a replica apart",
+        "half * self.room + row",
+        "row",
+        (f"{_REPLICAS}::test_stages",),
+    ),
+    Defect(
+        "replicas keep their gradients",
+        "reduction",
+        "nn/moe/copies.py",
+        "an expert is trained by the rows that its own rank computes, and not by those of its replica",
+        "leaf.borrowed(coming.wait())",
+        "leaf.borrowed(coming.wait().detach())",
+        (f"{_REPLICAS}::test_stages",),
+    ),
     Defect(
         "a recomputed block routes anew",
         "stale",
@@ -53,6 +72,15 @@ DEFECTS = (
         "(experts >= -1) & (experts < number)",
         "experts >= -1",
         (f"{_LAYER}::test_choices_that_are_none",),
+    ),
+    Defect(
+        "counts that are exchanged again",
+        "bytes",
+        "collectives/tokens/route.py",
+        "a recomputed layer asks again how many rows come",
+        "flat = once(lambda: _exchange(mesh, axes, counts))",
+        "flat = _exchange(mesh, axes, counts)",
+        (f"{_DEALT}::test_a_recomputed_layer_sends_its_rows_again_and_not_its_counts",),
     ),
     Defect(
         "padded rows in chunks of any size",

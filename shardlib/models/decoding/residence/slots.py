@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -59,11 +60,11 @@ class Slots:
         self, leaves: Sequence[torch.Tensor | QuantizedMatrix], number: int, transfers: Transfers, device: torch.device
     ) -> None:
         self.number, self._transfers = number, transfers
+        self._taken: OrderedDict[int, _Slot] = OrderedDict()  # expert -> its slot, the least recently used one first
         self._leaves = [_Leaf(leaf, number, device) for leaf in leaves]
         self.size = sum(part[0].nbytes for leaf in self._leaves for part in leaf.parts)
         self.bytes = number * self.size
         self._free = list(range(number))
-        self._taken: OrderedDict[int, _Slot] = OrderedDict()  # expert -> its slot, the least recently used one first
 
     def __iter__(self) -> Iterator[int]:
         """The experts that are here or on their way."""
@@ -96,6 +97,12 @@ class Slots:
         slot.coming.join()
         self._taken.move_to_end(expert)
         return [leaf.at(slot.number) for leaf in self._leaves]
+
+    def __del__(self) -> None:
+        # The memory goes back when this returns, so no copy may write to it: a wrong guess may still be under way.
+        if not sys.is_finalizing():
+            for slot in self._taken.values():
+                slot.coming.wait()
 
 
 def _in_pages(part: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -66,7 +66,8 @@ def experts_on_host(
         parameters for `shardlib.generate`, and what counts hits and bytes.
 
     Raises:
-        TreeError: a model without layers of experts, or a plan that gathers parameters or slices experts.
+        TreeError: a model without layers of experts, or one whose experts are in host memory so already.
+        IllegalComposition: a plan that gathers parameters, or slices each expert.
         ValueError: fewer than one slot.
 
     >>> experts = sl.models.gpt.Experts((4,), sl.nn.MoEConfig(sl.nn.routers.top_k(1)))
@@ -85,6 +86,10 @@ def experts_on_host(
     layers = decoder.layers_of_experts(tree)
     if not layers:
         raise TreeError(f"experts_on_host: {type(decoder).__name__} names no layers of experts of this model")
+    if any(isinstance(leaf, Stored) for leaf in leaves_of(tree)):
+        raise TreeError(
+            "experts_on_host: the experts are in host memory already; pass the parameters that it was given"
+        )
     if local is None:
         device = _device_of(tree) if device is None else with_index(device)
         transfers = Transfers(device)

@@ -8,13 +8,14 @@ from shardlib.nn.moe.routers.gshard import gshard
 from shardlib.nn.moe.routers.switch import switch
 from shardlib.nn.moe.routers.top_k import top_k
 from shardlib.nn.moe.routing import Routing
-from shardlib.nn.moe.seats import balanced_seats
+from shardlib.nn.moe.seats import balanced_replicas, balanced_seats
 
 __all__ = [
     "Capacity",
     "Router",
     "Routing",
     "balanced",
+    "balanced_replicas",
     "balanced_seats",
     "entropy",
     "expert_choice",

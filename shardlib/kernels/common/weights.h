@@ -1,8 +1,8 @@
 // Weights [rows][columns] as they lie in memory, read as floats W columns at a time.
 #pragma once
 
-#include "../common/packed.h"
-#include "../common/rows.h"
+#include "packed.h"
+#include "rows.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 // it lies in memory; x is the right one, packed once. A tile's sums are those of its row and column alone, in one order.
 #pragma once
 
-#include "../common/panels.h"
+#include "panels.h"
 #include "weights.h"
 
 namespace {
@@ -30,15 +30,15 @@ struct Left {
 };
 
 // Writes y[r][p] = sums[p][r] + bias[p] for `rows` rows and `held` weight rows.
-inline void finish(Floats (&sums)[LINES], int64_t rows, int64_t held, const float* bias, uint16_t* y, int64_t stride) {
+inline void finish(Floats (&sums)[LINES], int64_t rows, int64_t held, const uint16_t* bias, uint16_t* y, int64_t stride) {
     transpose(sums);
-    const Floats added = bias ? get<Float32>(bias, held) : Floats{};
+    const Floats added = bias ? get<BFloat16>(bias, held) : Floats{};
     for (int64_t r = 0; r < rows; ++r) put<BFloat16>(y + r * stride, sums[r] + added, held);
 }
 
 // x: panels of 16 rows, as `pack` makes them; 32 weight rows at a time meet 16 rows of x.
 inline void multiply_tiles(const Plain<BFloat16>& weights, int64_t outputs, const uint32_t* x, int64_t rows, int64_t group,
-                           const float* bias, uint16_t* y, int threads) {
+                           const uint16_t* bias, uint16_t* y, int threads) {
     const int64_t columns = weights.columns, base = group * outputs, end = base + outputs, deep = tiles(columns);
     parallel((outputs + AHEAD - 1) / AHEAD, worth(threads, outputs * columns, 1 << 18), [&](int64_t from, int64_t to) {
         const Tiles shapes({16, 16, 16, 16, 16, 0, 0, 0}, {64, 64, 64, 64, 64, 0, 0, 0});

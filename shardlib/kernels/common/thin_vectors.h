@@ -8,7 +8,7 @@
 #include <memory>
 #include <utility>
 
-#include "../common/transpose.h"
+#include "transpose.h"
 #include "weights.h"
 
 namespace {
@@ -72,8 +72,8 @@ inline Floats products(const Weights& weights, int64_t first, int64_t last, cons
 
 // y[r][first + p] for ROWS rows of x and the weight rows first to last − 1, at most W; y begins at `first`.
 template <int ROWS, typename Out, typename Weights>
-inline void tile(const Weights& weights, int64_t first, int64_t last, const Group& group, const float* bias,
-                 typename Out::Element* y, int64_t stride) {
+inline void tile(const Weights& weights, int64_t first, int64_t last, const Group& group,
+                 const typename Out::Element* bias, typename Out::Element* y, int64_t stride) {
     constexpr int WIDE = W / ROWS;
     for (int64_t p = first; p < last; p += WIDE) {
         float sums[ROWS][WIDE];
@@ -81,7 +81,7 @@ inline void tile(const Weights& weights, int64_t first, int64_t last, const Grou
         for (int r = 0; r < ROWS; ++r)
             for (int64_t j = 0; j < smaller(WIDE, last - p); ++j) {
                 const int64_t column = p - first + j;
-                Out::put(y + r * stride + column, sums[r][j] + (bias ? bias[column] : 0));
+                Out::put(y + r * stride + column, sums[r][j] + (bias ? Out::get(bias + column) : 0));
             }
     }
 }
@@ -89,7 +89,7 @@ inline void tile(const Weights& weights, int64_t first, int64_t last, const Grou
 // y = x · weightsᵀ + bias for the weight rows first to last − 1, at most W; bias and y begin at `first`.
 template <typename Out, typename Weights>
 inline void multiply_panel(const Weights& weights, int64_t first, int64_t last, const float* x, int64_t rows, int64_t columns,
-                           const float* bias, typename Out::Element* y, int64_t stride) {
+                           const typename Out::Element* bias, typename Out::Element* y, int64_t stride) {
     const int groups = int((rows + TOGETHER - 1) / TOGETHER);
     for (int64_t r = 0, count; r < rows; r += count) {
         const Group group{x + r * columns, columns, int(r / TOGETHER), groups};
@@ -103,14 +103,14 @@ inline void multiply_panel(const Weights& weights, int64_t first, int64_t last, 
 // W weight rows at a time become floats in memory before they meet more rows of x than TOGETHER, so that each does so once.
 template <typename Out, typename Weights>
 void multiply(const Weights& weights, int64_t outputs, const float* x, int64_t rows, int64_t columns, int64_t group,
-              const float* bias, typename Out::Element* y, int threads) {
+              const typename Out::Element* bias, typename Out::Element* y, int threads) {
     constexpr bool floats = std::is_same<Weights, Plain<Float32>>::value;
     parallel((outputs + W - 1) / W, worth(threads, outputs * columns, 1 << 18), [&](int64_t from, int64_t to) {
         const bool unpacked = !floats && rows > TOGETHER;
         std::unique_ptr<float[]> room(unpacked ? new float[size_t(W * columns)] : nullptr);
         for (int64_t first = from * W; first < smaller(to * W, outputs); first += W) {
             const int64_t last = smaller(first + W, outputs), base = group * outputs;
-            const float* b = bias ? bias + base + first : nullptr;
+            const typename Out::Element* b = bias ? bias + base + first : nullptr;
             if (unpacked) {
                 for (int64_t row = first; row < last; ++row)
                     vectors(columns, [&](int64_t i, int64_t n) {

@@ -1,0 +1,111 @@
+"""Rows that ranks fetch from one another, by a list that all of them know."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from shardlib.collectives.tokens.journey import Journey, Travelling
+from shardlib.collectives.tokens.route import Hop, Order, Route
+from shardlib.mesh.mesh import Mesh
+
+Place = tuple[int, ...]  # a rank's coordinates along the axes of a fetch
+
+
+class Trip:
+    """One hop of all rows, as every rank knows it.
+
+    Attributes:
+        leaving: place -> the slots whose rows leave it, to each rank of the axis in turn.
+        arriving: place -> the slots whose rows come to it, from each rank of the axis in turn.
+    """
+
+    def __init__(self, held: Mapping[Place, Sequence[int]], targets: Sequence[Place], k: int, size: int) -> None:
+        others = range(size)
+        self.leaving = {
+            place: [[slot for slot in slots if targets[slot][k] == other] for other in others]
+            for place, slots in held.items()
+        }
+        self.arriving = {
+            place: [self.leaving[*place[:k], other, *place[k + 1 :]][place[k]] for other in others] for place in held
+        }
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A fetch of one row for each slot of every rank, from the rank that has it. Autograd takes gradients back.
+
+    An all-to-all along each axis in turn, as tokens travel; sizes are known beforehand, and nothing is encoded.
+
+    Attributes:
+        axes: on whose ranks the slots are dealt out in equal runs, the first axis major.
+        owners: for each slot, the number of the rank that has its row.
+
+    >>> from shardlib.collectives.tokens.fetch import Fetch
+    >>> def fetched(mesh):  # rank 0 fetches from rank 1, and rank 1 its own
+    ...     rows = torch.tensor([[10.0], [11.0]]) if mesh.rank else torch.zeros(0, 1)
+    ...     return Fetch(("expert",), (1, 1)).start(mesh, rows).wait().tolist()
+    >>> sl.simulate(fetched, mesh=dict(expert=2))
+    [[[10.0]], [[11.0]]]
+    """
+
+    axes: tuple[str, ...]
+    owners: tuple[int, ...]
+
+    def start(self, mesh: Mesh, rows: torch.Tensor) -> Travelling:
+        """Start to send ``rows`` ``[R, W]``: those that this rank has, by falling due in the order of slots.
+
+        What comes is ``[slots of a rank, W]``.
+        """
+        place = tuple(mesh.coords[axis] for axis in self.axes)
+        hops = []
+        for axis, trip in zip(self.axes, self._trips(mesh.shape), strict=True):
+            sent, received = (tuple(map(len, slots[place])) for slots in (trip.leaving, trip.arriving))
+            arrived = list(itertools.chain(*trip.arriving[place]))
+            hops.append(Hop(axis, sent, received, _sorted(arrived, rows.device)))
+        ends = torch.arange(1, len(arrived) + 1, device=rows.device)
+        route = Route(len(rows), tuple(hops), None, ends)
+        return Travelling(rows, Journey(mesh, route, True, (None, None)))
+
+    def payload(self, sizes: Mapping[str, int], coords: Mapping[str, int], row: int) -> tuple[dict[str, int], ...]:
+        """Axis -> bytes that the rank at ``coords`` sends of rows of ``row`` bytes, and in backward of their gradients."""
+        place = tuple(coords[axis] for axis in self.axes)
+        found = []
+        for way in ("leaving", "arriving"):
+            runs = [getattr(trip, way)[place] for trip in self._trips(sizes)]
+            others = [sum(map(len, run)) - len(run[at]) for run, at in zip(runs, place, strict=True)]
+            found.append({axis: number * row for axis, number in zip(self.axes, others, strict=True)})
+        return tuple(found)
+
+    def _trips(self, sizes: Mapping[str, int]) -> list[Trip]:
+        """The hop along each axis."""
+        return _trips(tuple(sizes[axis] for axis in self.axes), self.owners)
+
+
+@lru_cache(maxsize=256)  # of the layers of a model, step by step
+def _trips(ways: tuple[int, ...], owners: tuple[int, ...]) -> list[Trip]:
+    places = list(itertools.product(*map(range, ways)))
+    each = len(owners) // math.prod(ways)
+    targets = [places[slot // each] for slot in range(len(owners))]
+    held: dict[Place, list[int]] = {place: [] for place in places}
+    for slot, owner in enumerate(owners):
+        held[places[owner]].append(slot)
+    trips = []
+    for k, size in enumerate(ways):
+        trips.append(Trip(held, targets, k, size))
+        held = {place: sorted(itertools.chain(*runs)) for place, runs in trips[-1].arriving.items()}
+    return trips
+
+
+def _sorted(slots: Sequence[int], device: torch.device) -> Order | None:
+    """The order in which rows that have arrived lie by their slots."""
+    there = sorted(range(len(slots)), key=slots.__getitem__)
+    if there == list(range(len(slots))):
+        return None
+    back = sorted(range(len(slots)), key=there.__getitem__)
+    return Order(torch.tensor(there, device=device), torch.tensor(back, device=device))

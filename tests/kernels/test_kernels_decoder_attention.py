@@ -1,0 +1,175 @@
+"""The first half of a decoder's layer against loops over sequences and heads in float64."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import kernels
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlib.kernels.decoder_attention import Heads, Seats, decoder_attention
+from shardlib.kernels.thin_matmul import Linear, QuantizedMatrix
+
+# Of each rounding, relative to the largest number.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-7, torch.float64: 1e-11}
+BY = ["reference", *kernels.ON_CPU, "amx"]
+
+
+def tensors(dtype, seed, *shapes):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def drawn(tokens, width, half, kv_heads, group, room, dtype, seed, *, biases=True, norms=True, window=None):
+    """The arguments; what a row of the cache does not hold yet is NaN."""
+    size, narrow = 2 * half, 2 * half * kv_heads
+    outputs = (group * narrow, narrow, narrow, width)
+    shapes = [(out, into) for out, into in zip(outputs, (width, width, width, outputs[0]))]
+    weights = [weight / weight.shape[1] ** 0.5 for weight in tensors(torch.float64, seed, *shapes)]
+    added = tensors(dtype, seed + 1, *[(out,) for out in outputs]) if biases else [None] * 4
+    norm, q_norm, k_norm, x = tensors(dtype, seed + 2, (width,), (size,), (size,), (tokens, width))
+    linears = [Linear(weight.to(dtype), bias) for weight, bias in zip(weights, added)]
+    heads = {"q_norm": q_norm, "k_norm": k_norm} if norms else {}
+    layer = Heads(norm, 1e-5, *linears, size=size, window=window, **heads)
+    generator = torch.Generator().manual_seed(seed + 3)
+    rows = torch.randperm(tokens + 2, generator=generator)[:tokens]
+    starts = torch.randint(0, room, (tokens,), generator=generator)
+    theta = torch.randn(tokens, half, generator=generator, dtype=torch.float64)
+    keys, values = tensors(dtype, seed + 4, *[(tokens + 2, kv_heads, room, size)] * 2)
+    for row, start in zip(rows, starts):
+        keys[row, :, start:], values[row, :, start:] = torch.nan, torch.nan
+    return [x, layer, theta.cos().to(dtype), theta.sin().to(dtype), keys, values, Seats(rows, starts)]
+
+
+def normed(x, weight, eps):
+    return x / (x.square().mean() + eps).sqrt() * weight.double()
+
+
+def plain(x, layer, cos, sin, keys, values, seats):
+    """One sequence and head at a time, and the keys and values that are stored."""
+    y, stored = x.double().clone(), []
+    for i, (row, start) in enumerate(zip(seats.rows.tolist(), seats.starts.tolist())):
+        n = normed(x[i].double(), layer.norm, layer.eps)
+        q, k, v = (
+            (linear.weight.double() @ n + (0 if linear.bias is None else linear.bias.double())).view(-1, layer.size)
+            for linear in (layer.q, layer.k, layer.v)
+        )
+        for heads, weight in ((q, layer.q_norm), (k, layer.k_norm)):
+            for head in range(len(heads)):
+                one = heads[head] if weight is None else normed(heads[head], weight, layer.eps)
+                pairs = torch.complex(*one.chunk(2)) * torch.complex(cos[i].double(), sin[i].double())
+                heads[head] = torch.cat([pairs.real, pairs.imag])
+        stored.append((k, v))
+        seen = slice(max(0, start + 1 - layer.window) if layer.window else 0, start)
+        heads = []
+        for head in range(len(q)):
+            g = head // (len(q) // len(k))
+            past_keys = torch.cat([keys[row, g, seen].double(), k[g][None]])
+            past_values = torch.cat([values[row, g, seen].double(), v[g][None]])
+            heads.append((past_keys @ q[head] / layer.size**0.5).softmax(0) @ past_values)
+        y[i] += layer.o.weight.double() @ torch.cat(heads) + (0 if layer.o.bias is None else layer.o.bias.double())
+    return y, stored
+
+
+def check(using, given_):
+    x, layer, _, _, keys, values, seats = given_
+    wanted, stored = plain(*given_)
+    before = keys.clone(), values.clone()
+    found = decoder_attention(*given_, using=using)
+    assert found.dtype == x.dtype
+    atol = TOLERANCE[x.dtype] * layer.o.weight.shape[1] ** 0.5
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2 * atol)
+    for row, start, both in zip(seats.rows.tolist(), seats.starts.tolist(), stored):
+        for cache, old, new in zip((keys, values), before, both):
+            torch.testing.assert_close(cache[row, :, start].double(), new, rtol=0, atol=atol)
+            old[row, :, start] = cache[row, :, start]
+    for cache, old in zip((keys, values), before):  # and nothing else was written
+        torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("by", BY)
+@given(
+    tokens=st.integers(0, 6),
+    width=st.integers(2, 50),
+    half=st.integers(1, 20),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    room=st.integers(1, 30),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 2**30),
+    biases=st.booleans(),
+    norms=st.booleans(),
+    window=st.none() | st.integers(1, 35),
+)
+def test_drawn(by, tokens, width, half, kv_heads, group, room, dtype, seed, biases, norms, window):
+    given_ = drawn(tokens, width, half, kv_heads, group, room, dtype, seed, biases=biases, norms=norms, window=window)
+    if by == "reference" or dtype == torch.float64:
+        check(None if dtype == torch.float64 else by, given_)
+        return
+    with kernels.served_by(by) as using:
+        check(using, given_)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_has_the_same_bits_among_others(dtype):
+    x, layer, cos, sin, keys, values, seats = drawn(20, 50, 12, 2, 2, 33, dtype, 0)
+    whole = decoder_attention(x, layer, cos, sin, keys, values, seats, using="cpu")
+    for first, count in ((0, 1), (5, 7), (2, 18)):
+        part = slice(first, first + count)
+        own = Seats(seats.rows[part], seats.starts[part])
+        assert torch.equal(
+            decoder_attention(x[part], layer, cos[part], sin[part], keys, values, own, using="cpu"), whole[part]
+        )
+    with kernels.threads(3), kernels.thresholds.small(32):
+        assert torch.equal(decoder_attention(x, layer, cos, sin, keys, values, seats, using="cpu"), whole)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_weights_are_what_they_stand_for(bits):
+    x, layer, *others = drawn(3, 48, 16, 1, 2, 9, torch.float32, 0)
+    small, whole = (
+        {
+            name: Linear(matrix if kept else matrix.dense(), getattr(layer, name).bias)
+            for name in "qkvo"
+            for matrix in [QuantizedMatrix.of(getattr(layer, name).weight, bits, 16)]
+        }
+        for kept in (True, False)
+    )
+    found, wanted = (
+        decoder_attention(x, dataclasses.replace(layer, **linears), *others, using="cpu") for linears in (small, whole)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(found, decoder_attention(x, layer, *others, using="cpu"))
+
+
+def test_more_sequences_than_few():
+    given_ = drawn(40, 12, 3, 1, 2, 5, torch.float32, 0)
+    check(None, given_)
+
+
+def test_wrong_arguments():
+    given_ = drawn(2, 6, 2, 1, 2, 5, torch.float32, 0)
+    x, layer, cos, sin, keys, values, seats = given_
+    changes = [
+        (0, torch.zeros(2, 5)),
+        (0, torch.zeros(2, 6).double()),
+        (2, torch.zeros(2, 3)),
+        (4, torch.zeros(4, 2, 5, 4)),
+        (5, torch.zeros(4, 1, 4, 5).mT),
+        (6, Seats(seats.rows, torch.tensor([0, 5]))),
+        (6, Seats(torch.tensor([0, 4]), seats.starts)),
+        (6, Seats(torch.tensor([0, -1]), seats.starts)),
+        (6, Seats(seats.rows[:1], seats.starts[:1])),
+    ]
+    for place, value in changes:
+        with pytest.raises(ValueError, match="each row must have room"):
+            decoder_attention(*[value if i == place else part for i, part in enumerate(given_)])
+    both = torch.zeros(4, 2, 5, 4)
+    with pytest.raises(ValueError, match="each row must have room"):  # more heads of keys than the layer has
+        decoder_attention(x, layer, cos, sin, both, both, seats)
+    with pytest.raises(ValueError, match="no gradients: call it under"):
+        decoder_attention(x.requires_grad_(), layer, cos, sin, keys, values, seats)
+    for change in ({"size": 3}, {"q": layer.o}, {"q_norm": layer.norm}, {"norm": layer.norm.double()}, {"size": 8}):
+        with pytest.raises(ValueError, match=r"Heads of \(6,\) of torch.float.*they must be a norm \[width\]"):
+            dataclasses.replace(layer, **change)
