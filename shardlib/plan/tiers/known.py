@@ -72,7 +72,7 @@ def seen_in_traces(plan: Plan) -> Plan:
         else bucket
         for bucket in plan.buckets
     )
-    return replace(plan, step=step, buckets=buckets, needs=None)
+    return replace(plan, step=step, buckets=buckets, needs=None, traces=None)
 
 
 def assumed(before: Plan, after: Plan) -> tuple[Trace, ...] | None:
