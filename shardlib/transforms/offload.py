@@ -26,6 +26,7 @@ class Offload(Coded):
     update: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "fraction", number("offload", "fraction", self.fraction, 0, 1))
         if self.params == "disk" and self.optimizer != "disk":
             raise IllegalComposition(
                 f"offload({self.optimizer!r}, params='disk') has parameters on disk and their states, which are larger, in "
@@ -133,7 +134,6 @@ def offload(
         choice("offload", name, memory, (None, *MEMORIES))
         for name, memory in {"params": params, "gradients": gradients}.items()
     )
-    fraction = number("offload", "fraction", fraction, 0, 1)
     speculate, delay = flag("offload", "speculate", speculate), flag("offload", "delay", delay)
     if speculate and delay:
         raise IllegalComposition(
