@@ -24,7 +24,7 @@ CHAINS = {
     "again": (sl.zero(1), sl.remat(blocks=18), sl.precision("bf16")),
     "to host": (sl.zero(2), sl.remat(blocks=10, store="host"), sl.accumulate(4)),
     "split": (sl.zero(3), sl.remat(), sl.accumulate(2)),
-    "states down": (sl.zero(1), sl.offload()),
+    "states down": (sl.zero(1), sl.remat(), sl.offload()),
     "a share down": (sl.zero(2), sl.offload(fraction=0.5), sl.remat(store="host")),
     "parameters down": (sl.zero(3), sl.offload(params="host"), sl.accumulate(2)),
     "on disk": (sl.zero(0), sl.offload("disk", **DISK), sl.remat()),
