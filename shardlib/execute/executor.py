@@ -32,6 +32,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner, block_runner
 from shardlib.nn.tiled_modules import TiledModules
 from shardlib.plan.plan import Plan
+from shardlib.plan.thinning import Thinned
 from shardlib.rng import restore_generators, states_of_generators
 from shardlib.sharded.on_disk import BuffersOnDisk
 from shardlib.sharded.tree import Sharded
@@ -138,13 +139,14 @@ class Executor:
         turn: Turn,
         fn: Callable[[Tree], tuple[torch.Tensor, Any]],
         seed: torch.Tensor,
+        thinned: Thinned | None,
     ) -> Any:
         """Run one micro-batch: ``total, rest = fn(parameters)``, and add ``total``'s gradient × ``seed`` to ``gradients``.
 
         Returns ``rest``, or None if the step will be repeated because this rank left the trace.
         """
         try:
-            total, rest = self._attempt(lambda: self.open(params, gradients, fn)) or (None, None)
+            total, rest = self._attempt(lambda: self.open(params, gradients, fn, thinned)) or (None, None)
             if total is not None and self.record.order is None:
                 refuse_reentrant_checkpoints(total)
                 self.require_names()
@@ -156,9 +158,11 @@ class Executor:
         finally:
             self.close()
 
-    def open(self, params: Sharded, gradients: Gradients, fn: Callable[[Tree], Any]) -> Any:
-        """``fn(parameters)`` with a graph, which is kept until `close`."""
-        self._bind(params, gradients)
+    def open(
+        self, params: Sharded, gradients: Gradients, fn: Callable[[Tree], Any], thinned: Thinned | None = None
+    ) -> Any:
+        """``fn(parameters)`` with a graph, which is kept until `close`. ``thinned`` says what it leaves out."""
+        self._bind(params, gradients, thinned)
         with self._running(), torch.enable_grad(), self._saved.hooks() if self.gathers else nullcontext():
             return self._call(fn)
 
@@ -270,6 +274,7 @@ class Executor:
             unit.forget()
         self._saved.clear()
         self._slices.clear()
+        self.blocks.layers.end()
         self._on_disk, self._held = None, frozenset()
 
     def _call(self, fn: Callable[[Tree], Any]) -> Any:
@@ -277,6 +282,7 @@ class Executor:
         try:
             result = fn(self._tree())
             require_unwritten(self._buckets, self.gathers)
+            self.blocks.layers.require_some()
             if self._surroundings.modules is not None and self._trained:
                 self._surroundings.modules.require_some()
             return result
@@ -300,13 +306,17 @@ class Executor:
         for path, leaf in leaves.items():
             if isinstance(leaf, Handle) and (axes := self.plan.placement_of[path].dealt):
                 leaves[path] = DealtHandle.make(leaf, axes)
-        return unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
+        in_order = [leaves.get(leaf.path) for leaf in self.plan.leaves]
+        self.blocks.layers.know(in_order)
+        return unflatten(self.plan.shape.treedef, in_order)
 
-    def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
+    def _bind(self, params: Sharded, gradients: Gradients | None, thinned: Thinned | None = None) -> None:
         """Bind this step's parameters and gradients to the buckets."""
         self._on_disk = params.on_disk
         self._held = frozenset(storage_id(buffer.untyped_storage()) for buffer in params.in_memory.values())
+        agreeing = self.record.agreeing and not self.mesh.abstract
         self.blocks.begin()
+        self.blocks.layers.begin(thinned, computes=agreeing)
         stored = {
             cut.name: part
             for bucket in self.plan.buckets
@@ -314,12 +324,12 @@ class Executor:
         }
         for state in self._buckets:
             state.bind(stored[state.bucket.name], gradients)
-        self._gathering.begin()
+        self._gathering.begin(frozenset() if agreeing else self.plan.tiled.units_left_out(thinned))
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         """The context of the user's code, in forward and in recomputation during backward."""
-        wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles
+        wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles or self.plan.step.thins
         run = self.blocks.run if wraps_blocks else None
         runner = block_runner.set(self.around(run) if self.around else run)
         keeper = current_keeper.set(self._keeper)
