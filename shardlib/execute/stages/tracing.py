@@ -16,7 +16,7 @@ from shardlib.execute.gradients import Gradients, Turn, default_options
 from shardlib.execute.handles import materialise
 from shardlib.execute.live import LiveBytes, Stretch
 from shardlib.execute.losses import read_loss
-from shardlib.execute.phases import Phases, Work
+from shardlib.execute.phases import Phases, Work, followed
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.base import Call, keys_of
 from shardlib.execute.stages.entry import entered
@@ -53,13 +53,12 @@ def walk(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buf
         """Note what some micro-batches, with the cast batch, do to memory."""
         nonlocal landing
         landing = Imagined(plan, mesh, ())
-        live, runner.executor.around = LiveBytes(lambda: phases.now), phases.around
-        with live:
+        live = LiveBytes(lambda: phases.now)
+        with live, followed(lambda _: phases):
             microbatches = split_batch(batch, plan, mesh)
             call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, 1.0, 1.0)
             gradients = runner.executor.gradients(default_options(mesh, landing))
             for index in indices:
-                phases.begin()
                 runner.microbatch(call, index, buffers, gradients)
         summed.append(live.stretches())
         if len(indices) == 1:
@@ -106,9 +105,9 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
             return read_loss(result, False).total if stop == len(blocks) else result
 
         executor = Executor(plan.of_stage(stage), mesh, trained=True)
-        executor.around = phases[stage].around
         gradients.append(executor.gradients(default_options(mesh)))
-        with _counting(mesh, sent[stage]), alive[stage], work[stage]:
+        follow = followed(lambda _, phases=phases[stage]: phases)  # type: ignore[misc]
+        with _counting(mesh, sent[stage]), alive[stage], work[stage], follow:
             result = executor.open(params, gradients[stage], compute)
         executor.rest()
         stays = sum(storage.nbytes() for each in storages if (storage := each()) is not None)
