@@ -21,6 +21,7 @@ from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.halves import Halves
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
+from shardlib.execute.phases import Phases, phases_of
 from shardlib.execute.record import Record
 from shardlib.execute.refusals import explain_hooks, refuse_autocast, refuse_func, require_unwritten
 from shardlib.execute.saving import SavedTensors
@@ -29,7 +30,7 @@ from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.blocks import Runner, block_runner
+from shardlib.nn.blocks import block_runner
 from shardlib.nn.tiled_modules import TiledModules
 from shardlib.plan.plan import Plan
 from shardlib.plan.thinning import Thinned
@@ -55,10 +56,7 @@ class Executor:
     Attributes:
         host: the host memory in which inputs of blocks are kept; None if they stay on the device.
         blocks: of the micro-batch.
-        around: makes the runner of blocks from the runner that the plan needs, for a trace; None leaves it.
     """
-
-    around: Callable[[Runner | None], Runner] | None = None
 
     def __init__(
         self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None, host: HostMemory | None = None
@@ -100,6 +98,7 @@ class Executor:
         self._keeper = Keeper(plan.step.remat, store, self._in_parameters, self._saved.innermost)
         self.blocks = Blocks(plan, trained, self._surroundings, self.record.names, mesh.device)
         self._halves: Halves | None = None
+        self._phases: Phases | None = None  # of the micro-batch, where somebody follows it
         self._on_disk: BuffersOnDisk | None = None  # this step's parameters, if they are there
         self._held: frozenset[int] = frozenset()  # the storages of all of this rank's parameters
 
@@ -195,6 +194,14 @@ class Executor:
         """Whether a tensor lies in the memory of parameters, as stored or as gathered."""
         return storage_id(tensor.untyped_storage()) in self._held or self._saved.bucket_with(tensor) is not None
 
+    def unit_of(self, leaf: torch.Tensor) -> str:
+        """The unit of a parameter, as the function sees it; "" for other tensors."""
+        if isinstance(leaf, Handle):
+            return self.plan.bucket_of[self.plan.placement_of[leaf._path].bucket].unit
+        storage = storage_id(leaf.untyped_storage())
+        held = (state for state in self._buckets if state.whole is not None)
+        return next((s.bucket.unit for s in held if storage_id(s.whole.untyped_storage()) == storage), "")  # type: ignore[union-attr]
+
     def rest(self) -> None:
         """Release all gathered parameters until the backward starts."""
         self._gathering.rest()
@@ -205,7 +212,7 @@ class Executor:
     ) -> tuple[torch.Tensor | None, ...]:
         """The first half of a backward from ``outputs``: the gradients of ``inputs``. `weights_gradient` runs the second."""
         self._keeper.turn(last=False)
-        with self._running():
+        with self._running(backward=True):
             self._halves = Halves(outputs, seeds, inputs)
         return self._halves.inputs
 
@@ -249,7 +256,7 @@ class Executor:
         for state in self._buckets:
             state.summing = gradients
         reached: dict[str, torch.Tensor] = {}
-        with self._running():
+        with self._running(backward=True):
             yield reached
             gradients.note(reached, reached.values())
             gradients.finish(self._late(reached))
@@ -275,7 +282,7 @@ class Executor:
         self._saved.clear()
         self._slices.clear()
         self.blocks.layers.end()
-        self._on_disk, self._held = None, frozenset()
+        self._on_disk, self._held, self._phases = None, frozenset(), None
 
     def _call(self, fn: Callable[[Tree], Any]) -> Any:
         """``fn(parameters)``. Raises `HandleError` for uses of parameters that are not supported."""
@@ -317,6 +324,10 @@ class Executor:
         agreeing = self.record.agreeing and not self.mesh.abstract
         self.blocks.begin()
         self.blocks.layers.begin(thinned, computes=agreeing)
+        follow = phases_of.get()
+        self._phases = None if follow is None else follow(self)
+        if self._phases is not None:
+            self._phases.begin()
         stored = {
             cut.name: part
             for bucket in self.plan.buckets
@@ -327,14 +338,15 @@ class Executor:
         self._gathering.begin(frozenset() if agreeing else self.plan.tiled.units_left_out(thinned))
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self, backward: bool = False) -> Iterator[None]:
         """The context of the user's code, in forward and in recomputation during backward."""
         wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles or self.plan.step.thins
         run = self.blocks.run if wraps_blocks else None
-        runner = block_runner.set(self.around(run) if self.around else run)
+        phases = self._phases
+        runner = block_runner.set(phases.around(run) if phases else run)
         keeper = current_keeper.set(self._keeper)
         try:
-            with self._surroundings.installed():
+            with self._surroundings.installed(), phases.running(backward) if phases else nullcontext():
                 yield
         finally:
             block_runner.reset(runner)

@@ -16,7 +16,7 @@ from shardlib.execute.gradients import Gradients, Turn, default_options
 from shardlib.execute.handles import materialise
 from shardlib.execute.live import LiveBytes, Stretch
 from shardlib.execute.losses import read_loss
-from shardlib.execute.phases import Phases, Work
+from shardlib.execute.phases import Phases, Work, followed
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.base import Call, keys_of
 from shardlib.execute.stages.entry import entered
@@ -56,15 +56,14 @@ def walk(
         """Note what some micro-batches, with the cast batch, do to memory."""
         nonlocal landing
         landing = Imagined(plan, mesh, ())
-        live, runner.executor.around = LiveBytes(lambda: phases.now), phases.around
-        with live:
+        live = LiveBytes(lambda: phases.now)
+        with live, followed(lambda _: phases):
             microbatches = split_batch(batch, plan, mesh)
             keys = keys_of(plan, mesh, microbatches, rng)
             thinned = [plan.step.thinned(step, key) for key in keys]
             call = Call(params, microbatches, keys, thinned, buffers, 1.0, 1.0)
             gradients = runner.executor.gradients(default_options(mesh, landing))
             for index in indices:
-                phases.begin()
                 runner.microbatch(call, index, buffers, gradients)
         summed.append(live.stretches())
         if len(indices) == 1:
@@ -113,9 +112,9 @@ def _trace_stages(
             return read_loss(result, False).total if stop == len(blocks) else result
 
         executor = Executor(plan.of_stage(stage), mesh, trained=True)
-        executor.around = phases[stage].around
         gradients.append(executor.gradients(default_options(mesh)))
-        with _counting(mesh, sent[stage]), alive[stage], work[stage]:
+        follow = followed(lambda _, phases=phases[stage]: phases)  # type: ignore[misc]
+        with _counting(mesh, sent[stage]), alive[stage], work[stage], follow:
             result = executor.open(params, gradients[stage], compute, plan.step.thinned(step, rng))
         executor.rest()
         stays = sum(storage.nbytes() for each in storages if (storage := each()) is not None)
