@@ -134,7 +134,8 @@ class Layers:
             raise LossError(
                 f"{getattr(fn, '__qualname__', fn)} is a layer that can be left out, so its result must have the form of "
                 f"what it takes the place of: {_form(before[0])}, and it returns {_form(after[0])}. Return the residual "
-                "stream alone, or give the block a parameter gate (see sl.nn.Gate) and let it return what it returns when left out"
+                "stream alone, or give the block a parameter gate (see sl.nn.Gate) "
+                "and let it return what it returns when it is left out"
             )
         return tree_map(lambda one, other: gate.between(one, other) if _floats(one) else other, carry, result)
 
