@@ -48,10 +48,10 @@ def _elements(at: tuple[str, ...], leaves: Iterable[_Below]) -> Iterator[tuple[s
     for (first, *rest), kind in leaves:
         children.setdefault(first, []).append((tuple(rest), kind))
     is_list = list(children) == [str(number) for number in range(len(children))]
-    kinds = {name: frozenset(below) for name, below in children.items() if all(rest for rest, _ in below)}
+    kinds = {name: frozenset(each) for name, each in children.items() if all(rest for rest, _ in each)}
     counts = Counter(kinds.values() if is_list else ())
-    for name, kind in kinds.items():
+    for name, below in kinds.items():
         if is_list:
-            yield "/".join((*at, name)), counts[kind] > 1
+            yield "/".join((*at, name)), counts[below] > 1
         if not any(count > 1 for count in counts.values()):
             yield from _elements((*at, name), children[name])
