@@ -33,6 +33,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import block_runner
 from shardlib.nn.tiled_modules import TiledModules
 from shardlib.plan.plan import Plan
+from shardlib.plan.thinning import Thinned
 from shardlib.rng import restore_generators, states_of_generators
 from shardlib.sharded.on_disk import BuffersOnDisk
 from shardlib.sharded.tree import Sharded
@@ -137,13 +138,14 @@ class Executor:
         turn: Turn,
         fn: Callable[[Tree], tuple[torch.Tensor, Any]],
         seed: torch.Tensor,
+        thinned: Thinned | None,
     ) -> Any:
         """Run one micro-batch: ``total, rest = fn(parameters)``, and add ``total``'s gradient × ``seed`` to ``gradients``.
 
         Returns ``rest``, or None if the step will be repeated because this rank left the trace.
         """
         try:
-            total, rest = self._attempt(lambda: self.open(params, gradients, fn)) or (None, None)
+            total, rest = self._attempt(lambda: self.open(params, gradients, fn, thinned)) or (None, None)
             if total is not None and self.record.order is None:
                 refuse_reentrant_checkpoints(total)
                 self.require_names()
@@ -155,9 +157,11 @@ class Executor:
         finally:
             self.close()
 
-    def open(self, params: Sharded, gradients: Gradients, fn: Callable[[Tree], Any]) -> Any:
-        """``fn(parameters)`` with a graph, which is kept until `close`."""
-        self._bind(params, gradients)
+    def open(
+        self, params: Sharded, gradients: Gradients, fn: Callable[[Tree], Any], thinned: Thinned | None = None
+    ) -> Any:
+        """``fn(parameters)`` with a graph, which is kept until `close`. ``thinned`` says what it leaves out."""
+        self._bind(params, gradients, thinned)
         with self._running(), torch.enable_grad(), self._saved.hooks() if self.gathers else nullcontext():
             return self._call(fn)
 
@@ -277,6 +281,7 @@ class Executor:
             unit.forget()
         self._saved.clear()
         self._slices.clear()
+        self.blocks.layers.end()
         self._on_disk, self._held, self._phases = None, frozenset(), None
 
     def _call(self, fn: Callable[[Tree], Any]) -> Any:
@@ -284,6 +289,7 @@ class Executor:
         try:
             result = fn(self._tree())
             require_unwritten(self._buckets, self.gathers)
+            self.blocks.layers.require_some()
             if self._surroundings.modules is not None and self._trained:
                 self._surroundings.modules.require_some()
             return result
@@ -307,13 +313,17 @@ class Executor:
         for path, leaf in leaves.items():
             if isinstance(leaf, Handle) and (axes := self.plan.placement_of[path].dealt):
                 leaves[path] = DealtHandle.make(leaf, axes)
-        return unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
+        in_order = [leaves.get(leaf.path) for leaf in self.plan.leaves]
+        self.blocks.layers.know(in_order)
+        return unflatten(self.plan.shape.treedef, in_order)
 
-    def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
+    def _bind(self, params: Sharded, gradients: Gradients | None, thinned: Thinned | None = None) -> None:
         """Bind this step's parameters and gradients to the buckets."""
         self._on_disk = params.on_disk
         self._held = frozenset(storage_id(buffer.untyped_storage()) for buffer in params.in_memory.values())
+        agreeing = self.record.agreeing and not self.mesh.abstract
         self.blocks.begin()
+        self.blocks.layers.begin(thinned, computes=agreeing)
         follow = phases_of.get()
         self._phases = None if follow is None else follow(self)
         if self._phases is not None:
@@ -325,12 +335,12 @@ class Executor:
         }
         for state in self._buckets:
             state.bind(stored[state.bucket.name], gradients)
-        self._gathering.begin()
+        self._gathering.begin(frozenset() if agreeing else self.plan.tiled.units_left_out(thinned))
 
     @contextmanager
     def _running(self, backward: bool = False) -> Iterator[None]:
         """The context of the user's code, in forward and in recomputation during backward."""
-        wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles
+        wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles or self.plan.step.thins
         run = self.blocks.run if wraps_blocks else None
         phases = self._phases
         runner = block_runner.set(phases.around(run) if phases else run)
