@@ -20,9 +20,9 @@ def profile(
 ) -> Profile:
     """Where the time and the operations of a train step go, on every rank. Collective.
 
-    Takes ``warm`` steps that are not looked at, ``steps`` with clocks at the boundaries of blocks, phases and exchanges, one in
-    which operators are counted and timed, and one in which memory gets its names. All of them train: the state after them is
-    ``.state``. The peak is that of a large product on the same device and dtype, measured once.
+    Takes ``warm`` steps that are not looked at, then ``steps`` with clocks at the boundaries of blocks, phases and exchanges,
+    one in which operators are counted and timed, and one in which memory gets its names. All of them train: the state after
+    them is ``.state``. The peak is that of a large product on the same device and dtype, measured once.
 
     Args:
         train_step, state: of `make_train_step`. The state is used up.
