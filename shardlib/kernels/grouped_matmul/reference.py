@@ -15,9 +15,11 @@ def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: 
     y = results.empty(x, (len(x), weight.shape[1]))
     parts = ranges(offsets, len(x))
     for expert, (first, end) in enumerate(parts):
-        if first < end and bias is None:
+        if first == end:
+            continue
+        if bias is None:
             torch.mm(x[first:end], weight[expert].t(), out=y[first:end])
-        elif first < end:
+        else:
             torch.addmm(bias[expert], x[first:end], weight[expert].t(), out=y[first:end])
     y[parts[-1][1] :] = 0
     return y
