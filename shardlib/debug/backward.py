@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from shardlib.debug.difference import Difference, difference
 from shardlib.debug.finding import Finding, worst
 from shardlib.debug.forward import how
 from shardlib.debug.layout import slice_of
+from shardlib.debug.notes import Call, Run
 from shardlib.debug.view import StepView
 
 
@@ -70,12 +73,68 @@ def _calls(view: StepView, cell: int, bad_leaves: set[str]) -> Finding | None:
             (rank, each)
             for rank, calls in aligned.items()
             if number in calls
+            and not _in_another_form(view, rank, calls[number], wanted.calls[number])
             and (each := view.apart(rank, calls[number].grads, wanted.calls[number].grads, seed)) is not None
         ]
         bad = worst(apart)
-        if bad and any(uses.get(path, number + 1) <= number for path in bad_leaves):
+        matters = any(uses.get(path, number + 1) <= number for path in bad_leaves)
+        if bad and matters and not _sums_to(view, number, wanted.calls[number], aligned, seed):
             return _named(view, cell, number, bad)
     return None
+
+
+def _in_another_form(view: StepView, rank: int, mine: Call, wanted: Call) -> bool:
+    """Whether a rank holds other values than its part of one device's, such as rows in the order of their experts. (The
+    forward has been compared, so that what is computed from them is right.)"""
+    apart = view.apart(rank, mine.values, wanted.values)
+    return apart is None or apart.matters
+
+
+def interrupted(view: StepView) -> Finding | None:
+    """The call whose forward or backward a step that raised an error did not come back from."""
+    never, furthest = Difference(float("inf"), 0.0, 0.0), list[tuple[int, int, tuple[int, ...]]]()
+    for cell in range(len(view.evaluated)):
+        wanted, aligned = view.evaluated[cell].run, view.aligned(cell)
+        begun = {rank: calls for rank, calls in aligned.items() if calls}
+        if not begun:
+            continue
+        if seed_of(view, cell) is None and not view.plan.stages.axes:
+            number = min(max(calls) for calls in begun.values()) + 1
+            if number < len(wanted.calls):
+                call = wanted.calls[number]
+                return view.cell_finding("forward", call.label, (tuple(begun), never), cell, where=call.where)
+        left = {rank: max(missing) for rank, calls in begun.items() if (missing := _without_gradient(wanted, calls))}
+        if left:
+            number = min(left.values())
+            furthest.append((number, cell, tuple(rank for rank, last in left.items() if last == number)))
+    if not furthest:
+        return None
+    number, cell, ranks = min(furthest)
+    return _named(view, cell, number, (ranks, never))
+
+
+def _without_gradient(wanted: Run, calls: dict[int, Call]) -> list[int]:
+    """The calls whose results have a gradient on one device, and none yet on a rank."""
+    return [
+        number
+        for number, call in calls.items()
+        if all(grad is None for grad in call.grads) and any(grad is not None for grad in wanted.calls[number].grads)
+    ]
+
+
+def _sums_to(view: StepView, number: int, wanted: Call, aligned: dict[int, dict[int, Call]], seed: float) -> bool:
+    """Whether ranks that work on one micro-batch have parts of the gradient of what is computed from parameters alone."""
+    if not wanted.paths or wanted.before:
+        return False
+    calls = [calls[number] for calls in aligned.values() if number in calls]
+    for position, due in enumerate(wanted.grads):
+        parts = [call.grads[position] for call in calls]
+        if due is None or any(part is None or part.shape != due.shape for part in parts):
+            return False
+        whole = torch.stack([part.double() for part in parts if part is not None]).sum(0)
+        if difference(whole, due.double() * seed, due.dtype).matters:
+            return False
+    return True
 
 
 def _named(view: StepView, cell: int, number: int, bad: tuple[tuple[int, ...], Difference]) -> Finding:
@@ -95,7 +154,7 @@ def _named(view: StepView, cell: int, number: int, bad: tuple[tuple[int, ...], D
         leaf=leaf,
         block="" if block is None else wanted.blocks[block].name,
         where=through[0].where,
-        note="; ".join(filter(None, [f"the gradient of what {call.label} returns differs", how(view, leaf)])),
+        note="; ".join(filter(None, [f"it gives the gradient of what {call.label} returns", how(view, leaf)])),
     )
 
 
@@ -111,10 +170,10 @@ def _leaves(view: StepView, cell: int, bad_leaves: set[str]) -> Finding | None:
             if not grads or placed[path].style is not None or placed[path].compute.spec.axes or view.plan.stages.axes:
                 continue
             due = slice_of(wanted.grads[path] * seed, placed[path].compute.spec, view.plan.sizes, view.coords(rank))
-            apart.append((rank, difference(sum(grads), due)))
+            apart.append((rank, difference(torch.stack(grads).sum(0), due)))
         bad = worst(apart)
         users = [call for call in wanted.run.calls if path in call.paths]
-        if bad and users and not _summed_over_inner(view, path):
+        if bad and users and not view.in_parts(view.plan.bucket_of[placed[path].bucket]):
             block = users[0].block
             return view.cell_finding(
                 "backward",
@@ -127,10 +186,3 @@ def _leaves(view: StepView, cell: int, bad_leaves: set[str]) -> Finding | None:
                 note="the parameter's own gradient differs",
             )
     return None
-
-
-def _summed_over_inner(view: StepView, path: str) -> bool:
-    """Whether ranks that work on one micro-batch hold parts of the leaf's gradient."""
-    bucket = view.plan.bucket_of[view.plan.placement_of[path].bucket]
-    inner = {axis for axis, size in view.plan.sizes.items() if size > 1} - {*view.plan.batch_axes, *view.plan.stages.axes}
-    return bool(inner & {*bucket.axes, *bucket.replicas})

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.debug.comparing import first_difference
+from shardlib.debug.comparing import RAISED, first_difference
 from shardlib.debug.difference import difference
 from shardlib.debug.finding import PHASES, Finding
 from shardlib.debug.one_device import OneDevice, mean_gradient
@@ -64,8 +64,8 @@ def bisect(
     parameters, each call of the loss function, each call's gradient, each exchange of gradients, loss and norm, the update,
     and the parameters that are gathered after it. Ranks' shards are assembled by a reading of specs of its own.
 
-    Everything is replayed in float64 first, which tells rounding from a defect, and then in the plans' own dtypes. Values count
-    as different beyond 8·ε^¾ of the largest one.
+    All is replayed in float64 first, which tells rounding from a defect, and then in the plans' own dtypes. Values differ if
+    they do by more than 8·ε^¾ of the largest one.
 
     Args:
         loss_fn: as for `make_train_step`, without buffers.
@@ -111,18 +111,23 @@ def bisect(
             found = [replace(found[0], plan="both plans")]
         return min(found, key=lambda each: (each.step, PHASES.index(each.phase)), default=None)
 
-    if finding := first(exact=True):
-        return Bisection(finding, "It differs in float64 too, so it is no rounding.", notes)
+    exact = first(exact=True)
+    if exact and exact.operation != RAISED:
+        return Bisection(exact, "It differs in float64 too, so it is no rounding.", notes)
     if not all(map(is_float64, plans.values())) and (finding := first(exact=False)):
         return Bisection(
             finding,
             "It does not differ in float64: rounding, or a defect of what float64 passes by (kernels and codecs of narrower "
-            "dtypes).",
+            "dtypes, masters).",
             notes,
         )
+    if exact:
+        return Bisection(exact, "Nothing differs before it.", notes)
     for name, plan in plans.items():
         if finding := _cut(plan, loss_fn, params, batch, optimizer, key):
-            return Bisection(replace(finding, plan=name), "The ranks compute what one device does on their rows.", notes)
+            return Bisection(
+                replace(finding, plan=name), "The ranks compute what one device does on their rows.", notes
+            )
     return Bisection(None, "nothing differs, in float64 and in the plans' own dtypes", notes)
 
 
@@ -153,7 +158,7 @@ def _cut(
                 0,
                 each,
                 leaf=path,
-                note="it is no mean over rows; return sl.Mean(total, weight), or keep what mixes rows (statistics of a batch, "
-                "capacities of experts) within fixed groups of rows",
+                note="it is no mean over rows; return sl.Mean(total, weight), or keep what mixes rows (statistics of a "
+                "batch, capacities of experts) within fixed groups of rows",
             )
     return None

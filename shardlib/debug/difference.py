@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-_FACTOR, _POWER, _FLOOR = 8.0, 0.75, 1e-5
+_FACTOR, _POWER = 8.0, 0.75
+FLOOR = 1e-5  # added to the largest value: what is smaller by as much counts as 0
 
 
 class Difference(NamedTuple):
@@ -51,6 +52,6 @@ def difference(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype | N
         return Difference(0.0, 0.0, 0.0)
     a, b = (value.detach().double() for value in (found, wanted))
     largest = b.abs().nan_to_num(posinf=0.0).max().item()
-    limit = tolerance(dtype) * (largest + _FLOOR)
+    limit = tolerance(dtype) * (largest + FLOOR)
     apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(nan=float("inf"))
     return Difference(apart.max().item(), limit, largest)

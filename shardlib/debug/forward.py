@@ -61,7 +61,9 @@ def _key(view: StepView, cell: int) -> Finding | None:
 def gather_named(bucket: Bucket) -> str:
     """The gather of a bucket's unit, in words."""
     axes = " and ".join(repr(axis) for axis in bucket.axes[: bucket.param_level])
-    return f"the gather of unit {bucket.label} over axis {axes}" if axes else f"the use of unit {bucket.label} as stored"
+    return (
+        f"the gather of unit {bucket.label} over axis {axes}" if axes else f"the use of unit {bucket.label} as stored"
+    )
 
 
 def _gathers(view: StepView) -> Finding | None:

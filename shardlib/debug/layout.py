@@ -20,7 +20,7 @@ Coords = Mapping[str, int]
 def coords_of(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
     """The coordinates of a rank: the last axis varies fastest."""
     coords: dict[str, int] = {}
-    for axis in reversed(sizes):
+    for axis in reversed(list(sizes)):
         rank, coords[axis] = divmod(rank, sizes[axis])
     return coords
 

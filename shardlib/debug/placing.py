@@ -11,6 +11,6 @@ def placing(view: StepView) -> Finding | None:
     found = view.first_leaf(view.device.used(), view.replay.start, "param") if view.number == 0 else None
     if found is None:
         return None
-    bucket, path, bad = found
+    _, path, bad = found
     spec = view.plan.placement_of[path].param.spec
     return view.finding("placing", f"the shards of parameters, by {spec!r}", bad, leaf=path)

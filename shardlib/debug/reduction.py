@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
 
-from shardlib.debug.backward import backward, seed_of
+from shardlib.debug.backward import backward, interrupted
+from shardlib.debug.compressed import compressed
 from shardlib.debug.difference import Difference, difference
 from shardlib.debug.finding import Finding, worst
-from shardlib.debug.layout import number, slice_of
+from shardlib.debug.local import local_gradient, rounded
+from shardlib.debug.replay import Buffers
 from shardlib.debug.view import StepView
 from shardlib.debug.wire import Exchange
 from shardlib.plan.buckets import Bucket
-from shardlib.plan.channels import Channel
 from shardlib.plan.exchanges import Op
 
 _OPS = {Op.SCATTER: "reduce_scatter", Op.SUM: "all_reduce"}
-_LOOSE = 0.5  # of a sum's norm, up to which a codec that keeps no residual may miss it
 
 
 def reduction(view: StepView) -> Finding | None:
@@ -37,11 +36,11 @@ def reduction(view: StepView) -> Finding | None:
     bad = [
         (bucket, path, (rank, apart))
         for bucket, path, rank, apart, _, _ in view.of_buckets(mean, exact, "optimizer")
-        if _rounded(apart, bucket).matters
+        if rounded(apart, bucket).matters
     ]
     if not got:
         bad_leaves = {path for bucket in view.plan.trained for path in bucket.paths}
-        return backward(view, bad_leaves)
+        return backward(view, bad_leaves) or interrupted(view) or _not_made(view)
     bad_leaves = {path for _, path, _ in bad} | {p for b in view.plan.trained if b.name in lossy for p in b.paths}
     if not bad_leaves:
         return None
@@ -53,20 +52,13 @@ def reduction(view: StepView) -> Finding | None:
     for bucket in _in_order(view):
         if bucket.name in lossy:
             found = _first_sums(view, bucket) if not bucket.tiles > 1 else None
-            found = found or _compressed(view, bucket, got)
+            found = found or compressed(view, bucket, got)
         else:
             mine = [(path, each) for other, path, each in bad if other.name == bucket.name]
             found = _route(view, bucket, mine) if mine else None
         if found:
             return found
     return None
-
-
-def _rounded(apart: Difference, bucket: Bucket) -> Difference:
-    """A difference of gradients that were summed in the bucket's dtype."""
-    from shardlib.debug.difference import tolerance
-
-    return apart._replace(limit=max(apart.limit, tolerance(bucket.reduce_dtype) * (apart.largest + 1e-5)))
 
 
 def _in_order(view: StepView) -> list[Bucket]:
@@ -77,7 +69,7 @@ def _in_order(view: StepView) -> list[Bucket]:
     return sorted(trained, key=lambda bucket: place.get(f"the gradient of {bucket.label}", len(labels)))
 
 
-def _factor(view: StepView, mean: dict, got: dict) -> Finding | None:
+def _factor(view: StepView, mean: Mapping[str, torch.Tensor], got: Mapping[int, Buffers]) -> Finding | None:
     """The finding for gradients that are all too large by one factor: not their sums are wrong, but the mean."""
     ratios, largest, ranks = set[float](), 0.0, set[int]()
     for _, _, rank, _, mine, due in view.of_buckets(mean, got, "optimizer"):
@@ -105,22 +97,6 @@ def _factor(view: StepView, mean: dict, got: dict) -> Finding | None:
     )
 
 
-def _local(view: StepView, rank: int, path: str, cells: list[int]) -> torch.Tensor | None:
-    """A rank's part of a leaf's gradient from some micro-batches, in the scale of its backward; None if it is not known."""
-    placed = view.plan.placement_of[path]
-    seeds = [seed_of(view, cell) for cell in cells]
-    if any(seed is None for seed in seeds):
-        return None
-    total = sum(view.evaluated[cell].grads[path].double() * seed for cell, seed in zip(cells, seeds))
-    assert isinstance(total, torch.Tensor)
-    return slice_of(total, placed.compute.spec, view.plan.sizes, view.coords(rank))
-
-
-def _cells_of(view: StepView, rank: int) -> list[int]:
-    share = number(view.plan.batch_axes, view.plan.sizes, view.coords(rank))
-    return [share * view.plan.step.microbatches + index for index in range(view.plan.step.microbatches)]
-
-
 def _unpacked(bucket: Bucket, buffer: torch.Tensor, path: str) -> torch.Tensor:
     """A leaf's elements of a whole, rank-major buffer."""
     ways = math.prod(bucket.sizes)
@@ -129,13 +105,6 @@ def _unpacked(bucket: Bucket, buffer: torch.Tensor, path: str) -> torch.Tensor:
     start = sum(chunks[:position])
     rows = buffer.reshape(ways, -1)[:, start : start + chunks[position]]
     return rows.reshape(-1)[: math.prod(bucket.shapes[position])].view(bucket.shapes[position])
-
-
-def _partial(view: StepView, bucket: Bucket) -> bool:
-    """Whether a rank's own part of the gradient cannot be told from one device: several ranks make it together."""
-    inner = {axis for axis, size in view.plan.sizes.items() if size > 1}
-    inner -= {*view.plan.batch_axes, *view.plan.stages.axes}
-    return bool(inner & {*bucket.axes, *bucket.replicas}) or len(bucket.homes) > 1
 
 
 def _sums_of(view: StepView, bucket: Bucket) -> Iterator[tuple[Exchange, list[int] | None]]:
@@ -161,18 +130,18 @@ def _sums_of(view: StepView, bucket: Bucket) -> Iterator[tuple[Exchange, list[in
 def _first_sums(view: StepView, bucket: Bucket) -> Finding | None:
     """A gradient that is wrong before its first exchange: in the sum over micro-batches, or in what it is packed into."""
     twins = [b for b in view.plan.trained if b.label == bucket.label and b.size(0) == bucket.size(0)]
-    if _partial(view, bucket) or len(twins) > 1:
+    if view.in_parts(bucket) or len(bucket.homes) > 1 or len(twins) > 1:
         return None
     for exchange, which in _sums_of(view, bucket):
         for path in bucket.paths:
             apart = []
             for member, sent in exchange.sent.items():
                 rank = exchange.members[member]
-                cells = _cells_of(view, rank)
+                cells = view.cells_of(rank)
                 cells = cells if which is None else [cells[which[0] % len(cells)]]
-                due = _local(view, rank, path, cells)
+                due = local_gradient(view, rank, path, cells)
                 if due is not None:
-                    apart.append((rank, _rounded(difference(_unpacked(bucket, sent.double(), path), due), bucket)))
+                    apart.append((rank, rounded(difference(_unpacked(bucket, sent.double(), path), due), bucket)))
             if bad := worst(apart):
                 several = view.plan.step.microbatches > 1 and which is None
                 what = "the sum over micro-batches of" if several else "the packing of"
@@ -202,23 +171,8 @@ def _route(view: StepView, bucket: Bucket, bad: list[tuple[str, tuple[int, Diffe
         ]
         if fault := worst(apart):
             return view.finding("reduction", _exchange_named(exchange.op, exchange.axis, bucket), fault, leaf=path)
-    route = view.plan.routes[bucket.name].reductions
-    times = {(_OPS[each.op], each.axis) for each in route}
-    missing = [key for key in times if not any((e.op, e.axis) == key for e in made)]
-    if missing:
-        op, axis = missing[0]
-        return view.finding(
-            "reduction", _exchange_named(op, axis, bucket), wrong, leaf=path, note="the plan has it, and it was not made"
-        )
-    needed = [axis for axis in _summing_axes(view, bucket) if not any(e.axis == axis for e in made)]
-    if needed:
-        return view.finding(
-            "reduction",
-            _exchange_named("all_reduce", needed[0], bucket),
-            wrong,
-            leaf=path,
-            note="ranks along this axis have parts of the gradient, and the plan does not sum them",
-        )
+    if not_made := _missing(view, bucket, made, path, wrong):
+        return not_made
     if len(bucket.homes) > 1:
         what = f"the sum over stages of the gradient of unit {bucket.label}, over axis {view.plan.stages.axis!r}"
     elif not made:
@@ -228,11 +182,58 @@ def _route(view: StepView, bucket: Bucket, bad: list[tuple[str, tuple[int, Diffe
     return view.finding("reduction", what, wrong, leaf=path)
 
 
+def _not_made(view: StepView) -> Finding | None:
+    """An exchange that is missing in a step that ended before its optimizer."""
+    never = tuple(sorted(view.ranks)), Difference(float("inf"), 0.0, 0.0)
+    for bucket in _in_order(view):
+        about = f"the gradient of {bucket.label}"
+        made = [e for e in view.replay.wire.exchanges if e.step == view.number and e.about == about]
+        if found := _missing(view, bucket, made, bucket.paths[0], never):
+            return found
+    return None
+
+
+def _missing(
+    view: StepView, bucket: Bucket, made: list[Exchange], path: str, wrong: tuple[tuple[int, ...], Difference]
+) -> Finding | None:
+    """An exchange that the plan has, or that it lacks, and that was not made."""
+    route = view.plan.routes[bucket.name].reductions
+    times = {(_OPS[each.op], each.axis) for each in route if each.channel is None}
+    missing = [key for key in times if not any((e.op, e.axis) == key for e in made)]
+    if missing:
+        op, axis = missing[0]
+        return view.finding(
+            "reduction",
+            _exchange_named(op, axis, bucket),
+            wrong,
+            leaf=path,
+            note="the plan has it, and it was not made",
+        )
+    compressed = {each.axis for each in route if each.channel is not None}
+    needed = [
+        axis for axis in _summing_axes(view, bucket) if axis not in compressed and not any(e.axis == axis for e in made)
+    ]
+    if needed:
+        return view.finding(
+            "reduction",
+            _exchange_named("all_reduce", needed[0], bucket),
+            wrong,
+            leaf=path,
+            note="ranks along this axis have parts of the gradient, and the plan does not sum them",
+        )
+    return None
+
+
 def _summing_axes(view: StepView, bucket: Bucket) -> list[str]:
-    """Axes over which a bucket's gradients are to be summed: where the batch varies, or the parts of a sequence."""
+    """Axes over which a bucket's gradients are to be summed: of the batch, of sequence parts, of slices that share a leaf."""
     spec = {axis for path in bucket.paths for axis in view.plan.placement_of[path].compute.spec.axes}
     sequence = view.plan.step.sequence
-    axes = [*view.plan.batch_axes, *([sequence.axis] if sequence else [])]
+    shared = [
+        placed.style.axis
+        for path in bucket.paths
+        if (placed := view.plan.placement_of[path]).style and placed.style.sums
+    ]
+    axes = dict.fromkeys([*view.plan.batch_axes, *([sequence.axis] if sequence else []), *shared])
     return [axis for axis in axes if view.plan.sizes[axis] > 1 and axis not in spec]
 
 
@@ -242,105 +243,3 @@ def _chain(made: list[Exchange]) -> str:
 
 def _exchange_named(op: str, axis: str, bucket: Bucket) -> str:
     return f"the {op} of the gradient of unit {bucket.label} over axis {axis!r}"
-
-
-def _compressed(view: StepView, bucket: Bucket, got: dict) -> Finding | None:
-    """A compressed sum that loses something: what goes in is what comes out and what is kept for the next step."""
-    (channel, *others) = [c for c in view.plan.channels if c.bucket.name == bucket.name]
-    route = view.plan.routes[bucket.name].reductions
-    if others or len(route) != 1 or view.plan.step.microbatches > 1 and route[0] in view.plan.routes[bucket.name].each:
-        return None  # sums of several exchanges are checked as far as each is exact
-    for group in _groups(view, channel.axis):
-        if not all(rank in got for rank in group):
-            continue
-        left = _lost(view, channel, group, got)
-        if left is None:
-            continue
-        lost, total = left
-        keeps = any(kept.residual for kept in channel.keeps.values())
-        if keeps:
-            apart = difference(lost, torch.zeros_like(lost), channel.dtype)
-            largest = float(total.abs().max()) if total.numel() else 0.0
-            from shardlib.debug.difference import tolerance
-
-            apart = apart._replace(limit=tolerance(channel.dtype) * (largest + 1e-5), largest=largest)
-            what = "what is sent and what is kept for the next step do not add up to the gradients"
-        else:
-            apart = Difference(float(lost.norm()), _LOOSE * float(total.norm()), float(total.norm()))
-            what = "without a residual a sum may miss half of its norm, and this one misses more"
-        if apart.matters:
-            position = int(lost.abs().argmax())
-            return view.finding(
-                "reduction",
-                f"the sum of the gradient of unit {bucket.label} over axis {channel.axis!r} in {channel.codec}",
-                (tuple(group), apart),
-                leaf=_leaf_at(channel, position),
-                note=what,
-            )
-    return None
-
-
-def _groups(view: StepView, axis: str) -> list[list[int]]:
-    groups: dict[tuple, list[int]] = {}
-    for rank in view.replay.steps:
-        coords = view.coords(rank)
-        groups.setdefault(tuple(c for a, c in coords.items() if a != axis), []).append(rank)
-    return list(groups.values())
-
-
-def _lost(
-    view: StepView, channel: Channel, group: list[int], got: dict
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Σ gradients + Σ residuals before − sum − Σ residuals after, of the padded buffer; and the first two sums alone."""
-    bucket, ways = channel.bucket, channel.ways
-    total, kept_before, kept_after, rows_out = None, 0.0, 0.0, []
-    for rank in group:
-        level = bucket.levels if channel.level is None else channel.level
-        columns = []
-        for path in bucket.paths:
-            local = _local(view, rank, path, _cells_of(view, rank))
-            if local is None or _partial(view, bucket):
-                return None
-            flat = local.reshape(-1)
-            owners = math.prod(bucket.sizes)
-            chunk = -(-flat.numel() // owners)
-            columns.append(F.pad(flat, (0, chunk * owners - flat.numel())).view(owners, chunk))
-        whole = torch.cat(columns, 1).reshape(-1) if level == 0 and bucket.levels else torch.cat(columns, 1).reshape(-1)
-        total = whole if total is None else total + whole
-        rows_out.append(view.ranks[rank].grads[bucket.name].double())
-    assert total is not None
-    scattered = channel.level is not None
-    out = torch.cat(rows_out) if scattered else rows_out[0]
-    size = next((k.elements for k in channel.keeps.values() if k.residual and not k.by_row), total.numel())
-    total, out = (_padded(x, ways, size, scattered) for x in (total, out))
-    for name, kept in channel.keeps.items():
-        if not kept.residual:
-            continue
-        before, after = (
-            [view.ranks[rank].comm[when][name].double() for rank in group] for when in (0, 1)
-        )
-        join = torch.cat if kept.by_row else sum
-        kept_before, kept_after = kept_before + join(before), kept_after + join(after)
-    entered = total + kept_before
-    return entered - out - kept_after, entered
-
-
-def _padded(x: torch.Tensor, ways: int, size: int, scattered: bool) -> torch.Tensor:
-    if x.numel() == size:
-        return x
-    if scattered:
-        rows = x.view(ways, -1)
-        return F.pad(rows, (0, size // ways - rows.shape[1])).reshape(-1)
-    return F.pad(x, (0, size - x.numel()))
-
-
-def _leaf_at(channel: Channel, position: int) -> str:
-    """The leaf that an element of the exchanged buffer belongs to."""
-    bucket = channel.bucket
-    within = position % max(channel.elements // (channel.ways if channel.level is not None else 1), 1)
-    chunks = [-(-math.prod(shape) // math.prod(bucket.sizes)) for shape in bucket.shapes]
-    for path, chunk in zip(bucket.paths, chunks):
-        if within < chunk:
-            return path
-        within -= chunk
-    return bucket.paths[-1]

@@ -41,6 +41,7 @@ class RankStep:
         params: bucket name -> stored parameters after the step.
         comm: what compressed exchanges have kept, before and after the step.
         metrics: of the step.
+        payload: axis -> payload bytes that the rank has sent.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -51,6 +52,7 @@ class RankStep:
     params: Buffers = field(default_factory=dict)
     comm: tuple[Buffers, Buffers] = field(default_factory=lambda: ({}, {}))
     metrics: dict[str, Any] = field(default_factory=dict)
+    payload: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -152,9 +154,13 @@ def replay(
             noted = watched.step = RankStep(watch.runs)
             mine.append(noted)
             before = _copies(state.comm)
+            mesh.traffic.reset()
             state, noted.metrics = train_step(state, share_of(batch, plan, mesh.coords))
             noted.params, noted.comm = _copies(state.params.buffers), (before, _copies(state.comm))
-            noted.inner = tree_map(lambda leaf: copied(leaf) if isinstance(leaf, torch.Tensor) else leaf, state.opt.inner)
+            noted.inner = tree_map(
+                lambda leaf: copied(leaf) if isinstance(leaf, torch.Tensor) else leaf, state.opt.inner
+            )
+            noted.payload = dict(mesh.traffic.payload)
             watch.runs = []
 
     try:
@@ -192,6 +198,10 @@ class _Watched(GradientTransformation):
         copies: Tree,
         old: tuple[Tree, Tree] | None = None,
     ) -> Tree:
+        new = {name: grad for name, grad in updates.items() if name not in self.step.grads}
+        if new:  # of an update without `lead`
+            self.step.grads.update(_copies(new))
+            self.step.scale = 1.0 if scale is None else float(scale)
         after = super().body(params, updates, state, scale=scale, shards=shards, copies=copies, old=old)
         self.step.written.update(_copies(params))
         return after

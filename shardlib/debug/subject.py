@@ -16,7 +16,7 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.placement import Placement
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform, chain
-from shardlib.tree import Tree, tree_map
+from shardlib.tree import Tree, tree_map, unflatten
 
 _MOST_RANKS = 64
 
@@ -88,8 +88,9 @@ def is_float64(plan: Plan) -> bool:
 
 def left_out(plan: Plan) -> list[str]:
     """What `in_float64` leaves out of a plan, a line each."""
-    narrow = [f"gradients over axis {axis!r} in {codec}" for axis, codec in plan.reductions.codecs.items() if not codec.wide]
-    return narrow + [f"gathers over axis {axis!r} in {packing}" for axis, packing in plan.reductions.packings.items()]
+    codecs, packings = plan.reductions.codecs, plan.reductions.packings
+    sums = [f"in float64, gradients over axis {axis!r} in {codec}" for axis, codec in codecs.items() if not codec.wide]
+    return sums + [f"gathers over axis {axis!r} in {packing}" for axis, packing in packings.items()]
 
 
 def widened(tree: Tree) -> Tree:
@@ -102,6 +103,17 @@ def widened(tree: Tree) -> Tree:
         return made.setdefault(id(leaf), leaf.detach().double())
 
     return tree_map(wide, tree)
+
+
+def drawn(plan: Plan) -> Tree:
+    """Values for the parameters of a plan, from N(0, 0.2²) in float64; zeros for those that are no floating tensors."""
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for placement in plan.placements:
+        leaf = placement.compute
+        value = torch.randn(leaf.shape, generator=generator, dtype=torch.float64) * 0.2
+        made[placement.path] = value if leaf.dtype.is_floating_point else torch.zeros(leaf.shape, dtype=leaf.dtype)
+    return unflatten(plan.shape.treedef, [made[leaf.path] for leaf in plan.leaves])
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -119,6 +131,4 @@ def _wide_placement(placement: Placement) -> Placement:
 
 def _wide_bucket(bucket: Bucket) -> Bucket:
     master = bucket.master_dtype and _wide(bucket.master_dtype)
-    return replace(
-        bucket, dtype=_wide(bucket.dtype), reduce_dtype=_wide(bucket.reduce_dtype), master_dtype=master
-    )
+    return replace(bucket, dtype=_wide(bucket.dtype), reduce_dtype=_wide(bucket.reduce_dtype), master_dtype=master)

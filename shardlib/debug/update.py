@@ -22,7 +22,9 @@ from shardlib.plan.plan import Plan
 
 def norm(view: StepView) -> Finding | None:
     """A loss or a norm of gradients that differs."""
-    narrow = min((bucket.reduce_dtype for bucket in view.plan.trained), key=lambda d: -tolerance(d))
+    narrow = max(
+        (dtype for bucket in view.plan.trained for dtype in (bucket.dtype, bucket.reduce_dtype)), key=tolerance
+    )
     loss, mean, _ = view.mean
     if view.plan.channels:
         mean = _given(view)
@@ -50,6 +52,8 @@ def _given(view: StepView) -> Mapping[str, torch.Tensor]:
 
 def update(view: StepView, optimizer: GradientTransformation) -> Finding | None:
     """The first thing after the gradients that differs. One device goes on to the next step."""
+    if view.plan.reductions.owner is not None:
+        return None  # its ranks are to differ from one device
     grads, before = _given(view), dict(view.device.leaves)
     view.device.update(dict(grads))
     written = {rank: step.written for rank, step in view.ranks.items()}
@@ -109,7 +113,9 @@ def _compared(
         _, run = numbering.run_named(accessors[position])  # type: ignore[misc]
         names = {path: (*accessors[:position], path, *accessors[position + 1 :]) for path in run.paths}
         wholes = {path: wanted[name] for path, name in names.items() if name in wanted}
-        alike = all(path in wholes and wholes[path].shape == view.plan.placement_of[path].compute.shape for path in run.paths)
+        alike = all(
+            path in wholes and wholes[path].shape == view.plan.placement_of[path].compute.shape for path in run.paths
+        )
         if not alike or leaf.numel() != run.owned:
             continue
         mine = segments(run, leaf, run.levels)
@@ -125,7 +131,10 @@ def _members(optimizer: GradientTransformation) -> list[GradientTransformation]:
 
 
 def _member(
-    view: StepView, optimizer: GradientTransformation, grads: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor]
+    view: StepView,
+    optimizer: GradientTransformation,
+    grads: Mapping[str, torch.Tensor],
+    params: Mapping[str, torch.Tensor],
 ) -> str:
     """The first transformation of a chain that gives other updates on shards than on one device, from a fresh state; "" if
     none does."""

@@ -13,7 +13,7 @@ import torch
 
 from shardlib.debug.difference import Difference, difference
 from shardlib.debug.finding import Finding, worst
-from shardlib.debug.layout import best_part, coords_of, segments, shards
+from shardlib.debug.layout import best_part, coords_of, inner_axes, number, segments, shards
 from shardlib.debug.notes import Call, Run
 from shardlib.debug.one_device import Evaluated, Leaves, OneDevice, mean_gradient
 from shardlib.debug.replay import RankStep, Replay
@@ -47,8 +47,18 @@ class StepView:
         """Rank -> its notes of the step, for ranks that began it."""
         return {rank: steps[self.number] for rank, steps in self.replay.steps.items() if self.number < len(steps)}
 
+    @property
+    def ended(self) -> bool:
+        """Whether every rank has made the whole step."""
+        return bool(self.ranks) and all(step.params for step in self.ranks.values())
+
     def coords(self, rank: int) -> dict[str, int]:
         return coords_of(self.plan.sizes, rank)
+
+    def cells_of(self, rank: int) -> list[int]:
+        """The numbers of a rank's micro-batches."""
+        first = number(self.plan.batch_axes, self.plan.sizes, self.coords(rank)) * self.plan.step.microbatches
+        return list(range(first, first + self.plan.step.microbatches))
 
     @cached_property
     def weighted(self) -> bool:
@@ -66,6 +76,15 @@ class StepView:
             rank: [runs[first] for first in sorted(runs)]
             for rank, runs in self.replay.of_cell(self.number, cell).items()
         }
+
+    def in_parts(self, bucket: Bucket) -> bool:
+        """Whether ranks that work on one micro-batch have parts of a bucket's gradient, which one device does not show."""
+        sequence, placed = self.plan.step.sequence, [self.plan.placement_of[path] for path in bucket.paths]
+        summed = {each.style.axis for each in placed if each.style and each.style.sums} | {
+            *bucket.axes,
+            *bucket.replicas,
+        }
+        return bool({*summed, *([sequence.axis] if sequence else [])} & {*inner_axes(self.plan)})
 
     def finding(self, phase: str, operation: str, bad: tuple[tuple[int, ...], Difference], **more: Any) -> Finding:
         ranks, apart = bad
@@ -139,9 +158,7 @@ class StepView:
             }
         return found
 
-    def apart(
-        self, rank: int, found: list[Any], wanted: list[Any], factor: float | None = None
-    ) -> Difference | None:
+    def apart(self, rank: int, found: list[Any], wanted: list[Any], factor: float | None = None) -> Difference | None:
         """The largest difference of a rank's tensors from their parts of the whole ones; None if they are not alike."""
         if len(found) != len(wanted):
             return None

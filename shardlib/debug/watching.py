@@ -1,7 +1,7 @@
 """A loss function that is watched: what it calls, block by block, with all values and gradients.
 
-The calls are those that the loss function itself makes: a function of torch stands for all that it does on shards, so that the
-calls on one device and on any mesh are the same, in the same order, and can be compared one by one.
+The calls are those that the loss function itself makes: a function of torch stands for all that it does on shards, so that
+the calls on one device and on any mesh are the same, in the same order, and can be compared one by one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -207,9 +208,9 @@ def _common(paths: list[str | None]) -> str:
 
 def _line() -> str:
     """The line that called a function of torch: the innermost one that is neither torch's nor this room's."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None:
         return ""
     path = Path(frame.f_code.co_filename)
