@@ -14,6 +14,7 @@ from shardlib.nn import Mean, block, dropout, sequential
 from shardlib.optim.moving import to_device, to_disk, to_host
 from shardlib.optim.train_state import TrainState, replace_params
 from shardlib.plan.transform import chain
+from shardlib.report.profile import profile
 from shardlib.rng import Key
 from shardlib.shard import shard
 from shardlib.sharded.tree import Sharded
@@ -30,6 +31,7 @@ from shardlib.transforms import (
     pipeline,
     powersgd,
     precision,
+    progressive_layer_drop,
     quantize,
     remat,
     reproducible,
@@ -50,6 +52,7 @@ __all__ = [
     "make_eval_step",
     "generate",
     "make_plan",
+    "profile",
     "value_and_grad",
     "replace_params",
     "relayout",
@@ -86,6 +89,7 @@ __all__ = [
     "pipeline",
     "powersgd",
     "precision",
+    "progressive_layer_drop",
     "quantize",
     "remat",
     "reproducible",
