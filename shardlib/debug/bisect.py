@@ -13,7 +13,7 @@ from shardlib.debug.difference import difference
 from shardlib.debug.finding import PHASES, Finding
 from shardlib.debug.one_device import OneDevice, mean_gradient
 from shardlib.debug.replay import cells
-from shardlib.debug.subject import in_float64, is_float64, left_out, plan_of, widened, without_packings
+from shardlib.debug.subject import in_float64, is_float64, left_out, like_one_device, plan_of, widened
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.losses import wants
 from shardlib.optim import sgd
@@ -103,7 +103,7 @@ def bisect(
         values, rows = (widened(params), widened(batch)) if exact else (params, batch)
         found = []
         for name, plan in plans.items():
-            plan = in_float64(plan) if exact else without_packings(plan)
+            plan = in_float64(plan) if exact else like_one_device(plan)
             finding = first_difference(plan, loss_fn, values, rows, optimizer, steps, key)
             if finding is not None:
                 found.append(replace(finding, plan=name))

@@ -202,7 +202,7 @@ class _Subject:
         rows = share_of(as_tensors(self.batch, torch.device("cpu")), self.plan, coords_of(self.plan.sizes, 0))
         try:
             planned = with_needs(with_owner(self.plan, self.optimizer), self.optimizer)
-            said = Tracing(self.loss_fn, rows, None, torch.device("cpu")).traced(planned).payload()
+            said = Tracing(self.loss_fn, rows, None, torch.device("cpu"), None, self.rng).traced(planned).payload()
         except Exception as error:  # the loss function's own, on tensors without values
             return Law(name, None, f"not tested, as the loss function cannot be traced ({type(error).__name__})")
         sent = {axis: max(steps[-1].payload.get(axis, 0) for steps in made.steps.values()) for axis in said}

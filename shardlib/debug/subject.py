@@ -62,23 +62,24 @@ def _is_pair(given: Any) -> bool:
 
 def in_float64(plan: Plan) -> Plan:
     """The same plan with float64 in place of every floating dtype, the same buckets and exchanges; see `left_out`."""
+    plan = like_one_device(plan)
     codecs = {axis: codec for axis, codec in plan.reductions.codecs.items() if codec.wide}
-    reductions = replace(without_packings(plan).reductions, codecs=codecs)
     step = replace(plan.step, cast_batch=None if plan.step.cast_batch is None else torch.float64)
     return replace(
         plan,
         placements=tuple(map(_wide_placement, plan.placements)),
         buckets=tuple(map(_wide_bucket, plan.buckets)),
-        reductions=reductions,
+        reductions=replace(plan.reductions, codecs=codecs),
         step=step,
-        traces=None,
         needs=None,
     )
 
 
-def without_packings(plan: Plan) -> Plan:
-    """The same plan with gathers that are not compressed: a loss of other parameters is another loss."""
-    return replace(plan, reductions=replace(plan.reductions, packings={}))
+def like_one_device(plan: Plan) -> Plan:
+    """The same plan without what makes its ranks compute another loss: gathers in few bits, layers that are left out."""
+    return replace(
+        plan, reductions=replace(plan.reductions, packings={}), step=replace(plan.step, layer_drop=None), traces=None
+    )
 
 
 def is_float64(plan: Plan) -> bool:
@@ -90,7 +91,8 @@ def left_out(plan: Plan) -> list[str]:
     """What `in_float64` leaves out of a plan, a line each."""
     codecs, packings = plan.reductions.codecs, plan.reductions.packings
     sums = [f"in float64, gradients over axis {axis!r} in {codec}" for axis, codec in codecs.items() if not codec.wide]
-    return sums + [f"gathers over axis {axis!r} in {packing}" for axis, packing in packings.items()]
+    gathers = [f"gathers over axis {axis!r} in {packing}" for axis, packing in packings.items()]
+    return [*sums, *gathers, *([f"layers that steps leave out: {plan.step.layer_drop}"] if plan.step.thins else [])]
 
 
 def widened(tree: Tree) -> Tree:

@@ -193,3 +193,11 @@ def test_wrong_arguments():
         sl.debug.bisect(loss_fn, params, None, ({"data": 512}, sl.zero(1)), batch)
     with pytest.raises(IllegalComposition, match="no transform uses axis 'model'"):
         sl.debug.bisect(loss_fn, params, None, ({"data": 2, "model": 2}, sl.zero(1)), batch)
+
+
+def test_what_makes_another_loss_is_left_out_and_told():
+    loss_fn, params, batch = transformer()
+    chain = sl.chain(sl.zero(3), sl.quantize(weights="int8"), sl.progressive_layer_drop(gamma=10.0))
+    result = sl.debug.bisect(loss_fn, params, None, ({"data": 2}, chain), batch, steps=2)
+    assert not result, result
+    assert [note.partition(" ")[0] for note in result.notes] == ["gathers", "layers"]
