@@ -5,6 +5,7 @@ from shardlib.report.launches import measure_launches
 from shardlib.report.log import Log, Writer
 from shardlib.report.measure import measure_blocks
 from shardlib.report.profile import Comm, Memory, Profile, Stragglers, comm, measure_peak, memory, stragglers
+from shardlib.report.stability import SecondMoments, Stability, second_moments, stability
 from shardlib.report.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "Log",
     "Memory",
     "Profile",
+    "SecondMoments",
+    "Stability",
     "StepTime",
     "Stragglers",
     "TensorBoardWriter",
@@ -25,5 +28,7 @@ __all__ = [
     "measure_peak",
     "memory",
     "predict_step",
+    "second_moments",
+    "stability",
     "stragglers",
 ]
