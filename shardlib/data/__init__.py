@@ -1,7 +1,8 @@
 """Batches to train on: the same on any mesh, resumed from one number, read ahead by workers."""
 
+from shardlib.data.analyze import analyze
 from shardlib.data.curriculum import Curriculum, curriculum
-from shardlib.data.index import Index
+from shardlib.data.index import Index, IndexFile, IndexFileError
 from shardlib.data.layer_tokens import layer_tokens
 from shardlib.data.loader import Loader, loader
 from shardlib.data.mixture import Mixture, mixture
@@ -33,6 +34,10 @@ __all__ = [
     "mixture",
     "packed",
     "tokens",
+    # index files
+    "IndexFile",
+    "IndexFileError",
+    "analyze",
     # token files
     "TokenFile",
     "TokenFileError",
