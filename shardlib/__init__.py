@@ -1,6 +1,20 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
-from shardlib import checkpoint, collectives, data, errors, init, models, nn, optim, plan, report, schedules, sparse
+from shardlib import (
+    checkpoint,
+    collectives,
+    data,
+    debug,
+    errors,
+    init,
+    models,
+    nn,
+    optim,
+    plan,
+    report,
+    schedules,
+    sparse,
+)
 from shardlib.checkpoint.relayout import relayout
 from shardlib.common.version import VERSION
 from shardlib.evaluate import make_eval_step
@@ -104,6 +118,7 @@ __all__ = [
     "checkpoint",
     "collectives",
     "data",
+    "debug",
     "errors",
     "init",
     "models",
