@@ -101,7 +101,8 @@ class Work(TorchDispatchMode):
 
     Attributes:
         done: phase -> "flops", floating-point operations of those operators that torch knows to count (matrix products);
-            "launches", operators that compute tensors: neither views nor memory without values; and the others.
+            "launches", operators that compute tensors: neither views nor memory without values; "streamed", bytes that
+            those of them which are not counted in "flops" read and write; and the others.
     """
 
     def __init__(
@@ -116,6 +117,11 @@ class Work(TorchDispatchMode):
     def flops(self) -> tuple[int, int]:
         """Floating-point operations: of forward; of backward, with what it recomputes."""
         return self.both("flops")
+
+    @property
+    def streamed(self) -> tuple[int, int]:
+        """Bytes that other operators read and write: of forward; of backward, with what it recomputes."""
+        return self.both("streamed")
 
     @property
     def launches(self) -> tuple[int, int]:
@@ -134,10 +140,15 @@ class Work(TorchDispatchMode):
             return func(*args)
         result = func(*args, **(kwargs or {}))
         done = self._now()
-        if count := flop_registry.get(func.overloadpacket):
+        count = flop_registry.get(func.overloadpacket)
+        if count:
             done["flops"] += count(*args, **(kwargs or {}), out_val=result)
         if not (func.is_view or func.overloadpacket in _WITHOUT_VALUES):
-            done["launches"] += any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(result))
+            made = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
+            done["launches"] += bool(made)
+            if made and not count:
+                read = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                done["streamed"] += sum(leaf.nbytes for leaf in (*read, *made))
         return result
 
     def __exit__(self, *error: Any) -> None:
