@@ -15,6 +15,7 @@ from shardlib.optim.moving import to_device, to_disk, to_host
 from shardlib.optim.train_state import TrainState, replace_params
 from shardlib.plan.transform import chain
 from shardlib.rng import Key
+from shardlib.search import search_plan
 from shardlib.shard import shard
 from shardlib.sharded.tree import Sharded
 from shardlib.sharded.unshard import unshard
@@ -50,6 +51,7 @@ __all__ = [
     "make_eval_step",
     "generate",
     "make_plan",
+    "search_plan",
     "value_and_grad",
     "replace_params",
     "relayout",

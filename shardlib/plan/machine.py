@@ -52,7 +52,7 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hosts with equal ranks: what a rank has, and does per second. `sl.report.measure_machine` measures one.
+    """Hosts with equal ranks: what a rank has, and does per second. `shardlib doctor --measure` measures it.
 
     Attributes:
         memory: bytes of a rank's device. As text too: "80GiB".
