@@ -7,6 +7,7 @@ import torch
 from benchmarks.cases import (
     budget,
     checkpoints,
+    claims,
     communication,
     data,
     disk,
@@ -58,6 +59,7 @@ _OF_THE_CPU = (
     Table("offload_values", "Offload against DeepSpeed's", (offload_values.CASE,)),
     Table("data", "Reading data", data.CASES),
     Table("largest_gpt", "The largest GPT that a plan fits into a budget", (planned_gpt.CASE,)),
+    Table("claims", "Published claims, planned", (claims.CASE,)),
     Table("planned_experts", "Plans of models with experts", (planned_experts.CASE,)),
     Table("generating", "Generating on one core", generating.CASES),
     Table("reproducible", "The same bits on every mesh", reproducible.CASES),

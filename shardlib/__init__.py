@@ -14,6 +14,7 @@ from shardlib.nn import Mean, block, dropout, sequential
 from shardlib.optim.moving import to_device, to_disk, to_host
 from shardlib.optim.train_state import TrainState, replace_params
 from shardlib.plan.transform import chain
+from shardlib.report.profile import profile
 from shardlib.rng import Key
 from shardlib.search import search_plan
 from shardlib.shard import shard
@@ -31,6 +32,7 @@ from shardlib.transforms import (
     pipeline,
     powersgd,
     precision,
+    progressive_layer_drop,
     quantize,
     remat,
     reproducible,
@@ -52,6 +54,7 @@ __all__ = [
     "generate",
     "make_plan",
     "search_plan",
+    "profile",
     "value_and_grad",
     "replace_params",
     "relayout",
@@ -88,6 +91,7 @@ __all__ = [
     "pipeline",
     "powersgd",
     "precision",
+    "progressive_layer_drop",
     "quantize",
     "remat",
     "reproducible",

@@ -30,12 +30,13 @@ from shardlib.tree import Tree, tree_map
 
 
 def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree]]:
-    """Make ``grad_fn(params, batch, *, buffers=None, rng=None) -> (loss, grads)``.
+    """Make ``grad_fn(params, batch, *, buffers=None, rng=None, step=None) -> (loss, grads)``.
 
     ``params`` is `Sharded`, or a plain pytree (one device). ``loss`` has the form that the loss function returns: the mean
     over the global batch, ``(loss, aux)``, or with ``buffers`` ``(loss, buffers)`` or ``((loss, aux), buffers)``. If the
     global batch has weight 0 (see `Mean`), loss and gradients are 0.
-    ``grads`` are `Sharded` in the optimizer's layout, ready for ``tx.update``, or a plain pytree.
+    ``grads`` are `Sharded` in the optimizer's layout, ready for ``tx.update``, or a plain pytree. ``step`` is the number of
+    the step and ``rng`` its key, for plans that leave out parts of layers (`progressive_layer_drop`).
 
     Raises:
         LossError: a loss that is not a scalar or depends on no parameter, or losses of ranks or micro-batches that differ
@@ -49,7 +50,9 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
     """
     bound: list[tuple[Any, LossStep]] = []
 
-    def grad_fn(params: Any, batch: Any, *, buffers: Any = None, rng: Key | None = None) -> tuple[Any, Tree]:
+    def grad_fn(
+        params: Any, batch: Any, *, buffers: Any = None, rng: Key | None = None, step: int | None = None
+    ) -> tuple[Any, Tree]:
         lifted = lift(params)
         if not bound or bound[0][0] != (lifted.plan, buffers is not None):
             bound[:] = [
@@ -60,7 +63,7 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
                 "gradients are compressed with error feedback, whose residuals are in a TrainState: use sl.make_train_step, "
                 "or feedback=False in onebit() and quantize()"
             )
-        evaluation = bound[0][1](lifted, batch, buffers, rng, comm={}, equal={"rng": rng})
+        evaluation = bound[0][1](lifted, batch, buffers, rng, step=step, comm={}, equal={"rng": rng, "step": step})
         factor = evaluation.scale
         flat = evaluation.grads
         evaluation.landing.wait_for_all()
@@ -175,6 +178,7 @@ def make_train_step(
             state.buffers,
             state.rng.fold_in(state.step),
             scale,
+            step=state.step,
             comm=state.comm,
             unreduced=unreduced,
             equal=injected(opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
@@ -260,7 +264,7 @@ def unused_params(
     reached: set[str] = set()
     key = rng if isinstance(rng, Key) else Key(rng)
     LossStep(loss_fn, plan, mesh, buffers is not None)(
-        lifted, batch, buffers, key, comm=comm, reached=reached, equal={"rng": key}
+        lifted, batch, buffers, key, step=0, comm=comm, reached=reached, equal={"rng": key}
     )
     everyone = {path for paths in primitives.all_gather_object(mesh, list(mesh.shape), reached) for path in paths}
     return tuple(path for path in plan.numbering.infos if path not in everyone)

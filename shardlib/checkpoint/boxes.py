@@ -38,14 +38,6 @@ def _rectangles(sizes: tuple[int, ...], start: int, stop: int) -> list[tuple[tup
     return head + whole + tail
 
 
-def overlap(one: Window, other: Window) -> Window | None:
-    """The box of the elements that two boxes of a tensor share, or None."""
-    first = tuple(map(max, one.first, other.first))
-    ends = (min(a + m, b + n) for a, m, b, n in zip(one.first, one.sizes, other.first, other.sizes, strict=True))
-    sizes = tuple(end - start for start, end in zip(first, ends, strict=True))
-    return Window(one.shape, first, sizes) if all(size > 0 for size in sizes) else None
-
-
 class Runs(NamedTuple):
     """The elements of a box inside another one's memory: runs of equal length.
 

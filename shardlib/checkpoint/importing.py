@@ -16,13 +16,14 @@ import torch
 from shardlib.checkpoint.common import common_leaves
 from shardlib.checkpoint.filling import check_intact, fill_state, run_fills
 from shardlib.checkpoint.fills import Fill, joined
-from shardlib.checkpoint.fragments import BUFFERS, MASTERS, PARAMS, needed_fragments, needed_params
+from shardlib.checkpoint.fragments import BUFFERS, MASTERS, PARAMS, Fragment, needed_fragments, needed_params
 from shardlib.checkpoint.manifest import Entry, Manifest
 from shardlib.checkpoint.packed import Parts, outlined, outlined_params
 from shardlib.checkpoint.reading import Saved
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.specs import Window
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
@@ -149,26 +150,40 @@ def _names(plan: Plan, prefix: str) -> dict[str, list[str]]:
     }
 
 
-def fill_params(saved: Saved, params: Sharded, prefix: str, partial: Sequence[str]) -> None:
+def fill_params(
+    saved: Saved,
+    params: Sharded,
+    prefix: str,
+    partial: Sequence[str],
+    buffers: Mapping[str, torch.Tensor | None] | None = None,
+) -> None:
     """Fill this rank's shards from saved tensors called ``prefix`` and a path with dots.
 
     Args:
         partial: globs over the names of tensors that may be missing on either side.
+        buffers: name with dots -> a tensor, whole on every rank, that is filled too if the files have it.
 
     Raises:
         TreeError: names or shapes differ; lists all of them, on all ranks. ``params`` are unchanged.
         CheckpointError: a rank cannot read the files; on all ranks.
     """
-    mesh, names = params.mesh, _names(params.plan, prefix)
+    mesh, names, buffers = params.mesh, _names(params.plan, prefix), dict(buffers or {})
     source = {path: next((name for name in known if name in saved.tensors), known[0]) for path, known in names.items()}
     outlines, packed = outlined_params(params)
-    fragments = [(fragment, source[fragment.name.removeprefix(PARAMS)]) for fragment in needed_params(outlines)]
+    fills = [
+        Fill(fragment, ((source[fragment.name.removeprefix(PARAMS)], 1.0),)) for fragment in needed_params(outlines)
+    ]
+    fills += [
+        Fill(_outline(name, buffer), ((name, 1.0),), buffer)
+        for name, buffer in buffers.items()
+        if buffer is not None and name in saved.tensors
+    ]
     problems = {
         name: problem.replace(fragment.name, name)
-        for fragment, name in fragments
+        for fragment, ((name, _),), _ in fills
         if fragment.data.numel() and (problem := saved.missing(fragment, name))
     }
-    known = {name for each in names.values() for name in each}
+    known = {*buffers, *(name for each in names.values() for name in each)}
     problems |= {name: f"{name}: in the files, not in the parameters" for name in saved.names if name not in known}
     gathered = primitives.all_gather_object(mesh, list(mesh.shape), problems)
     lines = {name: line for each in gathered for name, line in each.items() if not matches(name, partial)}
@@ -180,9 +195,14 @@ def fill_params(saved: Saved, params: Sharded, prefix: str, partial: Sequence[st
     check_intact(saved, mesh)
 
     def fill() -> None:
-        fills = (Fill(fragment, ((name, 1.0),)) for fragment, name in fragments if saved.has(fragment, name))
-        for each in joined(fills, packed):
+        for each in joined((fill for fill in fills if saved.has(fill.fragment, fill.sources[0][0])), packed):
             each.run(saved)
 
     with torch.no_grad():
         run_fills(saved, mesh, fill)
+
+
+def _outline(name: str, buffer: torch.Tensor) -> Fragment:
+    """A whole tensor as a fragment without memory."""
+    shape = tuple(buffer.shape)
+    return Fragment(name, 0, torch.empty(buffer.numel(), dtype=buffer.dtype, device="meta"), Window.whole(shape))

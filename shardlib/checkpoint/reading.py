@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from shardlib.checkpoint import manifest
-from shardlib.checkpoint.boxes import boxes, overlap, runs
+from shardlib.checkpoint.boxes import boxes, runs
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
 from shardlib.checkpoint.writing import bytes_of
@@ -119,9 +119,9 @@ class Saved:
             first += box.numel
             for chunk in entry.chunks:
                 held = entry.box(chunk)
-                shared = overlap(box, held)
+                shared = box.overlap(held)
                 if shared is not None:
-                    target = _inside(shared, box).of(view)
+                    target = shared.inside(box).of(view)
                     yield Transfer(entry, chunk, shared, _read_box(shared, held, entry), target)
 
     def fill(self, fragment: Fragment, name: str) -> None:
@@ -140,8 +140,8 @@ class Saved:
         for read, wanted in _slabs(transfer.read, transfer.wanted, max(1, BUFFER() // entry.torch_dtype.itemsize)):
             buffer = torch.empty(read.numel, dtype=entry.torch_dtype)
             self._read_runs(transfer, read, buffer)
-            source = _inside(wanted, read).of(buffer.view(read.sizes))
-            _inside(wanted, transfer.wanted).of(target).copy_(source)
+            source = wanted.inside(read).of(buffer.view(read.sizes))
+            wanted.inside(transfer.wanted).of(target).copy_(source)
 
     def _read_runs(self, transfer: Transfer, box: Window, out: torch.Tensor) -> None:
         """Read a box of a transfer's chunk into a flat tensor on the CPU."""
@@ -248,11 +248,6 @@ def _read_box(wanted: Window, held: Window, entry: Entry) -> Window:
     return Window(wanted.shape, tuple(first), tuple(sizes))
 
 
-def _inside(inner: Window, outer: Window) -> Window:
-    """A box as a box of another one, in which it lies."""
-    return Window(outer.sizes, tuple(a - b for a, b in zip(inner.first, outer.first, strict=True)), inner.sizes)
-
-
 def _slabs(read: Window, wanted: Window, limit: int) -> Iterator[tuple[Window, Window]]:
     """``read`` cut along its outer dimensions into boxes of at most ``limit`` elements, each with its part of ``wanted``."""
     if read.numel <= limit or not read.sizes:
@@ -264,6 +259,6 @@ def _slabs(read: Window, wanted: Window, limit: int) -> Iterator[tuple[Window, W
         first, sizes = list(read.first), list(read.sizes)
         first[dim], sizes[dim] = first[dim] + start, min(step, sizes[dim] - start)
         slab = Window(read.shape, tuple(first), tuple(sizes))
-        part = overlap(slab, wanted)
+        part = slab.overlap(wanted)
         if part is not None:
             yield from _slabs(slab, part, limit)

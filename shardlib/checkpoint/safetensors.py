@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,8 @@ from shardlib.checkpoint.reading import BUFFER, Saved, open_checkpoint
 from shardlib.checkpoint.safetensors_files import SHARD, begin, finish, laid_out, opened, write
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.specs import Window
+from shardlib.models.huggingface.conversion import Described, of_files
+from shardlib.models.huggingface.followed import Followed, Origin
 from shardlib.sharded.tree import Sharded
 
 
@@ -23,24 +26,29 @@ def export_safetensors(
     folder: str | Path,
     params: Sharded,
     *,
+    module: Any = None,
     max_shard_size: int = SHARD,
-    buffers: Mapping[str, torch.Tensor] | None = None,
+    buffers: Mapping[str, torch.Tensor | None] | None = None,
 ) -> None:
     """Write parameters as transformers' ``save_pretrained`` does: ``model.safetensors``, or several files and an index. Every
     rank must call it.
 
     Each rank writes what it holds; none gathers anything. Names are paths with dots (``model.layers.0.mlp.up_proj.weight``),
-    so that parameters of `from_module` have the module's names; a tied parameter has all of its names. Write the
-    configuration beside it with ``model.config.save_pretrained(folder)`` on one rank, and ``from_pretrained(folder)`` loads
-    the model.
+    so that parameters of `from_module` have the module's names; a tied parameter has all of its names. With ``module`` names
+    and layout are those that transformers gives the model's files: Mixtral's have a tensor for each matrix of each expert.
+    Write the configuration beside it with ``model.config.save_pretrained(folder)`` on one rank, and
+    ``from_pretrained(folder)`` loads the model.
 
     Args:
         folder: a folder that all ranks see; made if it is not there. Files of these names in it are replaced.
+        module: the model of transformers that `from_module` was given, on any device; its values are not read.
         max_shard_size: bytes of a file at most; a larger tensor has a file of its own.
-        buffers: further tensors, equal on all ranks, such as a module's buffers.
+        buffers: further tensors, equal on all ranks, such as a module's buffers; with ``module`` those of its state dict are
+            written.
 
     Raises:
-        TreeError: ``params`` are gradients.
+        TreeError: ``params`` are gradients, or are not those of ``module``; buffers in its state dict are not given;
+            transformers changes tensors in its files in another way than by joining and cutting them.
         TypeError: ``params`` are not sharded.
 
     >>> params = sl.shard({"layer": {"weight": torch.ones(2, 3)}}, sl.make_mesh())
@@ -50,10 +58,13 @@ def export_safetensors(
     """
     if require_params("export_safetensors", params).role != "param":
         raise TreeError("export_safetensors: these are gradients, not parameters; give state.params")
-    folder, mesh, extra = Path(folder), params.mesh, dict(buffers or {})
-    tensors = laid_out(
-        _described(params) | {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in extra.items()}, max_shard_size
-    )
+    folder, mesh = Path(folder), params.mesh
+    extra = {name: leaf for name, leaf in (buffers or {}).items() if leaf is not None}
+    if module is not None:
+        extra = {name: leaf for name, leaf in extra.items() if name in module.state_dict()}
+    leaves = _described(params) | {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in extra.items()}
+    made = _unchanged(leaves) if module is None else of_files(module, leaves)
+    tensors = laid_out({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()}, max_shard_size)
     files = list(dict.fromkeys(tensor.file for tensor in tensors.values()))
     on_all_ranks(mesh, lambda: begin(folder, tensors) if mesh.rank == 0 else None)
     aliases = {placement.path: (placement.path, *placement.aliases) for placement in params.plan.everywhere.placements}
@@ -65,16 +76,26 @@ def export_safetensors(
         if mesh.rank == 0:
             yield from (whole(leaf, name) for name, leaf in extra.items())
 
-    on_all_ranks(mesh, lambda: write(folder, tensors, fragments()))
+    on_all_ranks(mesh, lambda: write(folder, tensors, fragments(), _held(made)))
     on_all_ranks(mesh, lambda: finish(folder, files, tensors) if mesh.rank == 0 else None)
 
 
-def import_safetensors(folder: str | Path, params: Sharded, *, partial: Sequence[str] = ()) -> Sharded:
+def import_safetensors(
+    folder: str | Path,
+    params: Sharded,
+    *,
+    module: Any = None,
+    buffers: Mapping[str, torch.Tensor | None] | None = None,
+    partial: Sequence[str] = (),
+) -> Sharded:
     """Fill parameters from the safetensors files of a folder (``model.safetensors``, or those of an index), or from one file.
     Every rank must call it, and reads the bytes of its shards only.
 
     Args:
         params: the layout; its memory is reused, and its dtypes are kept.
+        module: the model of transformers that `from_module` was given, on any device, for files with the names and layout
+            that transformers gives them (`from_pretrained` builds the model as well); by default names are paths with dots.
+        buffers: name -> a module's buffer, of which those in the files are filled too, in place, on every rank.
         partial: globs over names (with dots) that may be missing in the files or in ``params``, or have other shapes.
             Parameters that the files lack keep their values.
 
@@ -94,8 +115,8 @@ def import_safetensors(folder: str | Path, params: Sharded, *, partial: Sequence
     tensor(6.)
     """
     mesh = require_params("import_safetensors", params).mesh
-    with Saved(*from_first_rank(mesh, lambda: opened(Path(folder)), folder)) as saved:
-        fill_params(saved, params, "", partial)
+    with Saved(*from_first_rank(mesh, lambda: opened(Path(folder), module), folder)) as saved:
+        fill_params(saved, params, "", partial, buffers or {})
     return params
 
 
@@ -106,6 +127,20 @@ def _described(params: Sharded) -> dict[str, tuple[torch.dtype, tuple[int, ...]]
         for placement in params.plan.everywhere.placements
         for path in (placement.path, *placement.aliases)
     }
+
+
+def _unchanged(leaves: Described) -> dict[str, Followed]:
+    """The tensors of files that have the leaves as they are."""
+    return {name: Followed.whole(name, *described) for name, described in leaves.items()}
+
+
+def _held(made: Mapping[str, Followed]) -> dict[str, list[Origin]]:
+    """A leaf's name -> its boxes, and the boxes of the files' tensors that hold them."""
+    held: dict[str, list[Origin]] = {}
+    for name, tensor in made.items():
+        for origin in tensor.origins:
+            held.setdefault(origin.name, []).append(origin.inverse(name))
+    return held
 
 
 def convert(checkpoint: Path, folder: Path, prefix: str = "", dtype: torch.dtype | None = None) -> list[str]:
@@ -147,10 +182,11 @@ def convert(checkpoint: Path, folder: Path, prefix: str = "", dtype: torch.dtype
                 saved.fill(fragment, name)
                 yield fragment._replace(data=data.to(places[theirs].dtype))
 
+    kept = _held(_unchanged(described))
     with Saved(checkpoint, held) as saved:
         if damages := saved.damages():
             raise CheckpointError(f"{checkpoint} is damaged:\n{listing(damages)}\nExport an older checkpoint")
         begin(folder, places)
-        write(folder, places, fragments())
+        write(folder, places, fragments(), kept)
     finish(folder, list(dict.fromkeys(place.file for place in places.values())), places)
     return [name for name in every if name.startswith(BUFFERS)]

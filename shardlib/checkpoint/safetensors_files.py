@@ -23,6 +23,8 @@ from shardlib.common.disk import sync_folder
 from shardlib.common.dtypes import dtype_name
 from shardlib.errors import CheckpointError, TreeError
 from shardlib.mesh.specs import Window
+from shardlib.models.huggingface.conversion import of_model
+from shardlib.models.huggingface.followed import Followed, Origin
 
 _DTYPES = {
     "F64": "float64",
@@ -101,27 +103,40 @@ def begin(folder: Path, tensors: Mapping[str, Place]) -> None:
             os.close(fd)
 
 
-def write(folder: Path, tensors: Mapping[str, Place], fragments: Iterator[Fragment]) -> None:
-    """Write fragments to their places."""
+def write(
+    folder: Path, tensors: Mapping[str, Place], fragments: Iterator[Fragment], held: Mapping[str, Sequence[Origin]]
+) -> None:
+    """Write fragments to their places.
+
+    Args:
+        held: a fragment's name -> boxes of its tensor, and the boxes of ``tensors`` that hold them.
+    """
     opened: dict[str, int] = {}
     try:
         for fragment in fragments:
-            tensor, first = tensors[fragment.name], 0
-            if tensor.file not in opened:
-                opened[tensor.file] = os.open(folder / f"{tensor.file}.partial", os.O_WRONLY)
-            whole_tensor, itemsize = Window.whole(tensor.shape), tensor.dtype.itemsize
-            memory = bytes_of(fragment.data.cpu())
+            values, first = fragment.data.cpu(), 0
             for box in boxes(fragment.window, fragment.start, fragment.stop):
-                found = runs(box, whole_tensor)
-                for start in found.starts():
-                    run = memory[first : first + found.length * itemsize]
-                    write_all(opened[tensor.file], [run], tensor.offset + start * itemsize)
-                    first += run.nbytes
+                view = values[first : first + box.numel].view(box.sizes)
+                first += box.numel
+                for part in (part for origin in held[fragment.name] if (part := origin.within(box))):
+                    tensor = tensors[part.name]
+                    if tensor.file not in opened:
+                        opened[tensor.file] = os.open(folder / f"{tensor.file}.partial", os.O_WRONLY)
+                    _write_box(opened[tensor.file], tensor, part.held, part.box.inside(box).of(view))
         for fd in opened.values():
             os.fsync(fd)
     finally:
         for fd in opened.values():
             os.close(fd)
+
+
+def _write_box(fd: int, tensor: Place, box: Window, values: torch.Tensor) -> None:
+    memory, itemsize, first = bytes_of(values.contiguous().reshape(-1)), tensor.dtype.itemsize, 0
+    found = runs(box, Window.whole(tensor.shape))
+    for start in found.starts():
+        run = memory[first : first + found.length * itemsize]
+        write_all(fd, [run], tensor.offset + start * itemsize)
+        first += run.nbytes
 
 
 def finish(folder: Path, files: Sequence[str], tensors: Mapping[str, Place]) -> None:
@@ -144,8 +159,8 @@ def finish(folder: Path, files: Sequence[str], tensors: Mapping[str, Place]) -> 
     sync_folder(folder)
 
 
-def opened(path: Path) -> tuple[Path, Manifest]:
-    """The folder and the tensors of safetensors files."""
+def opened(path: Path, module: Any = None) -> tuple[Path, Manifest]:
+    """The folder and the tensors of safetensors files; with a model of transformers the model's tensors, by its names."""
     folder = path if path.is_dir() else path.parent
     if path.is_file():
         files = [path.name]
@@ -158,6 +173,9 @@ def opened(path: Path) -> tuple[Path, Manifest]:
     tensors: dict[str, Entry] = {}
     for file in files:
         tensors |= _entries(folder / file)
+    if module is not None:
+        described = {name: (entry.torch_dtype, entry.shape) for name, entry in tensors.items()}
+        tensors = {name: _made(name, made, tensors) for name, made in of_model(module, described).items()}
     sizes = {file: (folder / file).stat().st_size for file in files}
     return folder, Manifest(step=0, seed=0, scale=None, mesh={}, tensors=tensors, files=sizes)
 
@@ -204,3 +222,32 @@ def _entries(path: Path) -> dict[str, Entry]:
         )
         tensors[name] = entry
     return tensors
+
+
+def _made(name: str, made: Followed, tensors: Mapping[str, Entry]) -> Entry:
+    """The tensor that is made of others of some files."""
+    entry = Entry(dtype_name(made.dtype), tuple(made.shape))
+    for part in (part for origin in made.origins for part in _in_one_run(origin)):
+        source = tensors[part.name]
+        if source.dtype != entry.dtype:
+            raise TreeError(f"{name} is made of {part.name}, which has dtype {source.dtype}, and of {entry.dtype}")
+        (whole,), itemsize = source.chunks, entry.torch_dtype.itemsize
+        start = whole.data + itemsize * next(runs(part.held, Window.whole(source.shape)).starts())
+        entry.chunks.append(
+            Chunk(whole.file, start, part.box.numel * itemsize, start, None, part.box.first, part.box.sizes)
+        )
+    return entry
+
+
+def _in_one_run(origin: Origin) -> Iterator[Origin]:
+    """The parts of an origin whose elements follow each other in the other tensor."""
+    if math.prod(map(len, runs(origin.held, Window.whole(origin.held.shape)).ranges)) <= 1:
+        yield origin
+        return
+    shape, first, sizes = origin.box
+    dim = next(dim for dim, size in enumerate(sizes) if size > 1)
+    for at in range(first[dim], first[dim] + sizes[dim]):
+        row = Window(shape, (*first[:dim], at, *first[dim + 1 :]), (*sizes[:dim], 1, *sizes[dim + 1 :]))
+        part = origin.within(row)
+        if part is not None:
+            yield from _in_one_run(part)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardlib.commands.measure import measure_machine
 from shardlib.kernels.common import build, dispatch
 from shardlib.mesh.launch import launch
+from shardlib.mesh.mesh import make_mesh
 from shardlib.plan.tables import table
 
 
@@ -36,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     ):
         print(table((title, ""), rows), end="\n\n")
     if args.measure:
-        machine = launch(measure_machine, mesh={"data": args.ranks})[0]
+        alone = args.ranks == 1
+        machine = measure_machine(make_mesh()) if alone else launch(measure_machine, mesh={"data": args.ranks})[0]
         print(machine)
         if args.out:
             machine.write(args.out)

@@ -1,7 +1,10 @@
 """Batches to train on: the same on any mesh, resumed from one number, read ahead by workers."""
 
+from shardlib.data.curriculum import Curriculum, curriculum
+from shardlib.data.index import Index
 from shardlib.data.loader import Loader, loader
 from shardlib.data.mixture import Mixture, mixture
+from shardlib.data.pace import Pace, constant_pace, custom_pace, discrete_pace, linear_pace, map_paces, root_pace
 from shardlib.data.streams import Streams, streams
 from shardlib.data.token_file import TokenFile, TokenFileError, write_tokens
 from shardlib.data.tokens import packed, tokens
@@ -12,6 +15,17 @@ __all__ = [
     "Streams",
     "loader",
     "streams",
+    # what each step reads
+    "Curriculum",
+    "Index",
+    "Pace",
+    "constant_pace",
+    "curriculum",
+    "custom_pace",
+    "discrete_pace",
+    "linear_pace",
+    "map_paces",
+    "root_pace",
     # datasets
     "Mixture",
     "mixture",

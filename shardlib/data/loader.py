@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from shardlib.collectives import primitives
 from shardlib.common.devices import pins
+from shardlib.data.curriculum import Curriculum, as_curriculum
 from shardlib.data.order import Order, Shuffled, Unshuffled
+from shardlib.data.pace import Pace
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import Fetch, as_dataset, fetch_of, no_rows, to_device
 from shardlib.errors import BatchError
@@ -26,7 +28,7 @@ _INDICES = Threshold(4096)
 def loader(
     dataset: Any,
     where: Any,
-    batch: int,
+    batch: int | Pace | Curriculum,
     *,
     seed: int = 0,
     samples: int = 0,
@@ -40,9 +42,9 @@ def loader(
 ) -> Loader:
     """An iterable over this rank's share of the batches of a map-style dataset, shuffled anew in every epoch.
 
-    The n-th sample of the stream is a function of (seed, epoch, n) alone, and batch b holds the samples b·batch to
-    (b+1)·batch−1, which the ranks share in order. So all meshes see the same global batches. Epochs follow each other without
-    a gap: a batch may hold the end of one and the beginning of the next, and every epoch has every sample once.
+    The n-th sample of the stream is a function of (seed, n) alone, and batches hold samples one after another, which the
+    ranks share in order. So all meshes see the same global batches. Epochs follow each other without a gap: a batch may hold
+    the end of one and the beginning of the next, and every epoch has every sample once.
 
     The whole state is the number of samples consumed, `Loader.samples`. A loader that starts from it (``samples=``) goes on
     with the next sample, on any number of ranks and with any size of batches. Every rank makes the loader, with the same
@@ -53,14 +55,16 @@ def loader(
             arrays, or a dictionary of them, with a row for each sample; `tokens`, `packed`, `mixture`.
         where: the state, or the sharded parameters, whose plan says which ranks share a batch; or a mesh, on which ranks
             along "data" have rows of their own and ranks along "model", "pipe" and "seq" have the same.
-        batch: rows of the global batch, a multiple of the number of ranks that share it.
+        batch: rows of the global batch, a multiple of the number of ranks that share it; or what each step reads, from
+            `curriculum`, or a pace of rows alone.
         samples: the number of samples consumed before.
         shuffle: whether each epoch has an order of its own; False for the order of the dataset.
         epochs: the end of the stream; None for one without end. The last batch then has the rows that are left. Ranks' shares
             of it differ by at most one row, and may have no rows.
         over: the axes of a mesh over which the batch varies, where their names do not say it.
         collate: from a list of samples to a batch; by default torch's ``default_collate``.
-        map: ``map(batch, step)`` -> batch, for a curriculum: ``step`` is the number of batches before this one.
+        map: ``map(batch, step)`` -> batch, where ``step`` is the number of batches before this one; called after the
+            curriculum has cut the batch.
         workers: processes that read ahead, as in torch's ``DataLoader``, which runs them.
         pin: whether batches go through pinned memory; by default if the mesh is on a GPU. Batches arrive on its device.
 
@@ -76,17 +80,17 @@ def loader(
     >>> batches.samples
     12
     """
-    dataset, share = as_dataset(dataset), share_of(where, over)
-    order = _order(dataset, Key(seed).seed, shuffle, epochs)
-    check_batch(batch, share)
+    dataset, share, plan = as_dataset(dataset), share_of(where, over), as_curriculum(batch)
+    order = _order(dataset, plan, Key(seed).seed, shuffle, epochs)
+    check_rows(plan.rows, share)
     if workers < 0:
         raise BatchError(f"loader: workers={workers}: 0 for none, or the number of processes that read ahead")
     end = None if epochs is None else epochs * len(dataset)
     pinned = pins(share.mesh.device) if pin is None else pin
     # Every epoch that the batches reach into costs a computation of its own.
-    ahead = max(1, min(_INDICES() * share.count, len(dataset)) // batch)
-    rows = _Rows(fetch_of(dataset, collate), map)
-    made = Loader(order, share, batch, end, rows, ahead, workers, pinned).seek(samples)
+    ahead = min(_INDICES() * share.count, len(dataset))
+    rows = _Rows(fetch_of(dataset, collate), plan, map)
+    made = Loader(order, share, plan.rows, end, rows, ahead, workers, pinned).seek(samples)
     primitives.require_equal(
         share.mesh,
         "data loaders",
@@ -95,7 +99,10 @@ def loader(
             "seed": seed,
             "shuffle": shuffle,
             "the next indices": order.indices(made.samples + np.arange(4)),
-            "batch": batch,
+            "batch": plan.rows,
+            "length": plan.length,
+            "surplus": plan.surplus,
+            "samples that may be drawn": plan.limits,
             "samples": made.samples,
             "epochs": epochs,
         },
@@ -117,7 +124,7 @@ class Loader:
     samples: int
 
     def __init__(
-        self, order: Order, share: Share, batch: int, end: int | None, rows: _Rows, ahead: int, workers: int, pin: bool
+        self, order: Order, share: Share, batch: Pace, end: int | None, rows: _Rows, ahead: int, workers: int, pin: bool
     ) -> None:
         self._order, self._share, self._batch, self._end = order, share, batch, end
         self._rows, self._ahead, self._workers, self._pin = rows, ahead, workers, pin
@@ -161,38 +168,52 @@ class Loader:
                     f"loader: this loop stands at sample {start}, and another loop or seek() moved the loader to "
                     f"{self.samples}: end the one before you begin the other"
                 )
-            start = start + self._batch if self._end is None else min(start + self._batch, self._end)
+            start += self._rows_from(start)
             self.samples = start
             yield to_device(batch, self._share.mesh.device)
 
+    def _rows_from(self, start: int) -> int:
+        """The rows of the global batch that begins with sample ``start``."""
+        rows = self._batch(self._batch.step_at(start))
+        return rows if self._end is None else min(rows, self._end - start)
+
     def _shares(self, start: int) -> Iterator[tuple[int, np.ndarray, bool]]:
         """For each batch from sample ``start`` on: its step, the indices of this rank's rows, and whether there are any."""
-        batch, index, count = self._batch, self._share.index, self._share.count
-        rows = batch // count
-        ahead = np.arange(self._ahead)[:, None] * batch + np.arange(index * rows, (index + 1) * rows)
-        while self._end is None or start + batch <= self._end:
-            full = len(ahead) if self._end is None else min(len(ahead), (self._end - start) // batch)
-            for indices in self._order.indices((start + ahead[:full]).reshape(-1)).reshape(full, rows):
-                yield start // batch, indices, True
+        index, count = self._share.index, self._share.count
+        while self._end is None or start < self._end:
+            batch, rows = self._batch(self._batch.step_at(start)), self._rows_from(start)
+            if self._end is not None and rows < batch:
+                first, last = index * rows // count, (index + 1) * rows // count
+                # A rank without rows reads one all the same, for dtypes and shapes.
+                numbers = np.arange(start + first, start + max(last, first + 1))
+                yield self._batch.step_at(start), self._order.indices(np.minimum(numbers, self._end - 1)), last > first
+                return
+            own = start + index * (batch // count) + np.arange(batch // count)
+            together = self._alike(start, batch)
+            numbers = own + np.arange(together)[:, None] * batch
+            for indices in self._order.indices(numbers.reshape(-1)).reshape(numbers.shape):
+                yield self._batch.step_at(start), indices, True
                 start += batch
-        left = self._end - start
-        if left:
-            first, last = index * left // count, (index + 1) * left // count
-            # A rank without rows reads one all the same, for dtypes and shapes.
-            numbers = np.arange(start + first, start + max(last, first + 1))
-            yield start // batch, self._order.indices(np.minimum(numbers, self._end - 1)), last > first
+
+    def _alike(self, start: int, batch: int) -> int:
+        """How many batches of ``batch`` rows follow each other from sample ``start`` on, as many as are computed at once."""
+        most = max(1, self._ahead // batch)
+        if self._end is not None:
+            most = min(most, (self._end - start) // batch)
+        until = self._batch.end_of_run(start)
+        return most if until is None else min(most, -(-(until - start) // batch))
 
 
 class _Rows(Dataset):
     """This rank's rows of a batch, from what `Loader._shares` says of it. Workers have a copy."""
 
-    def __init__(self, fetch: Fetch, change: Callable[[Any, int], Any] | None) -> None:
-        self._fetch, self._change = fetch, change
+    def __init__(self, fetch: Fetch, plan: Curriculum, change: Callable[[Any, int], Any] | None) -> None:
+        self._fetch, self._plan, self._change = fetch, plan, change
 
     def __getitem__(self, wanted: tuple[int, np.ndarray, bool]) -> Any:
         step, indices, any_rows = wanted
         batch = self._fetch(indices)
-        batch = batch if any_rows else no_rows(batch)
+        batch = self._plan.change(batch if any_rows else no_rows(batch), step)
         return batch if self._change is None else self._change(batch, step)
 
 
@@ -200,26 +221,31 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _order(dataset: Any, seed: int, shuffle: bool, epochs: int | None) -> Order:
-    """The dataset's own order (`mixture` has one, without an end), or that of its epochs."""
+def _order(dataset: Any, plan: Curriculum, seed: int, shuffle: bool, epochs: int | None) -> Order:
+    """The curriculum's order, or the dataset's own (`mixture` has one), neither of which has an end; or that of epochs."""
     if epochs is not None and epochs < 1:
         raise BatchError(f"loader: epochs={epochs}: use 1 or more, or None for a stream without end")
-    own = getattr(dataset, "order", None)
-    if own is None:
+    own, name = getattr(dataset, "order", None), type(dataset).__name__
+    if plan.index is None and own is None:
         return Shuffled(len(dataset), seed) if shuffle else Unshuffled(len(dataset))
+    if plan.index is not None and own is not None:
+        raise BatchError(
+            f"loader: {name} has an order of its own, and so has a curriculum by difficulty: leave one of them out"
+        )
     if epochs is not None:
-        raise BatchError(
-            f"loader: epochs={epochs}, and {type(dataset).__name__} has an order of its own, without epochs: leave it out"
-        )
-    return own(seed, shuffle)
+        orders = name if own is not None else "a curriculum by difficulty"
+        raise BatchError(f"loader: epochs={epochs}, and {orders} has an order of its own, without epochs: leave it out")
+    return plan.order(len(dataset), seed, shuffle) if own is None else own(seed, shuffle)
 
 
-def check_batch(batch: int, share: Share) -> None:
-    """Refuse a global batch that the ranks cannot share equally."""
-    if batch < 1 or batch % share.count:
-        nearest = max(1, round(batch / share.count)) * share.count
-        raise BatchError(
-            f"loader: a global batch of {batch} rows does not divide over {share.count} ranks "
-            f"({' × '.join(f'{axis}={share.mesh.shape[axis]}' for axis in share.axes) or 'one share'}): use a multiple of "
-            f"{share.count}, such as {nearest}"
-        )
+def check_rows(rows: Pace, share: Share) -> None:
+    """Refuse global batches that the ranks cannot share equally."""
+    for start, batch in zip(rows.starts, rows.values):
+        if batch % share.count:
+            nearest = max(1, round(batch / share.count)) * share.count
+            at = "" if len(rows.values) == 1 else f" at step {start}"
+            raise BatchError(
+                f"loader: a global batch of {batch} rows{at} does not divide over {share.count} ranks "
+                f"({' × '.join(f'{axis}={share.mesh.shape[axis]}' for axis in share.axes) or 'one share'}): use a multiple "
+                f"of {share.count}, such as {nearest}"
+            )

@@ -15,6 +15,7 @@ from shardlib.execute.activations.names import RECOMPUTE_MODES
 from shardlib.execute.products import readable_twice
 from shardlib.execute.slicing import gathered, refuse_slices
 from shardlib.execute.surroundings import Surroundings
+from shardlib.execute.thinning import Layers
 from shardlib.execute.tiles import refuse_tiles
 from shardlib.plan.plan import Plan
 
@@ -29,6 +30,7 @@ class Blocks:
         device: the device that the rank computes on.
 
     Attributes:
+        layers: the blocks that a step may leave out.
         count: how many blocks have begun, recomputed or not; those within blocks are not counted.
     """
 
@@ -37,6 +39,7 @@ class Blocks:
     ) -> None:
         self._how, self._trained, self._surroundings, self._names = plan.step.remat, trained, surroundings, names
         self._draws = Draws(device)
+        self.layers = Layers(plan, device)
         self._refuses = bool(plan.styles) or any(bucket.tiles > 1 for bucket in plan.buckets)
         self._splits = trained and plan.stages.schedule.splits
         self._around: bool | None = (
@@ -50,6 +53,9 @@ class Blocks:
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a block."""
+        return self._run(fn, args, kwargs) if self._around is not None else self.layers.run(fn, args, kwargs, self._run)
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recomputes = self._recomputes()
 
         def call(*args: Any, **kwargs: Any) -> Any:

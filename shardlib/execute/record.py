@@ -9,6 +9,7 @@ go on agreeing until a number of runs in a row were the same.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -56,6 +57,18 @@ class Record:
     def agreeing(self) -> bool:
         """Whether the ranks agree on each exchange of a run that begins now."""
         return self.trace is None or self._equal_runs < self._needed
+
+    def less(self, skipped: frozenset[str]) -> list[Visit] | None:
+        """The trace of a run that leaves out these units."""
+        if self.trace is None or not skipped:
+            return self.trace
+        order = self.order or []
+        gone = [0, *itertools.accumulate(unit in skipped for unit in order)]  # of the first n reductions
+        return [(name, count - gone[count]) for name, count in self.trace if name not in skipped]
+
+    def late_of(self, skipped: frozenset[str]) -> tuple[str, ...]:
+        """`late` in a run that leaves out these units."""
+        return tuple(name for name in self.late if self._plan.bucket_of[name].unit not in skipped)
 
     @naming("the agreement on gathers")
     def compare(self, *word: int) -> list[tuple[int, ...]]:

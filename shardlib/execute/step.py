@@ -107,6 +107,7 @@ class LossStep:
         rng: Key | None,
         loss_scale: float = 1.0,
         *,
+        step: int | None = None,
         comm: dict[str, torch.Tensor],
         unreduced: tuple[str, ...] = (),
         reached: set[str] | None = None,
@@ -116,6 +117,7 @@ class LossStep:
         """Evaluate the loss and its gradients. Collective.
 
         Args:
+            step: the step's number, by which a plan leaves out layers; ``rng`` is the key of this step.
             comm: residuals of compressed exchanges.
             unreduced: see `ReductionOptions`.
             reached: see `ReductionOptions`.
@@ -125,13 +127,20 @@ class LossStep:
         plan, mesh = self._plan, self._mesh
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
+        if plan.step.thins and (step is None or rng is None):
+            raise TreeError(
+                "what this plan leaves out of layers depends on the step: pass step= and rng=, the key of the step "
+                "(sl.make_train_step does: sl.Key(seed).fold_in(step))"
+            )
         batch = as_tensors(batch, mesh.device)
         microbatches = split_batch(batch, plan, mesh)
         share, reads = self._inputs.share(batch, equal), Reads(params)
         records = self._runner.records
         for record in records:
             record.strayed = False  # of a step that raised
-        call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, loss_scale, self._share)
+        keys = keys_of(plan, mesh, microbatches, rng)
+        thinned = [plan.step.thinned(step, key) for key in keys]
+        call = Call(params, microbatches, keys, thinned, buffers, loss_scale, self._share)
         draws = states_of_generators(mesh.device)
         while True:
             landing = Landing(plan, mesh, unreduced) if land is None else land()

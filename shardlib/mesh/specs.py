@@ -31,6 +31,17 @@ class Window(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.sizes)
 
+    def overlap(self, other: Window) -> Window | None:
+        """The window of the elements that this one and another one of the same tensor share, or None."""
+        first = tuple(map(max, self.first, other.first))
+        ends = (min(a + m, b + n) for a, m, b, n in zip(self.first, self.sizes, other.first, other.sizes, strict=True))
+        sizes = tuple(end - start for start, end in zip(first, ends, strict=True))
+        return Window(self.shape, first, sizes) if all(size > 0 for size in sizes) else None
+
+    def inside(self, outer: Window) -> Window:
+        """This window as one of the slice ``outer``, in which it lies."""
+        return Window(outer.sizes, tuple(a - b for a, b in zip(self.first, outer.first, strict=True)), self.sizes)
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The slice of a whole tensor: a view."""
         for dim, (first, size) in enumerate(zip(self.first, self.sizes, strict=True)):

@@ -12,6 +12,8 @@ from shardlib.collectives.tokens import TokenExchange
 from shardlib.collectives.tree_sum import most_held, most_nodes
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.recompute import Recompute
+from shardlib.plan.thinning import LayerDrop, Thinned, Visit
+from shardlib.rng import Key
 from shardlib.tree import TreeDef
 
 
@@ -98,6 +100,24 @@ class StepPlan:
     module_tiles: Mapping[str, int] = field(default_factory=dict)
     update: str = "exact"
     tokens: TokenExchange | None = None
+    layer_drop: LayerDrop | None = None
+
+    @property
+    def thins(self) -> bool:
+        """Whether steps leave out parts of layers."""
+        return bool(self.layers)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The paths of the layers that steps may leave out."""
+        return () if self.layer_drop is None else self.layer_drop.layers
+
+    def thinned(self, step: int | None, key: Key | None) -> Thinned | None:
+        """What layers do at a step with this key; None where nothing is ever left out, or without a step: all run."""
+        if self.layer_drop is None or step is None or key is None:
+            return None
+        keep, kept = self.layer_drop.keep(step), self.layer_drop.kept(step, key)
+        return Thinned({path: Visit(keep[path], kept[path]) for path in self.layer_drop.layers})
 
     @property
     def ahead(self) -> bool:

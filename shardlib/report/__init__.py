@@ -4,18 +4,25 @@ from shardlib.plan.prediction.step import StepTime, predict_on, predict_step
 from shardlib.report.launches import measure_launches
 from shardlib.report.log import Log, Writer
 from shardlib.report.measure import measure_blocks
+from shardlib.report.profile import Comm, Profile, Stragglers, comm, measure_peak, stragglers
 from shardlib.report.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter
 
 __all__ = [
+    "Comm",
     "CsvWriter",
     "JsonlWriter",
     "Log",
+    "Profile",
     "StepTime",
+    "Stragglers",
     "TensorBoardWriter",
     "WandbWriter",
     "Writer",
     "measure_blocks",
+    "comm",
     "measure_launches",
+    "measure_peak",
     "predict_on",
     "predict_step",
+    "stragglers",
 ]

@@ -20,6 +20,7 @@ from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
 from shardlib.plan.tiers.known import Traced
 from shardlib.plan.transform import chain
+from shardlib.rng import Key
 from shardlib.search.space import Choice
 from shardlib.transforms import pipeline
 from shardlib.transforms.experts import RULES
@@ -233,8 +234,12 @@ class Model:
         return Blocks(held, one, two, not self.cuts)
 
     def _traced(self, plan: Plan, rows: int) -> Plan:
-        tracing = Tracing(self._loss, self.share(rows), None, torch.device("cpu"))
-        return Traced(tracing.traced, Shortly(tracing))(plan)
+        tracing = Tracing(self._loss, self.share(rows), None, torch.device("cpu"), None, Key(0))
+        shortly = Shortly(tracing)
+        if not self.cuts:
+            return Traced(tracing.traced, shortly)(plan)
+        traces = shortly(plan)  # whose blocks are one function: a trace of all of them would show nothing else
+        return tracing.traced(plan) if traces is None else replace(plan, traces=traces)
 
 
 def _held(bucket: Bucket, states: float) -> Held:

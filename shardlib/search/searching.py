@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from shardlib.errors import ShardlibError
@@ -19,6 +19,8 @@ from shardlib.search.space import Choice
 from shardlib.search.value import Found, Rejected
 
 _SMALLER = (0.75, 0.5)  # of the memory of the quickest plan: budgets for which a search is made again
+_REMEDIES = ("recompute", "offload")  # what of a choice takes time to save memory
+_NO_MORE = "no more"
 _ACTIONS = 4096  # of a schedule: what is more of its steady part is not run on the clock
 
 
@@ -45,43 +47,67 @@ class Searching:
         self._bounds = Bounds(model, machine, ranks)
         self._bounded: dict[Choice, float] = {}
         self._found: dict[Choice, Found] = {}
+        self._all = set(choices)
+        self._after = {name: _followers(getattr(choice, name) for choice in choices) for name in _REMEDIES}
 
     def front(self) -> Iterator[Found]:
         """The quickest choice, and the quickest ones of those that hold less."""
-        found = first = self.quickest(self._machine.memory)
+        first = last = self.quickest(self._machine.memory)
+        if first is None or last is None:
+            return
+        yield first
         for share in _SMALLER:
-            if found is not None:
+            found = self.quickest(int(share * first.bytes))
+            if found is not None and found.bytes < last.bytes:
                 yield found
-            smaller = first and self.quickest(int(share * first.bytes))
-            found = smaller if smaller and found and smaller.bytes < found.bytes else None
-        if found is not None:
-            yield found
+                last = found
 
     def quickest(self, budget: int) -> Found | None:
-        """The quickest choice that holds no more than a budget: each comes up in the order of what is known of its time."""
+        """The quickest choice that holds no more than a budget: each comes up in the order of what is known of its time.
+
+        Recompute and offload take time to save memory: a choice with them comes up once it is known not to fit without.
+        """
         plain, numbers, best = self._plain(), itertools.count(), None
-        heap = [(self._bounds.soonest(choice, plain), next(numbers), 0, choice) for choice in self.choices]
-        heapq.heapify(heap)
+        heap: list[tuple[float, int, int, Choice]] = []
+        seen: set[Choice] = set()
+
+        def add(choice: Choice, least: float, known: int = 0) -> None:
+            heapq.heappush(heap, (least, next(numbers), known, choice))
+
+        def remedy(choice: Choice, least: float) -> None:
+            again = replace(choice, recompute=self._after["recompute"].get(choice.recompute, _NO_MORE))
+            moved = replace(choice, offload=self._after["offload"].get(choice.offload, _NO_MORE))
+            for other in (again, moved):
+                if other in self._all and other not in seen:
+                    seen.add(other)
+                    add(other, least)
+
+        for choice in self.choices:
+            if all(getattr(choice, name) == next(iter(self._after[name])) for name in _REMEDIES):
+                add(choice, self._bounds.soonest(choice, plain))
         while heap:
             least, _, known, choice = heapq.heappop(heap)
             if best is not None and least >= best.seconds * (1 - self._within):
                 break
-            if choice in self.rejected:
-                continue
             try:
-                if known == 2:
+                if choice in self.rejected:
+                    fits = False
+                elif known == 2:
                     found = self._planned(choice)
-                    if found.bytes <= budget and (best is None or found.seconds < best.seconds):
-                        best = found
-                    continue
-                seconds, held = self._clocked(choice) if known else (self._bound(choice), 0)
+                    fits = found.bytes <= budget
+                    best = found if fits and (best is None or found.seconds < best.seconds) else best
+                else:
+                    seconds, held = self._clocked(choice) if known else (self._bound(choice), 0)
+                    fits = held <= budget
+                    if fits:
+                        add(choice, max(least, seconds), known + 1)
             except (_Unfit, ShardlibError) as error:
                 kind, reason = error.args if isinstance(error, _Unfit) else ("does not compose", str(error))
                 self.timed.pop(choice, None)
                 self.rejected[choice] = Rejected(choice, kind, reason)
-            else:
-                if held <= budget:
-                    heapq.heappush(heap, (max(least, seconds), next(numbers), known + 1, choice))
+                fits = False
+            if not fits:
+                remedy(choice, least)
         return best
 
     def _plain(self) -> Sequence[Trace]:
@@ -136,6 +162,12 @@ class Searching:
         limits = Limits.given(machine.memory, machine.host_memory, machine.disk, sharing, batch)
         assert limits is not None  # the device's is one
         return limits
+
+
+def _followers(values: Iterable[str | None]) -> dict[str | None, str | None]:
+    """Value -> the one that is tried after it: none comes first, the others as they are given."""
+    order = sorted(dict.fromkeys(values), key=lambda value: value is not None)
+    return dict(zip(order, [*order[1:], _NO_MORE], strict=True))
 
 
 def _state(plan: Plan) -> int:

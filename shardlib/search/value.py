@@ -63,7 +63,8 @@ class Search:
     Attributes:
         front: the quickest choice, and quicker ones than any other that holds as little: from the quickest to the smallest.
         rejected: choices that do not fit, or do not go together.
-        slower: the number of choices that are known to take longer than the first of the front, by a bound.
+        slower: the number of choices that are known to take longer than the first of the front: by a bound, or since they
+            recompute or offload what need not be.
         planned: the number of choices whose step was run on the virtual clock.
         within: the share of time by which another choice might be quicker than the first of the front, at most.
     """
@@ -90,7 +91,7 @@ class Search:
         return self.slower + self.planned + len(self.rejected)
 
     def __str__(self) -> str:
-        counts = f"{self.considered:,} choices: {len(self.rejected):,} rejected, {self.slower:,} slower by a bound, "
+        counts = f"{self.considered:,} choices: {len(self.rejected):,} rejected, {self.slower:,} known to be slower, "
         lines = [counts + f"{self.planned:,} planned"]
         if self.front:
             rows = [(f"{f.seconds:.4g} s", size(f.bytes), str(f.choice)) for f in self.front]

@@ -33,7 +33,8 @@ def search_plan(
     Nothing runs. Choices are taken in the order of a bound of their time, which is refined as they come up: by products
     alone; by traces of single blocks; by the virtual clock; at last by the exact plan. The first whose exact plan has come
     up is the result, as all others take longer by what is known of them. What cannot fit by a bound of its memory is
-    rejected when it comes up, and no plan is returned that holds more than there is.
+    rejected when it comes up, and no plan is returned that holds more than there is. Recompute and offload, which only take
+    time, are tried where a choice does not fit without.
 
     Args:
         loss_fn: an `sl.sequential` is cut into stages too, with ``params`` a list of trees.

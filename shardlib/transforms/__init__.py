@@ -9,6 +9,7 @@ from shardlib.transforms.onebit import onebit
 from shardlib.transforms.pipeline import pipeline
 from shardlib.transforms.powersgd import powersgd
 from shardlib.transforms.precision import precision
+from shardlib.transforms.progressive_layer_drop import progressive_layer_drop
 from shardlib.transforms.quantize import quantize
 from shardlib.transforms.remat import remat
 from shardlib.transforms.reproducible import reproducible
@@ -28,6 +29,7 @@ __all__ = [
     "pipeline",
     "powersgd",
     "precision",
+    "progressive_layer_drop",
     "quantize",
     "remat",
     "reproducible",

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.checkpoint.boxes import boxes, overlap, runs
+from shardlib.checkpoint.boxes import boxes, runs
 from shardlib.mesh.specs import Window
 
 
@@ -39,7 +39,7 @@ def test_boxes_are_the_range(data):
 def test_an_overlap_is_the_common_elements(data):
     one = data.draw(windows())
     other = data.draw(windows(one.shape))
-    shared = overlap(one, other)
+    shared = one.overlap(other)
     common = sorted(set(indices(one)) & set(indices(other)))
     assert ([] if shared is None else indices(shared).tolist()) == common
 

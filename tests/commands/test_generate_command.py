@@ -38,9 +38,9 @@ def test_a_checkpoint_of_training(trained, capsys):
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in wanted)
 
 
-@pytest.mark.parametrize("bits", [None, "8"])
-def test_a_model_of_transformers(tmp_path, capsys, bits):
-    model = decoder("llama", torch.float32).eval()
+@pytest.mark.parametrize(("kind", "bits"), [("llama", None), ("llama", "8"), ("mixtral", None)])
+def test_a_model_of_transformers(tmp_path, capsys, kind, bits):
+    model = decoder(kind, torch.float32).eval()
     model.save_pretrained(tmp_path)
     options = ["--temperature", "0", "--max-new", "5", "--stop", "3", *(["--bits", bits] if bits else [])]
     assert cli.main(["generate", str(tmp_path), "--tokens", "1,5,9", *options]) == 0

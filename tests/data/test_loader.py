@@ -237,7 +237,7 @@ class Endless(torch.utils.data.IterableDataset):
 
 WRONG = {
     "does not divide over 4 ranks .data=4.: use a multiple of 4, such as 8": {"batch": 9},
-    "a global batch of 0 rows": {"batch": 0},
+    "batch is 0 at step 0": {"batch": 0},
     "list has no samples": {"dataset": []},
     "generator has no length": {"dataset": (i for i in range(3))},
     "Endless has no length.*streams": {"dataset": Endless()},

@@ -20,7 +20,7 @@ from shardlib.search.space import choices
 CONFIG = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=2, sequence=16)
 RULES = gpt.slicing_rules(CONFIG, blocks=True)
 LOSS, OPTIMIZER = gpt.make_sequential(CONFIG), sl.optim.adamw(1e-3)
-SPACE = Space(stages=(0, 3), precisions=("bf16",), schedules=("1f1b",), offloads=(None, "host"))
+SPACE = Space(stages=(0, 3), precisions=("bf16",), schedules=("1f1b",), offloads=(None,))
 MACHINE = Machine(
     "1GiB",
     {"bf16": 1e9},
@@ -92,9 +92,9 @@ def test_nothing_that_fits_is_quicker(memory):
 
 
 def test_reasons_are_true():
-    machine = replace(MACHINE, memory="250kB", host_memory="200kB")
+    machine = replace(MACHINE, memory="250kB")
     found = searched(machine)
-    assert len(found.rejected) > 50
+    assert len(found.rejected) > 10
     plans = everything()
     kinds = set()
     for choice, kind, reason in found.rejected:
@@ -102,13 +102,15 @@ def test_reasons_are_true():
         if kind == "does not compose":
             assert choice not in plans
             continue
-        plan, memory = plans[choice], "host" if "host" in kind else "device"
-        assert reason and not list(
-            use
-            for use in Limits.given(250_000, 200_000, None, 2, 0).uses(plan)
-            if use.tier.memory == memory and use.fits
-        ), (choice, reason)
-    assert {"activations exceed device memory", "states exceed host memory"} <= kinds
+        assert peak(plans[choice], choice) > machine.memory, (choice, reason)
+    assert {"activations exceed device memory", "parameters and states exceed device memory"} <= kinds
+
+
+def test_a_host_may_hold_too_little():
+    space = replace(SPACE, offloads=("host",), recompute=(None,), largest={"pipe": 1, "model": 1})
+    found = searched(replace(MACHINE, host_memory="400kB"), space)
+    assert {kind for _, kind, _ in found.rejected} == {"states exceed host memory"}
+    assert {choice.stage for choice, *_ in found.rejected} == {0} and found.winner.choice.offload == "host"
 
 
 def test_every_line_of_code_makes_its_plan():
@@ -126,7 +128,7 @@ def test_the_front_is_one_and_all_choices_are_counted(tmp_path):
         assert quicker.seconds <= smaller.seconds and quicker.bytes > smaller.bytes
     everything_there = list(choices(SPACE, 4, 4, blocks=4, slices=True, experts=0, memories=frozenset({"host"})))
     assert found.considered == len(everything_there) == len(set(everything_there))
-    assert found.slower > 0 and found.winner.code in str(found) and "slower by a bound" in str(found)
+    assert found.slower > 0 and found.winner.code in str(found) and "known to be slower" in str(found)
     found.draw(tmp_path / "new" / "front.png")
     assert (tmp_path / "new" / "front.png").stat().st_size > 1000
 
@@ -202,5 +204,5 @@ def test_what_cannot_be_searched_for(wrong, words):
 
 
 def test_a_space_of_unknown_values():
-    with pytest.raises(ValueError, match="'gpu': use None, 'disk', 'host'|'gpu': use"):
+    with pytest.raises(ValueError, match="'gpu': use"):
         Space(offloads=("gpu",))

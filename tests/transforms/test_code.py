@@ -106,6 +106,9 @@ TRANSFORMS = {
         block=axes(64),
         feedback=st.booleans(),
     ),
+    "progressive_layer_drop": made(
+        sl.progressive_layer_drop, theta=axes(0.5, 1, 0.25), gamma=axes(0.001, 0), layers=axes((), "*", ["0", "1"])
+    ),
     "sequence": made(sl.sequence, "seq", kind=axes("ulysses", "ring", Longest, functools.partial(Longest))),
     "hierarchical": axes("local", "data").map(sl.hierarchical),
     "reproducible": axes(4, 8).map(sl.reproducible),

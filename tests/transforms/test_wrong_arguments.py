@@ -110,6 +110,11 @@ TABLE = [
         },
     ),
     (
+        sl.progressive_layer_drop,
+        {},
+        {"theta": SHARE - {"zero"}, "gamma": {*INTEGER, *SHARE}, "layers": ANY_GLOBS},
+    ),
+    (
         sl.quantize,
         {"weights": "int8", "gradients": "int8"},
         {

@@ -16,7 +16,7 @@ def kinds_of(plan: Plan, blocks: Sequential) -> list[list[Any]]:
     """For each stage what it does, without its blocks' numbers: stages of equal kinds are alike if their carries are."""
     return [
         [
-            [getattr(blocks.blocks[n], "__wrapped__", None) or n for n in range(start, stop)],
+            blocks.functions[start:stop],
             *_treated(plan, stage, start),
         ]
         for stage, (start, stop) in enumerate(plan.stages.spans)

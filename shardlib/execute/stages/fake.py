@@ -16,6 +16,7 @@ from shardlib.execute.stages.tracing import trace, walk
 from shardlib.execute.stages.walk import Walk
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
+from shardlib.nn.blocks import Sequential
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
 from shardlib.plan.reductions import Reductions
@@ -37,18 +38,22 @@ class Tracing:
         batch: one rank's share, on any device.
         buffers: those that the loss takes, or None.
         device: the ranks' device.
+        step: the number of the step, for what it leaves out of layers; None for a step that leaves out nothing.
+        key: of the step.
     """
 
     loss_fn: Callable[..., Any]
     batch: Tree
     buffers: Tree
     device: torch.device
+    step: int | None
+    key: Key
 
     def traced(self, plan: Plan) -> Plan:
         """The plan with its traces, from one micro-batch. If tracing fails, a note in the log says so."""
         try:
             with self._setting(plan) as setting:
-                return replace(plan, traces=trace(self.loss_fn, *setting))
+                return replace(plan, traces=trace(self.loss_fn, *setting, self.key, self.step))
         except DataDependentOutputException as error:
             notes = f"not traced: the loss reads values ({error})", _UNEVEN
             return replace(plan, claims=plan.claims and plan.claims.noting(notes))
@@ -56,10 +61,10 @@ class Tracing:
     def walk(self, plan: Plan) -> Walk:
         """What one micro-batch does, under a plan of one stage."""
         with self._setting(plan) as setting:
-            return walk(self.loss_fn, *setting)
+            return walk(self.loss_fn, *setting, self.key, self.step)
 
     @contextmanager
-    def _setting(self, plan: Plan) -> Iterator[tuple[Plan, Mesh, Sharded, Tree, Tree, Key]]:
+    def _setting(self, plan: Plan) -> Iterator[tuple[Plan, Mesh, Sharded, Tree, Tree]]:
         """What a plan is traced with."""
         needed = "params, batch" if self.buffers is None else "params, buffers, batch"
         require_function(self.loss_fn, "the loss function", needed)
@@ -82,7 +87,7 @@ class Tracing:
             stored = {
                 b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=self.device) for b in plan.buckets
             }
-            yield plain, mesh, Sharded(plain, mesh, "param", stored), batch, buffers, Key(0)
+            yield plain, mesh, Sharded(plain, mesh, "param", stored), batch, buffers
 
 
 class Shortly:
@@ -94,23 +99,30 @@ class Shortly:
 
     def __call__(self, plan: Plan) -> tuple[Trace, ...] | None:
         """The traces of a plan; None where no short form shows them."""
-        short = short_form(plan)
-        walk = None if short is None else self._walk(short.plan)
-        if (
-            short is None
-            or walk is None
-            or walk.blocks != len(short.stands)
-            or not all(map(walk.steady, short.repeats))
-        ):
+        loss_fn = self._tracing.loss_fn
+        sequential = isinstance(loss_fn, Sequential)
+        short = short_form(plan, sequential=sequential)
+        if short is None:
+            return None
+        tracing = self._tracing
+        if isinstance(loss_fn, Sequential):
+            functions = loss_fn.functions
+            gone = set(range(len(functions))).difference(short.kept)
+            if any(functions[number] is not functions[number - 1] for number in gone):
+                return None
+            tracing = replace(tracing, loss_fn=Sequential([functions[number] for number in short.kept]))
+        walk = self._walk(short.plan, tracing)
+        blocks = len(short.stands) + (short.others if sequential else 0)
+        if walk is None or walk.blocks != blocks or not all(map(walk.steady, short.repeats)):
             return None
         return (walk.trace(short.repeats, short.stands),)
 
-    def _walk(self, plan: Plan) -> Walk | None:
+    def _walk(self, plan: Plan, tracing: Tracing) -> Walk | None:
         seen = seen_in_traces(plan)
         known = next((each for each in self._walks if each[0] == seen), None)
         if known is None:
             try:
-                known = seen, self._tracing.walk(plan)
+                known = seen, tracing.walk(plan)
             except Exception as error:  # the function's own: it may need all of its parameters
                 _log.debug("no short form: %s", error)
                 known = seen, None

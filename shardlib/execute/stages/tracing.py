@@ -16,7 +16,7 @@ from shardlib.execute.gradients import Gradients, Turn, default_options
 from shardlib.execute.handles import materialise
 from shardlib.execute.live import LiveBytes, Stretch
 from shardlib.execute.losses import read_loss
-from shardlib.execute.phases import Phases, Work
+from shardlib.execute.phases import Phases, Work, followed
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.alike import as_another, kinds_of
 from shardlib.execute.stages.base import Call, keys_of
@@ -35,15 +35,18 @@ from shardlib.tree import Tree, leaves_of, tree_map
 
 
 def trace(
-    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key
+    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key, step: int | None
 ) -> tuple[Trace, ...]:
-    """The trace of each stage, from the first of a rank's micro-batches. ``params`` holds the buckets of all stages."""
+    """The trace of each stage, from the first of a rank's micro-batches, at a step with its key, or one that leaves out
+    nothing. ``params`` holds the buckets of all stages."""
     if plan.stages.axes:
-        return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
-    return (walk(loss_fn, plan, mesh, params, batch, buffers, rng).trace(),)
+        return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng, step)
+    return (walk(loss_fn, plan, mesh, params, batch, buffers, rng, step).trace(),)
 
 
-def walk(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key) -> Walk:
+def walk(
+    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key, step: int | None
+) -> Walk:
     """What the first of a rank's micro-batches does under a plan of one stage. Arguments are as in `trace`."""
     runner, phases = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None), Phases()
     alone: list[list[Stretch]] = []
@@ -54,13 +57,14 @@ def walk(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buf
         """Note what some micro-batches, with the cast batch, do to memory."""
         nonlocal landing
         landing = Imagined(plan, mesh, ())
-        live, runner.executor.around = LiveBytes(lambda: phases.now), phases.around
-        with live:
+        live = LiveBytes(lambda: phases.now)
+        with live, followed(lambda _: phases):
             microbatches = split_batch(batch, plan, mesh)
-            call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, 1.0, 1.0)
+            keys = keys_of(plan, mesh, microbatches, rng)
+            thinned = [plan.step.thinned(step, key) for key in keys]
+            call = Call(params, microbatches, keys, thinned, buffers, 1.0, 1.0)
             gradients = runner.executor.gradients(default_options(mesh, landing))
             for index in indices:
-                phases.begin()
                 runner.microbatch(call, index, buffers, gradients)
         summed.append(live.stretches())
         if len(indices) == 1:
@@ -86,7 +90,9 @@ def _moved(executor: Executor, mesh: Mesh) -> dict[Any, int]:
     return done if host is None else {**done, "down": host.down, "up": host.up, "host": host.held}
 
 
-def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key) -> tuple[Trace, ...]:
+def _trace_stages(
+    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key, step: int | None
+) -> tuple[Trace, ...]:
     blocks, spans = require_blocks(loss_fn, plan), plan.stages.spans
     runs: list[Run] = []
     carry: Any = None
@@ -100,10 +106,14 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
     gradients: list[Gradients] = []
     known: list[
         tuple[Any, Tree]
-    ] = []  # what has been traced: its kind, with that of the incoming carry, and the next carry
-    firsts: list[int] = []  # the first block of each
-    stands: list[int] = []  # for each stage the number of what has been traced for it
-    for stage, (kind, (start, stop)) in enumerate(zip(kinds_of(plan, blocks), spans, strict=True)):
+    ] = []  # of each stage that is traced: its kind, with its carry's form, and the next carry
+    firsts: list[int] = []  # the first block of each of them
+    stands: list[int] = []  # for each stage the number of the one that is traced for it
+    thinned = plan.step.thinned(step, rng)
+    kinds = (
+        kinds_of(plan, blocks) if thinned is None else range(len(spans))
+    )  # a step leaves out some layers, not others
+    for stage, (kind, (start, stop)) in enumerate(zip(kinds, spans, strict=True)):
         seen = kind, [_form(leaf) for leaf in leaves_of(carry)]
         number = next((number for number, (other, _) in enumerate(known) if other == seen), len(known))
         stands.append(number)
@@ -128,10 +138,10 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
             return read_loss(result, False).total if stop == len(blocks) else result
 
         executor = Executor(plan.of_stage(stage), mesh, trained=True)
-        executor.around = phases[-1].around
         gradients.append(executor.gradients(default_options(mesh)))
-        with _counting(mesh, sent[-1], called[-1]), alive[-1], work[-1]:
-            result = executor.open(params, gradients[-1], compute)
+        follow = followed(lambda _, phases=phases[-1]: phases)  # type: ignore[misc]
+        with _counting(mesh, sent[-1], called[-1]), alive[-1], work[-1], follow:
+            result = executor.open(params, gradients[-1], compute, thinned)
         executor.rest()
         stays = sum(storage.nbytes() for each in storages if (storage := each()) is not None)
         memory.append((alive[-1].now + stays, arriving))

@@ -24,7 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardlib.kernels.common import rows
 from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.common.dispatch import on, serving
-from shardlib.kernels.common.operators import autocast_as_a_product, differentiable
+from shardlib.kernels.common.operators import autocast_as_a_product, counted, differentiable
 from shardlib.kernels.grouped_matmul import reference
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda",)}
@@ -83,4 +83,9 @@ _grouped_matmul = differentiable(
     backward=_backward,
     backward_fake=lambda x, weight, *_: [rows.like(x), rows.like(weight)],
     backward_reference=lambda x, weight, offsets, using, dy: reference.plain_backward(x, weight, offsets, dy),
+)
+counted(
+    "grouped_matmul",
+    forward=lambda x, weight, *_, **__: 2 * x[0] * x[1] * weight[1],
+    backward=lambda x, weight, *_, **__: 4 * x[0] * x[1] * weight[1],
 )

@@ -15,6 +15,7 @@ from . import (
     reproducible,
     runs,
     steps,
+    thinning,
     tiles,
 )
 
@@ -33,4 +34,5 @@ DEFECTS: tuple[Defect, ...] = (
     *reproducible.DEFECTS,
     *tiles.DEFECTS,
     *experts.DEFECTS,
+    *thinning.DEFECTS,
 )

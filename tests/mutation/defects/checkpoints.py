@@ -2,9 +2,37 @@
 
 from ..planting import Defect
 
+_EXPERTS = "tests/checkpoint/test_pretrained_experts.py"
 _COMPRESSED = "tests/training/test_compressed_training.py"
 
 DEFECTS = (
+    Defect(
+        "experts of files in the order of their names",
+        "order",
+        "models/huggingface/conversion.py",
+        "expert 10 of a layer is read as expert 2",
+        "sorted(files, key=loading.dot_natural_key)",
+        "sorted(files)",
+        (f"{_EXPERTS}::test_more_than_ten_experts",),
+    ),
+    Defect(
+        "gate and up at one place",
+        "offset",
+        "models/huggingface/followed.py",
+        "the second of two joined tensors lies over the first",
+        "first[dim] += start",
+        "first[dim] += 0",
+        (f"{_EXPERTS}::test_a_followed_tensor_is_made_of_its_origins",),
+    ),
+    Defect(
+        "an expert's part from the whole's start",
+        "offset",
+        "models/huggingface/followed.py",
+        "a part of a box is written to where the box begins",
+        "first[held] += shared.first[dim] - self.box.first[dim]",
+        "first[held] += 0",
+        (f"{_EXPERTS}::test_ranks_read_and_write_transformers_files",),
+    ),
     Defect(
         "a fragment at the source's start",
         "offset",

@@ -1,0 +1,73 @@
+"""Batches of shorter sequences: cut off, or with what is cut off as rows of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.errors import BatchError, listing
+from shardlib.tree import flatten, tree_map
+
+
+def truncated(batch: Any, sequence: int, length: int) -> Any:
+    """The first ``length`` positions of every tensor (rows, ``sequence``, …); other tensors as they are."""
+    _require_sequence(batch, sequence)
+    return tree_map(lambda leaf: leaf[:, :length].contiguous() if _is_sequence(leaf, sequence) else leaf, batch)
+
+
+def reshaped(batch: Any, sequence: int, length: int) -> Any:
+    """Tensors (rows, ``sequence``, …) as (rows·n, ``length``, …), where n = ⌊sequence/length⌋.
+
+    The pieces of a row follow each other. Positions beyond the last whole piece are left out. Other tensors with rows are
+    repeated for each piece.
+    """
+    rows, pieces = _require_sequence(batch, sequence), sequence // length
+
+    def cut(leaf: Any) -> Any:
+        if _is_sequence(leaf, sequence):
+            return leaf[:, : pieces * length].reshape(rows * pieces, length, *leaf.shape[2:])
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == rows:
+            return leaf.repeat_interleave(pieces, 0)
+        return leaf
+
+    return tree_map(cut, batch)
+
+
+class Surplus(NamedTuple):
+    """What becomes of a row beyond the length: the change of a batch, and the tokens of a row that are kept, both of the
+    dataset's sequence and the length."""
+
+    change: Callable[[Any, int, int], Any]
+    kept: Callable[[int, int], int]
+
+
+SURPLUS = {
+    "truncate": Surplus(truncated, lambda sequence, length: length),
+    "reshape": Surplus(reshaped, lambda sequence, length: sequence // length * length),
+}
+
+
+def _is_sequence(leaf: Any, sequence: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[1] == sequence
+
+
+def _require_sequence(batch: Any, sequence: int) -> int:
+    """The rows of the tensors that have a sequence.
+
+    Raises:
+        BatchError: there are none; lists what there is.
+    """
+    paths, leaves, _ = flatten(batch)
+    found = [leaf.shape[0] for leaf in leaves if _is_sequence(leaf, sequence)]
+    if not found:
+        there = [
+            f"{path or 'batch'}: {tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__}"
+            for path, leaf in zip(paths, leaves, strict=True)
+        ]
+        raise BatchError(
+            f"curriculum: no tensor of the batch is (rows, {sequence}, …):\n{listing(there)}\nPass sl.data.curriculum the "
+            "sequence that the dataset's rows have: sequence=..."
+        )
+    return found[0]
