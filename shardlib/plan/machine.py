@@ -156,17 +156,21 @@ class Machine:
     def __str__(self) -> str:
         rows = [("a rank's memory", size(self.memory)), ("ranks per host", str(self.ranks_per_host))]
         rows += [(f"products, {name}", f"{rate:.3g} FLOP/s") for name, rate in self.flops.items()]
-        rows += [("other operators", f"{size(int(self.streaming))}/s")] if self.streaming < math.inf else []
+        rows += [("other operators", _rate(self.streaming))] if self.streaming < math.inf else []
         rows += [("launches", f"{self.launches:,.0f} operators per second")] if self.launches < math.inf else []
         rows += [
-            (f"link {name}", f"{size(int(link.bandwidth))}/s, {link.latency * 1e6:.3g} µs a hop")
+            (f"link {name}", f"{_rate(link.bandwidth)}, {link.latency * 1e6:.3g} µs a hop")
             for name, link in self._links.items()
         ]
         rows += [
             (what, size(held)) for what, held in (("a host's memory", self.host_memory), ("disk", self.disk)) if held
         ]
-        rows += [(name, f"{size(int(rate))}/s") for name, rate in self.ways.items()]
+        rows += [(name, _rate(rate)) for name, rate in self.ways.items()]
         rows += [
             (f"Python, a {name}", f"{value * 1e6:.3g} µs") for name, value in asdict(self.overheads).items() if value
         ]
         return table(("machine", ""), rows)
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{size(int(bandwidth))}/s" if bandwidth < math.inf else "no limit"

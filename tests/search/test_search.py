@@ -181,7 +181,7 @@ def test_experts_are_dealt_out():
 def test_sequences_are_cut():
     space = replace(SPACE, sequences=("ring",), recompute=(None,), offloads=(None,), largest={"model": 1, "pipe": 1})
     found = searched(space=space, rows=1)
-    assert found.winner.choice.mesh == {"data": 1, "seq": 4} and "sl.sequence('seq', 'ring')" in found.winner.code
+    assert found.winner.choice.mesh == {"data": 1, "seq": 4} and "sl.sequence('seq', kind='ring')" in found.winner.code
 
 
 def test_nothing_fits():
