@@ -33,7 +33,7 @@ from benchmarks.cases import (
 from benchmarks.harness import plots
 from benchmarks.harness.case import CPU, Table
 from benchmarks.learning import compressed as learning
-from benchmarks.learning import expert_report, large_batch, rates
+from benchmarks.learning import curricula, expert_report, large_batch, rates
 from benchmarks.learning import experts as learning_experts
 from benchmarks.network import compressed as slow_network
 from benchmarks.network import link, report, tokens
@@ -70,6 +70,7 @@ _OF_THE_CPU = (
     Table("learning", "Learning", (learning.CASE,)),
     Table("learning_rates", "Learning at several rates", (rates.CASE,)),
     Table("large_batch", "Large batches", (large_batch.CASE,)),
+    Table("learning_curricula", "Learning with curricula", (curricula.CASE,)),
     Table("learning_experts", "Learning with experts", (learning_experts.CASE,), expert_report.plot),
 )
 _OF_A_GPU = (
