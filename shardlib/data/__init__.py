@@ -3,6 +3,7 @@
 from shardlib.data.analyze import analyze
 from shardlib.data.curriculum import Curriculum, curriculum
 from shardlib.data.index import Index, IndexFile, IndexFileError
+from shardlib.data.layer_tokens import layer_tokens
 from shardlib.data.loader import Loader, loader
 from shardlib.data.mixture import Mixture, mixture
 from shardlib.data.pace import Pace, constant_pace, custom_pace, discrete_pace, linear_pace, map_paces, root_pace
@@ -24,6 +25,7 @@ __all__ = [
     "curriculum",
     "custom_pace",
     "discrete_pace",
+    "layer_tokens",
     "linear_pace",
     "map_paces",
     "root_pace",

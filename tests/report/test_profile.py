@@ -235,5 +235,16 @@ def test_own_times_of_nested_parts():
     assert sum(own.values()) == pytest.approx(spans[0].end)
 
 
+def test_what_cannot_be_recorded_is_refused():
+    state, step, _ = a_step(sl.make_mesh())
+    for call in (sl.profile, sl.report.comm, sl.report.stragglers, sl.report.memory):
+        with pytest.raises(TypeError, match=f"{call.__name__}: the state is a list; pass the one that make_train_step"):
+            call(step, [state], batch())
+        with pytest.raises(ValueError, match="warm=-1; record at least one step"):
+            call(step, state, batch(), warm=-1)
+    with pytest.raises(ValueError, match="profile: steps=0"):
+        sl.profile(step, state, batch(), steps=0)
+
+
 def test_a_recording_knows_its_rank():
     assert Recording({"data": 2}, 1, [["a"], ["b"]]).steps == ["b"]

@@ -23,7 +23,7 @@ from shardlib.plan.plan import Plan
 from shardlib.plan.tables import size, table
 from shardlib.plan.tiers.held import tiers_of
 from shardlib.report.profile.picture import saved
-from shardlib.report.profile.recording import Follower, TrainStep
+from shardlib.report.profile.recording import Follower, TrainStep, require_steps
 from shardlib.report.profile.timeline import Part, Timeline
 from shardlib.tree import flatten, leaves_of
 
@@ -179,6 +179,7 @@ def memory(train_step: TrainStep, state: TrainState, batch: Any, *, warm: int = 
     >>> found.by_kind["parameters"], found.by_kind["optimizer"] >= 2 * 4 * 64 * 64
     (16384, True)
     """
+    require_steps("report.memory", state, warm=warm)
     mesh = state.params.mesh
     for _ in range(warm):
         state, _ = train_step(state, batch)

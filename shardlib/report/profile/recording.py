@@ -15,6 +15,7 @@ from shardlib.collectives import primitives
 from shardlib.common.clock import current_clock
 from shardlib.execute.phases import Phase, Phases, followed
 from shardlib.mesh.mesh import Mesh
+from shardlib.optim.train_state import TrainState
 from shardlib.report.profile.exchanges import Exchange, Heard
 from shardlib.report.profile.timeline import Part, Span, Timeline
 from shardlib.tree import leaves_of
@@ -139,6 +140,19 @@ class _Clocked(Phases):
     def name_of(self, phase: Phase) -> str:
         """The unit of a phase's block."""
         return self._named[phase.block] if phase.place == "of" else OUTSIDE
+
+
+def require_steps(verb: str, state: Any, steps: int = 1, warm: int = 0) -> None:
+    """Refuse what cannot be recorded.
+
+    Raises:
+        TypeError: a state that is no `TrainState`.
+        ValueError: fewer than one step, or fewer than none before.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"{verb}: the state is a {type(state).__name__}; pass the one that make_train_step returned")
+    if steps < 1 or warm < 0:
+        raise ValueError(f"{verb}: steps={steps}, warm={warm}; record at least one step, after none or more others")
 
 
 def stepped(train_step: TrainStep, state: Any, batch: Any, names: dict[int, str]) -> tuple[Any, Step]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from shardlib.plan.tables import table
-from shardlib.report.profile.recording import Recording, Step, TrainStep, record
+from shardlib.report.profile.recording import Recording, Step, TrainStep, record, require_steps
 
 _NOISE = 0.05  # of a step; ranks that differ by less are not called late
 
@@ -86,6 +86,7 @@ def stragglers(train_step: TrainStep, state: Any, batch: Any, *, steps: int = 10
     >>> print(sl.report.stragglers(train_step, state, torch.ones(2, 4)).late)
     None
     """
+    require_steps("report.stragglers", state, steps, warm)
     state, recording = record(train_step, state, batch, steps, warm)
     return Stragglers(recording, state)
 

@@ -11,7 +11,7 @@ from shardlib.report.profile.memory import memory
 from shardlib.report.profile.operators import operators_of
 from shardlib.report.profile.peak import measure_peak
 from shardlib.report.profile.rates import predicted
-from shardlib.report.profile.recording import TrainStep, record
+from shardlib.report.profile.recording import TrainStep, record, require_steps
 from shardlib.report.profile.value import Profile
 
 
@@ -30,6 +30,10 @@ def profile(
         plan: the step's plan as `make_plan` makes it with ``loss_fn``, ``batch`` and ``optimizer``, which knows what is sent
             inside the loss and the peak of memory; by default the state's, which does not.
 
+    Raises:
+        TypeError: a state that is no `TrainState`.
+        ValueError: fewer than one step, or fewer than none before.
+
     >>> loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
     >>> state, train_step = sl.make_train_step(loss_fn, {"w": torch.ones(64, 64)}, sl.optim.sgd(0.1))
     >>> found = sl.profile(train_step, state, torch.ones(32, 64))
@@ -38,6 +42,7 @@ def profile(
     >>> round(sum(found.by_kind.values()) / found.seconds, 6)
     1.0
     """
+    require_steps("profile", state, steps, warm)
     params = state.params
     peak = measure_peak(params.mesh.device, _dtype(params.plan))
     state, recording = record(train_step, state, batch, steps, warm)
