@@ -94,12 +94,12 @@ def text(task: Task, trials: Sequence[Trial]) -> str:
     about = (
         "GPTs on the bytes of Python's standard library: "
         f"width {config.width}, {config.layers} layers, sequences of {config.sequence}; batches of {task.batch} rows and a "
-        f"peak rate of {task.rate:g}, or multiples of them; {task.tokens / 1e6:.2g} million tokens. AdamW, gradients clipped "
-        f"to 1; the rate rises over {task.warmup:g} of the tokens and falls as a cosine, both by consumed tokens. Lengths "
-        f"(or rows) grow linearly, from an eighth, over {task.grows:g} of the steps that whole batches would take. Spikes "
-        "are steps whose loss is more than 1.2 or 1.5 times the smallest before (arXiv 2108.06084), means over seeds; “with "
-        "√v”: the correlation of this ratio with the largest √v of Adam. “Tokens” is the share of the baseline's tokens after "
-        "which its last loss on held-out text (nats per byte) is reached."
+        f"peak rate of {task.rate:g}, or multiples of them; {task.tokens / 1e6:.2g} million tokens. AdamW, gradients "
+        f"clipped to 1; the rate rises over {task.warmup:g} of the tokens and falls as a cosine, both by consumed tokens. "
+        f"Lengths (or rows) grow linearly, from an eighth, over {task.grows:g} of the steps that whole batches would take. "
+        "Spikes are steps whose loss is more than 1.2 or 1.5 times the smallest before (arXiv 2108.06084), means over "
+        "seeds; “with √v”: the correlation of this ratio with the largest √v of Adam. “Tokens” is the share of the "
+        "baseline's tokens after which its last loss on held-out text (nats per byte) is reached."
     )
     columns = ["", "steps", "loss", "> 1.2", "> 1.5", "largest ratio", "with √v", "tokens, by seed", "seeds"]
     cells = []
