@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.units import BucketState, UnitState
+from shardlib.execute.watch import Watch
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner, block_runner
 from shardlib.nn.tiled_modules import TiledModules
@@ -100,6 +101,7 @@ class Executor:
         self.blocks = Blocks(plan, trained, self._surroundings, self.record.names, mesh.device)
         self._halves: Halves | None = None
         self._on_disk: BuffersOnDisk | None = None  # this step's parameters, if they are there
+        self._called = False  # whether the function has returned once
         self._held: frozenset[int] = frozenset()  # the storages of all of this rank's parameters
 
     @property
@@ -275,7 +277,9 @@ class Executor:
     def _call(self, fn: Callable[[Tree], Any]) -> Any:
         """``fn(parameters)``. Raises `HandleError` for uses of parameters that are not supported."""
         try:
-            result = fn(self._tree())
+            leaves = self._leaves()
+            with self._watched(leaves):
+                result = fn(unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves]))
             require_unwritten(self._buckets, self.gathers)
             if self._surroundings.modules is not None and self._trained:
                 self._surroundings.modules.require_some()
@@ -287,7 +291,18 @@ class Executor:
                 raise explained from error
             raise
 
-    def _tree(self) -> Tree:
+    @contextmanager
+    def _watched(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """The context of the function's first call."""
+        if self._called or not (self._surroundings.parts or self.plan.styles):
+            yield
+            return
+        with Watch(leaves, self.plan.styles, self._slices, self._surroundings.parts):
+            yield
+        self._called = True
+
+    def _leaves(self) -> dict[str, torch.Tensor]:
+        """Path -> what the function is given for each parameter of this rank's stage."""
         leaves: dict[str, torch.Tensor] = {}
         for unit in self._units.values():
             if unit.name not in self._handles:
@@ -300,7 +315,7 @@ class Executor:
         for path, leaf in leaves.items():
             if isinstance(leaf, Handle) and (axes := self.plan.placement_of[path].dealt):
                 leaves[path] = DealtHandle.make(leaf, axes)
-        return unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
+        return leaves
 
     def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
         """Bind this step's parameters and gradients to the buckets."""
