@@ -8,6 +8,7 @@ import shardlib as sl
 from shardlib.errors import TreeError
 from shardlib.models import gpt
 from shardlib.models.decoding import experts_on_host, quantized
+from shardlib.tree import leaves_of
 
 EXPERTS = gpt.Experts((2,), sl.nn.MoEConfig(sl.nn.routers.top_k(1), "gelu_tanh"))
 CONFIG = gpt.GPTConfig(vocab=32, layers=1, width=16, heads=2, sequence=8, moe=EXPERTS)
@@ -23,9 +24,9 @@ CALLS = {
     "generate": generated,
     "quantized": lambda params: generated(quantized(CONFIG, params)),
     "experts_on_host": lambda params: generated(experts_on_host(CONFIG, params, 1)[0]),
-    "make_eval_step": lambda params: sl.make_eval_step(lambda p, x: p["tokens"] * x, params)(
-        params, torch.ones(1)
-    ),
+    "make_eval_step": lambda params: sl.make_eval_step(
+        lambda p, x: x * sum(leaf.sum() for leaf in leaves_of(p)), params
+    )(params, torch.ones(1)),
 }
 
 
