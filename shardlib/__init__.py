@@ -1,6 +1,20 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
-from shardlib import checkpoint, collectives, data, errors, init, models, nn, optim, plan, report, schedules, sparse
+from shardlib import (
+    checkpoint,
+    collectives,
+    data,
+    debug,
+    errors,
+    init,
+    models,
+    nn,
+    optim,
+    plan,
+    report,
+    schedules,
+    sparse,
+)
 from shardlib.checkpoint.relayout import relayout
 from shardlib.common.version import VERSION
 from shardlib.evaluate import make_eval_step
@@ -14,6 +28,7 @@ from shardlib.nn import Mean, block, dropout, sequential
 from shardlib.optim.moving import to_device, to_disk, to_host
 from shardlib.optim.train_state import TrainState, replace_params
 from shardlib.plan.transform import chain
+from shardlib.report.profile import profile
 from shardlib.rng import Key
 from shardlib.shard import shard
 from shardlib.sharded.tree import Sharded
@@ -30,7 +45,9 @@ from shardlib.transforms import (
     pipeline,
     powersgd,
     precision,
+    progressive_layer_drop,
     quantize,
+    random_ltd,
     remat,
     reproducible,
     row,
@@ -50,6 +67,7 @@ __all__ = [
     "make_eval_step",
     "generate",
     "make_plan",
+    "profile",
     "value_and_grad",
     "replace_params",
     "relayout",
@@ -86,7 +104,9 @@ __all__ = [
     "pipeline",
     "powersgd",
     "precision",
+    "progressive_layer_drop",
     "quantize",
+    "random_ltd",
     "remat",
     "reproducible",
     "row",
@@ -98,6 +118,7 @@ __all__ = [
     "checkpoint",
     "collectives",
     "data",
+    "debug",
     "errors",
     "init",
     "models",

@@ -23,6 +23,7 @@ from shardlib.plan.tiers.known import Traced
 from shardlib.plan.tiers.limits import Limits
 from shardlib.plan.tiers.remedies import Planner
 from shardlib.plan.transform import Transform
+from shardlib.rng import Key
 from shardlib.shard import default_transform
 from shardlib.transforms.changes import changes, difference
 from shardlib.tree import Tree, leaves_of
@@ -42,6 +43,8 @@ def make_plan(
     host_memory: int | str | None = None,
     disk: int | str | None = None,
     ranks_per_host: int | None = None,
+    step: int | None = None,
+    rng: Key | int = 0,
 ) -> Plan:
     """Plan without running: specs, bytes and messages per rank. Moves no data and needs no ranks.
 
@@ -64,6 +67,9 @@ def make_plan(
         disk: what a host's disks have for offloaded states.
         ranks_per_host: ranks that share a host, neighbours in the mesh; by default as torchrun started them, and all ranks
             of an abstract mesh.
+        step: the number of one step, for what it leaves out of layers (`progressive_layer_drop`): the plan, its trace and
+            payload are then that step's. By default of a step that leaves out nothing.
+        rng: the key or seed that the train step is made with, by which layers are drawn.
 
     Raises:
         TreeError, IllegalComposition, SpecError: as `shard`.
@@ -89,8 +95,11 @@ def make_plan(
     if limits and (loss_fn is None or batch is None or optimizer is None):
         raise TypeError(f"make_plan({limits.arguments}) weighs a whole step: give loss_fn=, batch= and optimizer= too")
 
+    key = (rng if isinstance(rng, Key) else Key(rng)).fold_in(0 if step is None else step)
+
     def rough(transform: Transform) -> Plan:
-        return replace(build_plan(tree, mesh, transform, optimizer=optimizer), buffers=buffer_sizes(buffers))
+        plan = replace(build_plan(tree, mesh, transform, optimizer=optimizer), buffers=buffer_sizes(buffers))
+        return plan if step is None else plan.at_step(step, key)
 
     transform = default_transform(transform, stage)
     plan = rough(transform)
@@ -98,7 +107,7 @@ def make_plan(
         if plan.step.remat:
             plan.step.remat.require_decided()
         return plan
-    tracing = Tracing(loss_fn, batch, buffers, mesh.device)
+    tracing = Tracing(loss_fn, batch, buffers, mesh.device, step, key)
     if limits is None:
         if plan.step.remat:
             plan.step.remat.require_decided()

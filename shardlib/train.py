@@ -30,12 +30,13 @@ from shardlib.tree import Tree, tree_map
 
 
 def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree]]:
-    """Make ``grad_fn(params, batch, *, buffers=None, rng=None) -> (loss, grads)``.
+    """Make ``grad_fn(params, batch, *, buffers=None, rng=None, step=None) -> (loss, grads)``.
 
     ``params`` is `Sharded`, or a plain pytree (one device). ``loss`` has the form that the loss function returns: the mean
     over the global batch, ``(loss, aux)``, or with ``buffers`` ``(loss, buffers)`` or ``((loss, aux), buffers)``. If the
     global batch has weight 0 (see `Mean`), loss and gradients are 0.
-    ``grads`` are `Sharded` in the optimizer's layout, ready for ``tx.update``, or a plain pytree.
+    ``grads`` are `Sharded` in the optimizer's layout, ready for ``tx.update``, or a plain pytree. ``step`` is the number of
+    the step and ``rng`` its key, for plans that leave out parts of layers (`progressive_layer_drop`).
 
     Raises:
         LossError: a loss that is not a scalar or depends on no parameter, or losses of ranks or micro-batches that differ
@@ -49,7 +50,9 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
     """
     bound: list[tuple[Any, LossStep]] = []
 
-    def grad_fn(params: Any, batch: Any, *, buffers: Any = None, rng: Key | None = None) -> tuple[Any, Tree]:
+    def grad_fn(
+        params: Any, batch: Any, *, buffers: Any = None, rng: Key | None = None, step: int | None = None
+    ) -> tuple[Any, Tree]:
         lifted = lift(params)
         if not bound or bound[0][0] != (lifted.plan, buffers is not None):
             bound[:] = [
@@ -60,7 +63,7 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
                 "gradients are compressed with error feedback, whose residuals are in a TrainState: use sl.make_train_step, "
                 "or feedback=False in onebit() and quantize()"
             )
-        evaluation = bound[0][1](lifted, batch, buffers, rng, comm={}, equal={"rng": rng})
+        evaluation = bound[0][1](lifted, batch, buffers, rng, step=step, comm={}, equal={"rng": rng, "step": step})
         factor = evaluation.scale
         flat = evaluation.grads
         evaluation.landing.wait_for_all()
@@ -89,7 +92,8 @@ def make_train_step(
 
     ``metrics`` holds ``loss`` (mean over the global batch), ``grad_norm`` (global, before clipping; if the optimizer takes
     gradients unreduced, the root mean square of the ranks' norms), ``finite``, and ``aux`` if the loss function returns it;
-    under ``offload(speculate=True)`` also ``undone``, the number of this rank's buckets whose update was made in vain.
+    where the plan leaves out parts of layers ``layer_tokens``, the tokens of the global batch that layers saw, summed over
+    layers; under ``offload(speculate=True)`` also ``undone``, the number of this rank's buckets whose update was in vain.
     A `Mean` in ``aux`` is averaged over all ranks and micro-batches (NaN for a weight of 0). Other leaves are those of the
     last micro-batch on this rank, or with several stages on the rank with the last stage. Tensors are detached; parameters
     among them are whole, with the values that they had in the loss.
@@ -175,12 +179,15 @@ def make_train_step(
             state.buffers,
             state.rng.fold_in(state.step),
             scale,
+            step=state.step,
             comm=state.comm,
             unreduced=unreduced,
             equal=injected(opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
             land=lambda: updates.landing(unreduced, follower),
         )
         metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
+        if evaluation.layer_tokens is not None:
+            metrics["layer_tokens"] = evaluation.layer_tokens
         if evaluation.aux is not None:
             metrics["aux"] = evaluation.aux
         if policy == "raise":
@@ -260,7 +267,7 @@ def unused_params(
     reached: set[str] = set()
     key = rng if isinstance(rng, Key) else Key(rng)
     LossStep(loss_fn, plan, mesh, buffers is not None)(
-        lifted, batch, buffers, key, comm=comm, reached=reached, equal={"rng": key}
+        lifted, batch, buffers, key, step=0, comm=comm, reached=reached, equal={"rng": key}
     )
     everyone = {path for paths in primitives.all_gather_object(mesh, list(mesh.shape), reached) for path in paths}
     return tuple(path for path in plan.numbering.infos if path not in everyone)

@@ -21,6 +21,7 @@ from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.halves import Halves
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
+from shardlib.execute.phases import Phases, phases_of
 from shardlib.execute.record import Record
 from shardlib.execute.refusals import explain_hooks, refuse_autocast, refuse_func, require_unwritten
 from shardlib.execute.saving import SavedTensors
@@ -30,9 +31,10 @@ from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.execute.watch import Watch
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.blocks import Runner, block_runner
+from shardlib.nn.blocks import block_runner
 from shardlib.nn.tiled_modules import TiledModules
 from shardlib.plan.plan import Plan
+from shardlib.plan.thinning import Thinned
 from shardlib.rng import restore_generators, states_of_generators
 from shardlib.sharded.on_disk import BuffersOnDisk
 from shardlib.sharded.tree import Sharded
@@ -55,10 +57,7 @@ class Executor:
     Attributes:
         host: the host memory in which inputs of blocks are kept; None if they stay on the device.
         blocks: of the micro-batch.
-        around: makes the runner of blocks from the runner that the plan needs, for a trace; None leaves it.
     """
-
-    around: Callable[[Runner | None], Runner] | None = None
 
     def __init__(
         self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None, host: HostMemory | None = None
@@ -98,8 +97,9 @@ class Executor:
         self.host = host_memory(plan.step.remat, mesh) if trained and host is None else host
         store = store_of(plan.step.remat, mesh, self.host, lambda: self.record.order is None)
         self._keeper = Keeper(plan.step.remat, store, self._in_parameters, self._saved.innermost)
-        self.blocks = Blocks(plan, trained, self._surroundings, self.record.names, mesh.device)
+        self.blocks = Blocks(plan, trained, self._surroundings, self.record, mesh.device)
         self._halves: Halves | None = None
+        self._phases: Phases | None = None  # of the micro-batch, where somebody follows it
         self._on_disk: BuffersOnDisk | None = None  # this step's parameters, if they are there
         self._called = False  # whether the function has returned once
         self._held: frozenset[int] = frozenset()  # the storages of all of this rank's parameters
@@ -140,13 +140,14 @@ class Executor:
         turn: Turn,
         fn: Callable[[Tree], tuple[torch.Tensor, Any]],
         seed: torch.Tensor,
+        thinned: Thinned | None,
     ) -> Any:
         """Run one micro-batch: ``total, rest = fn(parameters)``, and add ``total``'s gradient × ``seed`` to ``gradients``.
 
         Returns ``rest``, or None if the step will be repeated because this rank left the trace.
         """
         try:
-            total, rest = self._attempt(lambda: self.open(params, gradients, fn)) or (None, None)
+            total, rest = self._attempt(lambda: self.open(params, gradients, fn, thinned)) or (None, None)
             if total is not None and self.record.order is None:
                 refuse_reentrant_checkpoints(total)
                 self.require_names()
@@ -158,9 +159,11 @@ class Executor:
         finally:
             self.close()
 
-    def open(self, params: Sharded, gradients: Gradients, fn: Callable[[Tree], Any]) -> Any:
-        """``fn(parameters)`` with a graph, which is kept until `close`."""
-        self._bind(params, gradients)
+    def open(
+        self, params: Sharded, gradients: Gradients, fn: Callable[[Tree], Any], thinned: Thinned | None = None
+    ) -> Any:
+        """``fn(parameters)`` with a graph, which is kept until `close`. ``thinned`` says what it leaves out."""
+        self._bind(params, gradients, thinned)
         with self._running(), torch.enable_grad(), self._saved.hooks() if self.gathers else nullcontext():
             return self._call(fn)
 
@@ -193,6 +196,14 @@ class Executor:
         """Whether a tensor lies in the memory of parameters, as stored or as gathered."""
         return storage_id(tensor.untyped_storage()) in self._held or self._saved.bucket_with(tensor) is not None
 
+    def unit_of(self, leaf: torch.Tensor) -> str:
+        """The unit of a parameter, as the function sees it; "" for other tensors."""
+        if isinstance(leaf, Handle):
+            return self.plan.bucket_of[self.plan.placement_of[leaf._path].bucket].unit
+        storage = storage_id(leaf.untyped_storage())
+        held = (state for state in self._buckets if state.whole is not None)
+        return next((s.bucket.unit for s in held if storage_id(s.whole.untyped_storage()) == storage), "")  # type: ignore[union-attr]
+
     def rest(self) -> None:
         """Release all gathered parameters until the backward starts."""
         self._gathering.rest()
@@ -203,7 +214,7 @@ class Executor:
     ) -> tuple[torch.Tensor | None, ...]:
         """The first half of a backward from ``outputs``: the gradients of ``inputs``. `weights_gradient` runs the second."""
         self._keeper.turn(last=False)
-        with self._running():
+        with self._running(backward=True):
             self._halves = Halves(outputs, seeds, inputs)
         return self._halves.inputs
 
@@ -247,7 +258,7 @@ class Executor:
         for state in self._buckets:
             state.summing = gradients
         reached: dict[str, torch.Tensor] = {}
-        with self._running():
+        with self._running(backward=True):
             yield reached
             gradients.note(reached, reached.values())
             gradients.finish(self._late(reached))
@@ -272,15 +283,19 @@ class Executor:
             unit.forget()
         self._saved.clear()
         self._slices.clear()
-        self._on_disk, self._held = None, frozenset()
+        self.blocks.layers.end()
+        self._on_disk, self._held, self._phases = None, frozenset(), None
 
     def _call(self, fn: Callable[[Tree], Any]) -> Any:
         """``fn(parameters)``. Raises `HandleError` for uses of parameters that are not supported."""
         try:
             leaves = self._leaves()
+            in_order = [leaves.get(leaf.path) for leaf in self.plan.leaves]
+            self.blocks.layers.know(in_order)
             with self._watched(leaves):
-                result = fn(unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves]))
+                result = fn(unflatten(self.plan.shape.treedef, in_order))
             require_unwritten(self._buckets, self.gathers)
+            self.blocks.layers.require_some()
             if self._surroundings.modules is not None and self._trained:
                 self._surroundings.modules.require_some()
             return result
@@ -317,11 +332,17 @@ class Executor:
                 leaves[path] = DealtHandle.make(leaf, axes)
         return leaves
 
-    def _bind(self, params: Sharded, gradients: Gradients | None) -> None:
+    def _bind(self, params: Sharded, gradients: Gradients | None, thinned: Thinned | None = None) -> None:
         """Bind this step's parameters and gradients to the buckets."""
         self._on_disk = params.on_disk
         self._held = frozenset(storage_id(buffer.untyped_storage()) for buffer in params.in_memory.values())
+        agreeing = self.record.agreeing and not self.mesh.abstract
         self.blocks.begin()
+        self.blocks.layers.begin(thinned, computes=agreeing)
+        follow = phases_of.get()
+        self._phases = None if follow is None else follow(self)
+        if self._phases is not None:
+            self._phases.begin()
         stored = {
             cut.name: part
             for bucket in self.plan.buckets
@@ -329,17 +350,18 @@ class Executor:
         }
         for state in self._buckets:
             state.bind(stored[state.bucket.name], gradients)
-        self._gathering.begin()
+        self._gathering.begin(frozenset() if agreeing else self.plan.tiled.units_left_out(thinned))
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self, backward: bool = False) -> Iterator[None]:
         """The context of the user's code, in forward and in recomputation during backward."""
-        wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles
+        wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles or self.plan.step.thins
         run = self.blocks.run if wraps_blocks else None
-        runner = block_runner.set(self.around(run) if self.around else run)
+        phases = self._phases
+        runner = block_runner.set(phases.around(run) if phases else run)
         keeper = current_keeper.set(self._keeper)
         try:
-            with self._surroundings.installed():
+            with self._surroundings.installed(), phases.running(backward) if phases else nullcontext():
                 yield
         finally:
             block_runner.reset(runner)

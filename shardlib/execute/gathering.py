@@ -9,6 +9,9 @@ next few units are announced, so that what is on disk is read meanwhile. Both ru
 leaf is in use, the unit that the leaf belongs to stays as it is (gathered, or not): it is often used again right after the
 tiles.
 
+A step that leaves out layers follows the trace less the units of those layers, on all ranks alike. There is a trace of all
+units first: while the ranks agree on each gather, nothing is left out (see `shardlib.execute.thinning`).
+
 A rank whose touches leave the trace still makes the trace's gathers, since the other ranks wait for them, and computes with
 zeros: its results will be discarded. See `shardlib.execute.record`.
 """
@@ -85,6 +88,7 @@ class Gathering:
     Attributes:
         record: what earlier runs showed.
         current: the unit of the present visit; touching it again needs no decision.
+        skipped: the units that the step leaves out: neither gathered nor reduced.
         fetched: the units gathered since `begin`, in order.
         touched: the units used since `begin`.
         reductions: the reductions of the backward, while it runs; else None.
@@ -98,6 +102,7 @@ class Gathering:
         self._names = list(units)
         self._here: dict[str, Gatherable] = {}
         self.current: Gatherable | None = None
+        self.skipped: frozenset[str] = frozenset()
         self._reset(None)
 
     def _reset(self, trace: list[Visit] | None) -> None:
@@ -112,10 +117,17 @@ class Gathering:
         self.reductions: Reductions | None = None
         self.strayed = False
 
-    def begin(self) -> None:
-        """Start a micro-batch."""
-        self._reset(None if self.record.agreeing else self.record.trace)
+    def begin(self, skipped: frozenset[str] = frozenset()) -> None:
+        """Start a micro-batch that leaves out the units ``skipped``."""
+        self.skipped = skipped
+        self._reset(None if self.record.agreeing else self.record.less(skipped))
         self._announce()
+
+    @property
+    def order(self) -> list[str] | None:
+        """The units whose reductions start in this micro-batch, in order; None before the first backward."""
+        order = self.record.order
+        return [unit for unit in order if unit not in self.skipped] if order is not None and self.skipped else order
 
     @property
     def limit(self) -> int | None:
@@ -169,10 +181,11 @@ class Gathering:
             The late buckets of all ranks, which are reduced once more.
         """
         if self._trace is not None:
-            self.strayed |= len(self._visits) < len(self._trace) or tuple(late) != self.record.late
+            expected = self.record.late_of(self.skipped)
+            self.strayed |= len(self._visits) < len(self._trace) or tuple(late) != expected
             self._pause()
             self.record.strayed |= self.strayed
-            return self.record.late
+            return expected
         self._pause(bool(late))
         all_late = self.record.unite(late) if self._late else ()
         self.record.note(self._visits, all_late, self._differing if self._gathers else None)

@@ -130,6 +130,10 @@ class Gradients:
             whole: the whole gradient, rank-major; None if `add_leaves` has added it.
         """
         unit = bucket.unit
+        if (
+            unit in self._gathering.skipped
+        ):  # used outside of the layer that was left out: repeat the step with all exchanges
+            self._gathering.strayed = True
         if self._gathering.strayed:
             return
         self._ready[unit][bucket.name] = whole
@@ -145,7 +149,7 @@ class Gradients:
 
     def ready(self) -> int:
         """The number of units whose exchanges have started or could start, in the settled order."""
-        order, count = self._record.order, len(self.started)
+        order, count = self._gathering.order, len(self.started)
         while order is not None and count < len(order) and self._settled(order[count]):
             count += 1
         return count
@@ -157,8 +161,9 @@ class Gradients:
 
     def skip_to(self, count: int) -> None:
         """Start exchanges until those of ``count`` units have started, with zeros for gradients that are not there."""
-        while self._record.order is not None and len(self.started) < count:
-            self._start(self._record.order[len(self.started)])
+        order = self._gathering.order
+        while order is not None and len(self.started) < count:
+            self._start(order[len(self.started)])
 
     def _settled(self, unit: str) -> bool:
         return self._closed or unit in self._complete or self._gathering.unused(unit)
@@ -179,9 +184,11 @@ class Gradients:
         again_on_any_rank = self._gathering.finish(list(again))
         if self._record.order is None:
             self._record.order = [*self.started, *(u for u in self._plan.trained_in if u not in self.started)]
-        self.skip_to(len(self._record.order))
+        self.skip_to(len(self._gathering.order or ()))
         while self._flying:
             self._land()
+        if self._last:
+            self._leave_out()
         if again_on_any_rank and self._trees is not None:
             raise HandleError(
                 "gradients of one micro-batch reach these parameters at two times, so they would not be summed in the order "
@@ -197,6 +204,21 @@ class Gradients:
                     landing.take(self._leaf_of[name], reduced.buffer)
                 else:
                     self._held[name].add_(reduced.buffer)
+
+    def _leave_out(self) -> None:
+        """Make the gradients of what the step leaves out zero, without an exchange."""
+        for bucket in self._stored.trained if self._gathering.skipped else ():
+            if any(tile.unit not in self._gathering.skipped for tile in bucket.cut):
+                continue
+            for tile in bucket.cut:  # a micro-batch before which the ranks had no trace has exchanged zeros
+                self._held.pop(tile.name, None)
+            if self._trees is not None:
+                self._trees.pop(bucket.name, None)
+            zeros = torch.zeros(bucket.size(bucket.levels), dtype=bucket.reduce_dtype, device=self._mesh.device)
+            if landing := self._landing(bucket):
+                self._taken[bucket.name] = landing.take(bucket, zeros)
+            else:
+                self._buffers(bucket)[bucket.name] = zeros
 
     @property
     def held(self) -> list[torch.Tensor]:

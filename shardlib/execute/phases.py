@@ -1,15 +1,17 @@
-"""The phases of a micro-batch, for traces: which block runs, forward or backward, and the work that is done."""
+"""The phases of a micro-batch, for traces and profiles: which block runs, forward or backward, and the work that is done."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
-from shardlib.common._compat import TorchDispatchMode, asks_device, graph_task
+from shardlib.common._compat import TorchDispatchMode, asks_device, graph_task, watch_checkpoints
+from shardlib.execute.flops import flops_of
 from shardlib.execute.handles import Handle
 from shardlib.nn.blocks import Runner
 from shardlib.tree import leaves_of
@@ -37,21 +39,43 @@ class Phases:
 
     Args:
         first: the number of the stage's first block among all blocks.
+
+    Attributes:
+        recomputing: whether a checkpoint computes again what it did not keep.
     """
 
     def __init__(self, first: int = 0) -> None:
         self._first = first
         self.begin()
 
+    @contextmanager
+    def running(self, backward: bool) -> Iterator[None]:
+        """A context in which the function runs, or its backward."""
+        phases = current_phases.set(self)
+        try:
+            yield
+        finally:
+            current_phases.reset(phases)
+
+    def turned(self) -> None:
+        """Called when another phase has begun, for a clock."""
+
+    def meets(self, number: int, args: tuple[Any, ...]) -> None:
+        """Called when a block begins, with its arguments, for names."""
+
     def begin(self) -> None:
         """Begin a micro-batch."""
-        self._number, self._inside, self._begun = self._first, False, False
+        self._number, self._inside, self._begun, self.recomputing = self._first, False, False, False
         self._forward, self._backward = Phase(False), Phase(True)
 
     @property
     def now(self) -> Phase:
         """The phase that runs."""
-        return self._backward if graph_task() != -1 else self._forward
+        return self.at(graph_task() != -1)
+
+    def at(self, backward: bool) -> Phase:
+        """The phase at which forward is, or backward."""
+        return self._backward if backward else self._forward
 
     @property
     def blocks(self) -> int:
@@ -70,12 +94,15 @@ class Phases:
                 self._begun = True
                 self._at_gradient((args[1:], kwargs), Phase(True, "of what precedes", number))
             self._inside, self._forward = True, Phase(False, "of", number)
+            self.meets(number, args)
+            self.turned()
             try:
                 result = runner(fn, args, kwargs) if runner else fn(*args, **kwargs)
             finally:
                 self._inside = False
             self._forward = Phase(False, "of what follows", number)
             self._backward = self._forward._replace(backward=True)
+            self.turned()
             self._at_gradient(result, Phase(True, "of", number))
             return result
 
@@ -85,32 +112,72 @@ class Phases:
         """Begin a phase of backward when the gradient of a value in ``tree`` has been computed."""
 
         def begin(gradient: torch.Tensor) -> None:
-            self._backward = phase
+            if self._backward != phase:
+                self._backward = phase
+                self.turned()
 
         for leaf in leaves_of(tree):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Handle) and leaf.grad_fn is not None:
                 leaf.register_hook(begin)
+
+    def again(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """``fn``, by which a checkpoint computes again."""
+
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            before, self.recomputing = self.recomputing, True
+            self.turned()
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                self.recomputing = before
+                self.turned()
+
+        return computed
+
+
+# The phases of the function that runs, where a trace or a profile follows it; and what makes them for an executor.
+current_phases: ContextVar[Phases | None] = ContextVar("current_phases", default=None)
+phases_of: ContextVar[Callable[[Any], Phases] | None] = ContextVar("phases_of", default=None)
+
+
+@contextmanager
+def followed(make: Callable[[Any], Phases]) -> Iterator[None]:
+    """A context in which the phases of each micro-batch are noted: ``make(executor)`` returns those of one."""
+    before = phases_of.set(make)
+    try:
+        yield
+    finally:
+        phases_of.reset(before)
+
+
+def _noted(fn: Callable[..., Any], args: Sequence[Any], _: bool) -> tuple[Callable[..., Any], Sequence[Any]]:
+    phases = current_phases.get()
+    return (fn if phases is None else phases.again(fn)), args
+
+
+watch_checkpoints(_noted)
 
 
 class Work(TorchDispatchMode):
     """A mode that counts work by the phase in which it is done.
 
     Args:
-        phase: returns the phase that runs; by default forward or backward of all.
+        phase: returns the phase that runs, or what else work is counted by; by default forward or backward of all.
         others: returns numbers that grow beside the work, by name. They are counted by phase too.
 
     Attributes:
-        done: phase -> "flops", floating-point operations of those operators that torch knows to count (matrix products);
-            "launches", operators that compute tensors: neither views nor memory without values; and the others.
+        done: phase -> "flops", floating-point operations of matrix products (`shardlib.execute.flops`), and "again", how many
+            of these fused attention computes again; "launches", operators that compute tensors: neither views nor memory
+            without values; and the others.
     """
 
     def __init__(
-        self, phase: Callable[[], Phase] | None = None, others: Callable[[], Mapping[Any, int]] = dict[Any, int]
+        self, phase: Callable[[], Hashable] | None = None, others: Callable[[], Mapping[Any, int]] = dict[Any, int]
     ) -> None:
         super().__init__()
         self._phase, self._others = phase or _way, others
         self._before = dict(others())
-        self.done: dict[Phase, Counter[Any]] = {}
+        self.done: dict[Any, Counter[Any]] = {}
 
     @property
     def flops(self) -> tuple[int, int]:
@@ -132,13 +199,18 @@ class Work(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is asks_device:  # no work
             return func(*args)
-        result = func(*args, **(kwargs or {}))
+        result = self._run(func, args, kwargs or {})
         done = self._now()
-        if count := flop_registry.get(func.overloadpacket):
-            done["flops"] += count(*args, **(kwargs or {}), out_val=result)
+        if count := flops_of(func, args, kwargs or {}, result):
+            done["flops"] += count.done
+            done["again"] += count.again
         if not (func.is_view or func.overloadpacket in _WITHOUT_VALUES):
             done["launches"] += any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(result))
         return result
+
+    def _run(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator."""
+        return operator(*args, **kwargs)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)

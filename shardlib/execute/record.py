@@ -9,6 +9,7 @@ go on agreeing until a number of runs in a row were the same.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -38,6 +39,8 @@ class Record:
         late: buckets of which, in the trace, a gradient arrived at handles after the bucket's reduction had started.
         strayed: whether this rank left the trace in the present step.
         names: the names that the function has given to values.
+        layer_tokens: tokens that layers saw in the present step, of all micro-batches and layers of this rank together;
+            counted where the plan leaves out parts of layers.
         done: the steps of `shardlib.execute.sequence` that the function took.
     """
 
@@ -49,6 +52,7 @@ class Record:
         self.strayed = False
         self.names: set[str] = set()
         self.done: set[str] = set()
+        self.layer_tokens = 0
         self._equal_runs, self._needed = 0, 1  # equal runs in a row, and how many it takes to trust the trace
         self._warned: set[str] = set()  # units of which the log says that ranks use them differently
 
@@ -56,6 +60,18 @@ class Record:
     def agreeing(self) -> bool:
         """Whether the ranks agree on each exchange of a run that begins now."""
         return self.trace is None or self._equal_runs < self._needed
+
+    def less(self, skipped: frozenset[str]) -> list[Visit] | None:
+        """The trace of a run that leaves out these units."""
+        if self.trace is None or not skipped:
+            return self.trace
+        order = self.order or []
+        gone = [0, *itertools.accumulate(unit in skipped for unit in order)]  # of the first n reductions
+        return [(name, count - gone[count]) for name, count in self.trace if name not in skipped]
+
+    def late_of(self, skipped: frozenset[str]) -> tuple[str, ...]:
+        """`late` in a run that leaves out these units."""
+        return tuple(name for name in self.late if self._plan.bucket_of[name].unit not in skipped)
 
     @naming("the agreement on gathers")
     def compare(self, *word: int) -> list[tuple[int, ...]]:

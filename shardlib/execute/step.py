@@ -51,6 +51,7 @@ class Evaluation:
         squares: Σ of the squares of ``grads``, over all ranks, a number on the host.
         residuals: residuals of compressed exchanges, those of this step included.
         landing: tells when ``grads`` have come to the optimizer's memory.
+        layer_tokens: tokens of the global batch that layers saw, summed over layers; None where nothing is left out.
     """
 
     loss: torch.Tensor
@@ -65,6 +66,7 @@ class Evaluation:
     squares: float
     residuals: Residuals
     landing: Landing
+    layer_tokens: int | None
 
 
 class LossStep:
@@ -107,6 +109,7 @@ class LossStep:
         rng: Key | None,
         loss_scale: float = 1.0,
         *,
+        step: int | None = None,
         comm: dict[str, torch.Tensor],
         unreduced: tuple[str, ...] = (),
         reached: set[str] | None = None,
@@ -116,6 +119,7 @@ class LossStep:
         """Evaluate the loss and its gradients. Collective.
 
         Args:
+            step: the step's number, by which a plan leaves out layers; ``rng`` is the key of this step.
             comm: residuals of compressed exchanges.
             unreduced: see `ReductionOptions`.
             reached: see `ReductionOptions`.
@@ -125,15 +129,24 @@ class LossStep:
         plan, mesh = self._plan, self._mesh
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
+        if plan.step.thins and (step is None or rng is None):
+            raise TreeError(
+                "what this plan leaves out of layers depends on the step: pass step= and rng=, the key of the step "
+                "(sl.make_train_step does: sl.Key(seed).fold_in(step))"
+            )
         batch = as_tensors(batch, mesh.device)
         microbatches = split_batch(batch, plan, mesh)
         share, reads = self._inputs.share(batch, equal), Reads(params)
         records = self._runner.records
         for record in records:
             record.strayed = False  # of a step that raised
-        call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, loss_scale, self._share)
+        keys = keys_of(plan, mesh, microbatches, rng)
+        thinned = [plan.step.thinned(step, key) for key in keys]
+        call = Call(params, microbatches, keys, thinned, buffers, loss_scale, self._share)
         draws = states_of_generators(mesh.device)
         while True:
+            for record in records:
+                record.layer_tokens = 0
             landing = Landing(plan, mesh, unreduced) if land is None else land()
             # New residuals are kept beside those in `comm`, so that the step can be repeated.
             options = ReductionOptions(self._codecs, Residuals(comm), unreduced, reached, landing)
@@ -141,6 +154,7 @@ class LossStep:
             grads = landing.complete(self._runner.train(call, totals, options))
             landing.settle()
             strayed = any(record.strayed for record in records)
+            totals.layer_tokens = sum(record.layer_tokens for record in records)
             sums = totals.over_ranks(landing.squares(), share + strayed + reads.failed)
             if not sums.differ:
                 break
@@ -174,6 +188,7 @@ class LossStep:
             squares=sums.numbers[2],
             residuals=options.residuals,
             landing=landing,
+            layer_tokens=sums.layer_tokens if plan.step.thins else None,
         )
 
     def expected_scale(self, loss_scale: float) -> float | None:

@@ -142,11 +142,23 @@ class Mesh:
             make: ``make(axis, group)`` returns the transport for an axis instead of ``group``: see `shardlib.mesh.transport`.
                 Axes along which no other rank exists keep their groups.
         """
-        groups = dict(self._groups)
-        for axis, group in self._groups.items():
-            if group.size > 1 and not isinstance(group, EchoGroup):
-                groups[axis] = make(axis, group)
-        return Mesh(self.shape, self.rank, groups, self.device, self.abstract)
+        return Mesh(self.shape, self.rank, self._made(make), self.device, self.abstract)
+
+    @contextmanager
+    def through(self, make: Callable[[str, Group], Group]) -> Iterator[None]:
+        """A context in which this mesh itself uses other transports: see `with_transport`."""
+        before, self._groups = self._groups, self._made(make)
+        try:
+            yield
+        finally:
+            self._groups = before
+
+    def _made(self, make: Callable[[str, Group], Group]) -> dict[str, Group]:
+        """The groups that ``make`` makes of those along which there are other ranks, and the others."""
+        return {
+            axis: make(axis, group) if group.size > 1 and not isinstance(group, EchoGroup) else group
+            for axis, group in self._groups.items()
+        }
 
     def __repr__(self) -> str:
         kind = "abstract_mesh" if self.abstract else "mesh"

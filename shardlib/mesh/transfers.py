@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardlib.common.clock import timed
 from shardlib.common.devices import pins
 
 
@@ -29,7 +30,8 @@ class Transfer:
     def wait(self) -> None:
         """Return once the copy is complete, so that the host may read or write its memory."""
         if (event := self._event) is not None:
-            event.synchronize()
+            with timed("wait", "copies"):
+                event.synchronize()
         self._event = self._source = None
 
     def join(self) -> None:
@@ -65,6 +67,10 @@ class Transfers:
 
     def start(self, way: str, copies: Callable[[], object], source: torch.Tensor | None = None) -> Transfer:
         """Start ``copies()``, which all go one ``way``: "up" to the device, or "down" to the host."""
+        with timed("offload", way):
+            return self._start(way, copies, source)
+
+    def _start(self, way: str, copies: Callable[[], object], source: torch.Tensor | None) -> Transfer:
         if self._abstract:
             copies()
             return _Slow(self._lines.setdefault(way, _Line()), source)

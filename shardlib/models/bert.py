@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.errors import IllegalComposition
 from shardlib.models.layers import Fresh, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
 from shardlib.nn.attention import attention
 from shardlib.nn.blocks import block as mark_block
 from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
+from shardlib.nn.gate import OPEN, Gate
 from shardlib.nn.names import checkpoint_name
 from shardlib.nn.sequence import gather_sequence, shard_sequence
 from shardlib.rng import Key, uniform
@@ -92,8 +94,17 @@ def init(config: BERTConfig, seed: int = 0, device: str | torch.device = "cpu") 
     }
 
 
-def _block(config: BERTConfig, params: Params, x: Tensor, key_mask: Tensor | None, rng: Key | None) -> Tensor:
+def _block(
+    config: BERTConfig, params: Params, x: Tensor, key_mask: Tensor | None, rng: Key | None, gate: Gate = OPEN
+) -> Tensor:
     """One transformer block: (B, S, W) -> (B, S, W). Dropout needs ``rng``."""
+    if gate.keep is not None and not config.pre_norm:
+        raise IllegalComposition(
+            "progressive_layer_drop leaves the residual stream as it is where a layer is left out, and in a post-norm BERT "
+            "the stream goes through the layer's norms; use BERTConfig(pre_norm=True), as the paper does"
+        )
+    if not gate.open:
+        return x
 
     def attend(x: Tensor) -> Tensor:
         size = config.width // config.heads
@@ -107,8 +118,8 @@ def _block(config: BERTConfig, params: Params, x: Tensor, key_mask: Tensor | Non
         return drop(config.dropout, linear(params["mlp"]["down"], h), rng, "mlp")
 
     if config.pre_norm:
-        x = x + attend(_norm(params["ln1"], x))
-        return x + think(_norm(params["ln2"], x))
+        x = x + gate.scaled(attend(_norm(params["ln1"], x)))
+        return x + gate.scaled(think(_norm(params["ln2"], x)))
     x = _norm(params["ln1"], x + attend(x))
     return _norm(params["ln2"], x + think(x))
 

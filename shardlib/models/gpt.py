@@ -21,6 +21,7 @@ from shardlib.nn.attention import attention
 from shardlib.nn.blocks import Sequential, sequential
 from shardlib.nn.blocks import block as mark_block
 from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
+from shardlib.nn.gate import OPEN, Gate
 from shardlib.nn.names import checkpoint_name
 from shardlib.nn.sequence import gather_sequence, shard_sequence
 from shardlib.rng import Key
@@ -114,18 +115,21 @@ def _block(
     rng: Key | None,
     attend: Attend | None = None,
     segments: Tensor | None = None,
+    gate: Gate = OPEN,
 ) -> tuple[Tensor, Routed | None]:
     """One transformer block: (B, S, W) -> (B, S, W), and what its experts say. Dropout needs ``rng``."""
+    if not gate.open:
+        return x, None
     size = config.width // config.heads
     attend = attend or partial(attention, causal=True, segments=segments)
     a = self_attention(params["attn"], layer_norm(params["ln1"], x), size, partial(attend, layout=config.layout))
-    x = x + drop(config.dropout, checkpoint_name(a, "attn/out"), rng, "attn")
+    x = x + gate.scaled(drop(config.dropout, checkpoint_name(a, "attn/out"), rng, "attn"))
     h, routed = layer_norm(params["ln2"], x), None
     if config.moe is not None and "moe" in params:
         y, routed = config.moe(params["moe"], h, rng, segments)
     else:
         y = _mlp(params["mlp"], h)
-    return x + drop(config.dropout, y, rng, "mlp"), routed
+    return x + gate.scaled(drop(config.dropout, y, rng, "mlp")), routed
 
 
 def _mlp(params: Params, x: Tensor) -> Tensor:
@@ -255,9 +259,11 @@ def make_sequential(config: GPTConfig) -> Sequential:
     def first(params: Params, _: None, batch: dict[str, Tensor], rng: Key | None = None) -> Carry:
         return closed(embed(config, {"embed": params}, batch["tokens"], rng, positions=batch.get("positions")), ())
 
-    def layer(params: Params, carry: Carry, batch: dict[str, Tensor], rng: Key | None = None) -> Carry:
+    def layer(
+        params: Params, carry: Carry, batch: dict[str, Tensor], rng: Key | None = None, gate: Gate = OPEN
+    ) -> Carry:
         x, layers = opened(carry)
-        x, routed = _block(config, params, x, rng, segments=batch.get("segments"))
+        x, routed = _block(config, params, x, rng, segments=batch.get("segments"), gate=gate)
         return closed(x, (*layers, routed))
 
     def last(params: Params, carry: Carry, batch: dict[str, Tensor]) -> Any:

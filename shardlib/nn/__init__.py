@@ -13,6 +13,7 @@ from shardlib.nn.blocks import block, sequential
 from shardlib.nn.distillation import distillation
 from shardlib.nn.dropout import dropout
 from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
+from shardlib.nn.gate import Gate
 from shardlib.nn.moe import routers
 from shardlib.nn.moe.config import MoEConfig
 from shardlib.nn.moe.experts import run_experts
@@ -37,6 +38,7 @@ __all__ = [
     "linear_cross_entropy",
     "tiled",
     # blocks of a model
+    "Gate",
     "block",
     "checkpoint_name",
     "sequential",

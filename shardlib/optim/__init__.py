@@ -44,7 +44,7 @@ from shardlib.optim.schedules.cycles import (
     lr_range_test_schedule,
     one_cycle,
 )
-from shardlib.optim.schedules.large_batch import linear_scaling, sqrt_scaling
+from shardlib.optim.schedules.large_batch import batch_schedule, linear_scaling, sqrt_scaling, token_schedule
 from shardlib.optim.schedules.warmup import (
     warmup_constant_schedule,
     warmup_cosine_decay_schedule,
@@ -80,6 +80,7 @@ __all__ = [
     "add_noise",
     "adamw8bit",
     "apply_updates",
+    "batch_schedule",
     "chain",
     "clip_by_block_norm",
     "clip_by_global_norm",
@@ -115,6 +116,7 @@ __all__ = [
     "sqrt_scaling",
     "stochastic_rounding",
     "swa",
+    "token_schedule",
     "warmup_constant_schedule",
     "warmup_cosine_decay_schedule",
     "warmup_exponential_decay_schedule",

@@ -25,6 +25,7 @@ import torch
 
 from shardlib.collectives.attempts import attempted, error_of
 from shardlib.collectives.summation import sum_of_squares
+from shardlib.common.clock import timed
 from shardlib.common.pages import cloned
 from shardlib.errors import IllegalComposition
 from shardlib.mesh.memories import AHEAD
@@ -186,7 +187,7 @@ class Updates:
         Raises:
             Undone: it failed on some rank, and parameters and states are as they were on all.
         """
-        with torch.no_grad():
+        with torch.no_grad(), timed("optimizer"):
             factor = self._factor(grads, shards, scale, squares) if taken else None
             if self._delays:
                 pending = _pending(opt)

@@ -147,6 +147,8 @@ def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tupl
         tiles,
         asked.update or "exact",
         asked.tokens,
+        asked.layer_drop,
+        asked.token_drop,
     )
     return splits, decided, notes
 

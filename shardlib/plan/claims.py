@@ -25,6 +25,7 @@ from shardlib.mesh.specs import P
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.recompute import Recompute
 from shardlib.plan.stages import Stages
+from shardlib.plan.thinning import LayerDrop, TokenDrop
 from shardlib.tree import matches
 
 
@@ -269,6 +270,8 @@ class Step(Claim):
         sequence: the axis along which sequences are cut into parts, and how the parts meet.
         tokens: how tokens travel to experts that are dealt out over axes of the mesh.
         update: when states in host memory are updated: one of `UPDATES`.
+        layer_drop: which layers a step leaves out.
+        token_drop: how many tokens layers see.
     """
 
     subject_field = ""
@@ -284,6 +287,8 @@ class Step(Claim):
     sequence: SequenceKind | None = None
     tokens: TokenExchange | None = None
     update: str | None = None
+    layer_drop: LayerDrop | None = None
+    token_drop: TokenDrop | None = None
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:
         for axis in self.stages.axes if self.stages else ():

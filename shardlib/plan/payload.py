@@ -97,6 +97,8 @@ def _reductions(plan: PlanValue, owned: bool) -> Iterator[Message]:
     each = plan.stages.schedule.microbatches if plan.step.sync == "each" else 1
     for stage_plan in plan.stage_plans:
         for bucket in stage_plan.tiled.trained:
+            if bucket.unit in plan.left_out:
+                continue
             routes = stage_plan.tiled.routes[bucket.name]
             for exchange in routes.each:
                 yield _message("gradients", "each micro-batch", exchange, each)

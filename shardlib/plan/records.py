@@ -12,6 +12,8 @@ from shardlib.collectives.tokens import TokenExchange
 from shardlib.collectives.tree_sum import most_held, most_nodes
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.recompute import Recompute
+from shardlib.plan.thinning import LayerDrop, Thinned, TokenDrop, layers_of_both, thinned
+from shardlib.rng import Key
 from shardlib.tree import TreeDef
 
 
@@ -93,6 +95,25 @@ class StepPlan:
     module_tiles: Mapping[str, int] = field(default_factory=dict)
     update: str = "exact"
     tokens: TokenExchange | None = None
+    layer_drop: LayerDrop | None = None
+    token_drop: TokenDrop | None = None
+
+    @property
+    def thins(self) -> bool:
+        """Whether steps leave out parts of layers."""
+        return bool(self.layers)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The paths of the layers that steps may leave out, or tokens of them."""
+        return layers_of_both(self.layer_drop, self.token_drop)
+
+    def thinned(self, step: int | None, key: Key | None) -> Thinned | None:
+        """What layers do in a micro-batch of a step, by the step's key at its slot; None where nothing is ever left out, or
+        without a step: all of them see all."""
+        if not self.thins or step is None or key is None:
+            return None
+        return thinned(self.layer_drop, self.token_drop, step, key)
 
     @property
     def ahead(self) -> bool:

@@ -25,6 +25,8 @@ from shardlib.plan.records import OptimizerNeeds, Shape, StepPlan, Trace
 from shardlib.plan.reductions import Reductions
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
+from shardlib.plan.thinning import Thinned
+from shardlib.rng import Key
 
 ROLES = ("param", "grad", "optimizer")
 
@@ -60,6 +62,7 @@ class PlanValue:
         traces: what one micro-batch does in each stage; None when the plan was not traced.
         needs: what the optimizer needs at each coordinate along the stages' axis; None without an optimizer.
         buffers: dtype and number of elements of each buffer that the loss returns (BatchNorm's statistics).
+        left_out: units that are neither gathered nor reduced: in the plan of one step that leaves out layers.
         part: the subject of a partial plan; None for the plan of all ranks.
         claims: the resolved claims of all transforms.
     """
@@ -75,6 +78,7 @@ class PlanValue:
     traces: tuple[Trace, ...] | None = None
     needs: tuple[OptimizerNeeds, ...] | None = None
     buffers: tuple[tuple[torch.dtype, int], ...] = ()
+    left_out: frozenset[str] = frozenset()
     part: PlanPart | None = None
     claims: Resolved | None = field(default=None, compare=False, repr=False)
 
@@ -190,6 +194,21 @@ class PlanValue:
         """Bucket name -> bucket."""
         return {bucket.name: bucket for bucket in self.buckets}
 
+    def units_left_out(self, thinned: Thinned | None) -> frozenset[str]:
+        """The units that a step leaves out: those with leaves of left out layers alone."""
+        if thinned is None or not thinned.dropped:
+            return frozenset()
+
+        def gone(path: str) -> bool:
+            return all(map(thinned.leaves_out, (path, *self.placement_of[path].aliases)))
+
+        members = self.buckets_of.items()
+        return frozenset(unit for unit, buckets in members if all(gone(path) for b in buckets for path in b.paths))
+
+    def at_step(self, step: int, key: Key) -> Self:
+        """The plan of one step, with what it leaves out by its key."""
+        return replace(self, left_out=self.tiled.units_left_out(self.step.thinned(step, key)))
+
     @cached_property
     def largest_unit(self) -> int:
         """Elements of the largest unit's trained leaves, padding included."""
@@ -273,7 +292,8 @@ class PlanValue:
         if self.traces is not None:
             return tuple(unit for stage in self.local_stages for unit in self.traces[stage].touches)
         plan = self.tiled
-        sharded = [unit for unit, buckets in plan.buckets_of.items() if any(b.fetched for b in buckets)]
+        here = ((unit, buckets) for unit, buckets in plan.buckets_of.items() if unit not in plan.left_out)
+        sharded = [unit for unit, buckets in here if any(b.fetched for b in buckets)]
         return (*sharded, *(unit for unit in reversed(sharded) if unit in plan.trained_in))
 
     @cached_property

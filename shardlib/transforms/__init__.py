@@ -9,7 +9,9 @@ from shardlib.transforms.onebit import onebit
 from shardlib.transforms.pipeline import pipeline
 from shardlib.transforms.powersgd import powersgd
 from shardlib.transforms.precision import precision
+from shardlib.transforms.progressive_layer_drop import progressive_layer_drop
 from shardlib.transforms.quantize import quantize
+from shardlib.transforms.random_ltd import random_ltd
 from shardlib.transforms.remat import remat
 from shardlib.transforms.reproducible import reproducible
 from shardlib.transforms.sequence import sequence
@@ -28,7 +30,9 @@ __all__ = [
     "pipeline",
     "powersgd",
     "precision",
+    "progressive_layer_drop",
     "quantize",
+    "random_ltd",
     "remat",
     "reproducible",
     "row",

@@ -110,6 +110,11 @@ TABLE = [
         },
     ),
     (
+        sl.progressive_layer_drop,
+        {},
+        {"theta": SHARE - {"zero"}, "gamma": {*INTEGER, *SHARE}, "layers": ANY_GLOBS},
+    ),
+    (
         sl.quantize,
         {"weights": "int8", "gradients": "int8"},
         {
@@ -119,6 +124,11 @@ TABLE = [
             "block": NAME,
             "feedback": FLAG,
         },
+    ),
+    (
+        sl.random_ltd,
+        {"kept": sl.data.constant_pace(4)},
+        {"kept": NAME, "ends": COUNT, "layers": ANY_GLOBS},
     ),
     (
         sl.remat,

@@ -17,6 +17,7 @@ from shardlib.execute.record import Record
 from shardlib.execute.totals import Sums, Totals
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
+from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
@@ -29,12 +30,14 @@ class Call:
     Attributes:
         microbatches: the rank's micro-batches.
         keys: each micro-batch's key, or None.
+        thinned: what each micro-batch leaves out, or None.
         share: factor by which a scalar loss is multiplied before backward, for the mean over ranks and micro-batches.
     """
 
     params: Sharded
     microbatches: Sequence[Tree]
     keys: Sequence[Key | None]
+    thinned: Sequence[Thinned | None]
     buffers: Any
     loss_scale: float
     share: float

@@ -37,18 +37,22 @@ class Tracing:
         batch: one rank's share, on any device.
         buffers: those that the loss takes, or None.
         device: the ranks' device.
+        step: the number of the step, for what it leaves out of layers; None for a step that leaves out nothing.
+        key: of the step.
     """
 
     loss_fn: Callable[..., Any]
     batch: Tree
     buffers: Tree
     device: torch.device
+    step: int | None
+    key: Key
 
     def traced(self, plan: Plan) -> Plan:
         """The plan with its traces, from one micro-batch. If tracing fails, a note in the log says so."""
         try:
             with self._setting(plan) as setting:
-                return replace(plan, traces=trace(self.loss_fn, *setting))
+                return replace(plan, traces=trace(self.loss_fn, *setting, self.key, self.step))
         except DataDependentOutputException as error:
             notes = f"not traced: the loss reads values ({error})", _UNEVEN
             return replace(plan, claims=plan.claims and plan.claims.noting(notes))
@@ -56,10 +60,10 @@ class Tracing:
     def walk(self, plan: Plan) -> Walk:
         """What one micro-batch does, under a plan of one stage."""
         with self._setting(plan) as setting:
-            return walk(self.loss_fn, *setting)
+            return walk(self.loss_fn, *setting, self.key, self.step)
 
     @contextmanager
-    def _setting(self, plan: Plan) -> Iterator[tuple[Plan, Mesh, Sharded, Tree, Tree, Key]]:
+    def _setting(self, plan: Plan) -> Iterator[tuple[Plan, Mesh, Sharded, Tree, Tree]]:
         """What a plan is traced with."""
         needed = "params, batch" if self.buffers is None else "params, buffers, batch"
         require_function(self.loss_fn, "the loss function", needed)
@@ -82,7 +86,7 @@ class Tracing:
             stored = {
                 b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=self.device) for b in plan.buckets
             }
-            yield plain, mesh, Sharded(plain, mesh, "param", stored), batch, buffers, Key(0)
+            yield plain, mesh, Sharded(plain, mesh, "param", stored), batch, buffers
 
 
 class Shortly:

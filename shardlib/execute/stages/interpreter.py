@@ -32,6 +32,7 @@ from shardlib.execute.stages.messages import (
 )
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
+from shardlib.plan.thinning import Thinned
 from shardlib.schedules import Action, Kind, Schedule, peer, tag
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, leaves_of, tree_map
@@ -115,7 +116,11 @@ class Position:
 
 
 class Interpreter:
-    """The state of one step. Keys of its dictionaries are (stage, micro-batch)."""
+    """The state of one step. Keys of its dictionaries are (stage, micro-batch).
+
+    Args:
+        thinned: what each micro-batch leaves out, or None, where gradients are wanted.
+    """
 
     def __init__(
         self,
@@ -124,7 +129,9 @@ class Interpreter:
         compute: Compute,
         gradients: dict[int, Gradients] | None,
         seed: Callable[[int], float] | None,
+        thinned: Sequence[Thinned | None] = (),
     ) -> None:
+        self._thinned = thinned
         self._position, self._params, self._compute = position, params, compute
         self._gradients, self._seed = gradients, seed
         self._schedule = position.schedule
@@ -170,6 +177,7 @@ class Interpreter:
             self._params,
             self._gradients[number],
             lambda tree: materialise(self._compute(number, microbatch, tree, carry)),
+            self._thinned[microbatch],
         )
         run.outputs = differentiable(result)
         if run.executor.record.order is None:

@@ -75,7 +75,7 @@ class OneStage:
 
         seed = torch.ones((), dtype=torch.float64, device=self._mesh.device)
         turn = Turn(index, index == len(call.microbatches) - 1)
-        return self.executor.backward(call.params, gradients, turn, run, seed)
+        return self.executor.backward(call.params, gradients, turn, run, seed, call.thinned[index])
 
     def shared_aux(self, call: Call, aux: Tree, sums: Sums) -> Tree:
         return aux

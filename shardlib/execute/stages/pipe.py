@@ -112,7 +112,7 @@ class Pipe:
             return outcome.total
 
         first, sequence = all(record.order is None for record in self.records), self._plan.step.sequence
-        grads = self._gradients(call.params, run, lambda microbatch: call.seed(outcomes[microbatch]), options)
+        grads = self._gradients(call, run, lambda microbatch: call.seed(outcomes[microbatch]), options)
         if sequence and first:  # collective over all stages, so it comes after the schedule
             done = {step for record in self.records for step in record.done}
             loss = (outcomes[0].total, outcomes[0].weight) if outcomes else None
@@ -131,7 +131,7 @@ class Pipe:
         return self._broadcast(aux) if sums.with_aux else None
 
     def _gradients(
-        self, params: Sharded, compute: Compute, seed: Callable[[int], float], options: ReductionOptions
+        self, call: Call, compute: Compute, seed: Callable[[int], float], options: ReductionOptions
     ) -> dict[str, torch.Tensor]:
         """The gradients of this rank's buckets, in the optimizer's layout, summed over micro-batches.
 
@@ -140,7 +140,7 @@ class Pipe:
         gradients = {
             number: Gradients(stage.plan, self._mesh, options) for number, stage in self._position.stages.items()
         }
-        Interpreter(self._position, params, compute, gradients, seed).run(self._order)
+        Interpreter(self._position, call.params, compute, gradients, seed, call.thinned).run(self._order)
         sums: dict[str, torch.Tensor] = {}
         for number in self._position.stages:
             for name, grad in gradients[number].result().items():

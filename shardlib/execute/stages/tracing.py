@@ -16,7 +16,7 @@ from shardlib.execute.gradients import Gradients, Turn, default_options
 from shardlib.execute.handles import materialise
 from shardlib.execute.live import LiveBytes, Stretch
 from shardlib.execute.losses import read_loss
-from shardlib.execute.phases import Phases, Work
+from shardlib.execute.phases import Phases, Work, followed
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.base import Call, keys_of
 from shardlib.execute.stages.entry import entered
@@ -34,15 +34,18 @@ from shardlib.tree import Tree, leaves_of, tree_map
 
 
 def trace(
-    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key
+    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key, step: int | None
 ) -> tuple[Trace, ...]:
-    """The trace of each stage, from the first of a rank's micro-batches. ``params`` holds the buckets of all stages."""
+    """The trace of each stage, from the first of a rank's micro-batches, at a step with its key, or one that leaves out
+    nothing. ``params`` holds the buckets of all stages."""
     if plan.stages.axes:
-        return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng)
-    return (walk(loss_fn, plan, mesh, params, batch, buffers, rng).trace(),)
+        return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng, step)
+    return (walk(loss_fn, plan, mesh, params, batch, buffers, rng, step).trace(),)
 
 
-def walk(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key) -> Walk:
+def walk(
+    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key, step: int | None
+) -> Walk:
     """What the first of a rank's micro-batches does under a plan of one stage. Arguments are as in `trace`."""
     runner, phases = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None), Phases()
     alone: list[list[Stretch]] = []
@@ -53,13 +56,14 @@ def walk(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buf
         """Note what some micro-batches, with the cast batch, do to memory."""
         nonlocal landing
         landing = Imagined(plan, mesh, ())
-        live, runner.executor.around = LiveBytes(lambda: phases.now), phases.around
-        with live:
+        live = LiveBytes(lambda: phases.now)
+        with live, followed(lambda _: phases):
             microbatches = split_batch(batch, plan, mesh)
-            call = Call(params, microbatches, keys_of(plan, mesh, microbatches, rng), buffers, 1.0, 1.0)
+            keys = keys_of(plan, mesh, microbatches, rng)
+            thinned = [plan.step.thinned(step, key) for key in keys]
+            call = Call(params, microbatches, keys, thinned, buffers, 1.0, 1.0)
             gradients = runner.executor.gradients(default_options(mesh, landing))
             for index in indices:
-                phases.begin()
                 runner.microbatch(call, index, buffers, gradients)
         summed.append(live.stretches())
         if len(indices) == 1:
@@ -82,7 +86,9 @@ def _moved(executor: Executor, mesh: Mesh) -> dict[Any, int]:
     return sent if host is None else {**sent, "down": host.down, "up": host.up, "host": host.held}
 
 
-def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key) -> tuple[Trace, ...]:
+def _trace_stages(
+    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key, step: int | None
+) -> tuple[Trace, ...]:
     blocks, spans = require_blocks(loss_fn, plan), plan.stages.spans
     runs: list[Run] = []
     carry: Any = None
@@ -106,10 +112,10 @@ def _trace_stages(loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: 
             return read_loss(result, False).total if stop == len(blocks) else result
 
         executor = Executor(plan.of_stage(stage), mesh, trained=True)
-        executor.around = phases[stage].around
         gradients.append(executor.gradients(default_options(mesh)))
-        with _counting(mesh, sent[stage]), alive[stage], work[stage]:
-            result = executor.open(params, gradients[stage], compute)
+        follow = followed(lambda _, phases=phases[stage]: phases)  # type: ignore[misc]
+        with _counting(mesh, sent[stage]), alive[stage], work[stage], follow:
+            result = executor.open(params, gradients[stage], compute, plan.step.thinned(step, rng))
         executor.rest()
         stays = sum(storage.nbytes() for each in storages if (storage := each()) is not None)
         memory.append((alive[stage].now + stays, arriving))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.flop_counter import register_flop_formula
 
 from shardlib.common._compat import below_autograd, forward_level, no_autocast
 from shardlib.kernels.common.recompute import can_hook
@@ -174,6 +175,32 @@ def differentiable(
 
     call.__name__ = call.__qualname__ = name.split("::")[-1]
     return call
+
+
+def counted(name: str, *, forward: Callable[..., int], backward: Callable[..., int]) -> None:
+    """Say how many floating-point operations the matrix products of an operation's passes have.
+
+    The profile of a step, plans and torch's ``FlopCounterMode`` then count them. An operation without products needs none.
+
+    Args:
+        name: as in `differentiable`.
+        forward, backward: of the arguments of the operators, with shapes in place of tensors.
+
+    >>> def product(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    ...     return [x @ w]  # a kernel of your own
+    >>> make = sl.kernels.common.opaque("mylib::product", product, lambda x, w: [x.new_empty(len(x), w.shape[1])])
+    >>> backward = sl.kernels.common.opaque("mylib::product_backward", product, lambda x, w: [torch.empty_like(x)])
+    >>> flops = lambda x, w, **_: 2 * x[0] * x[1] * w[1]
+    >>> sl.kernels.common.counted("mylib::product", forward=flops, backward=flops)
+    >>> with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    ...     _ = make(torch.ones(2, 3), torch.ones(3, 4))
+    >>> counter.get_total_flops()
+    48
+    """
+    namespace, operation = _qualified(name).split("::")
+    operators = getattr(torch.ops, namespace)
+    for suffix, formula in (("", forward), ("_backward", backward)):
+        register_flop_formula(getattr(operators, operation + suffix))(formula)
 
 
 def _qualified(name: str) -> str:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 
 from shardlib.kernels.common.dispatch import on, serving
-from shardlib.kernels.common.operators import differentiable
+from shardlib.kernels.common.operators import counted, differentiable
 from shardlib.kernels.counter import spread
 from shardlib.kernels.sparse_attention import reference
 from shardlib.kernels.sparse_attention.arguments import Attention
@@ -82,4 +82,16 @@ attend = differentiable(
     backward_reference=_backward_reference,
     keep=lambda inputs, outputs: (*inputs, *outputs),
     backward_only=1,
+)
+
+
+def _product(q, k, v, row_offsets, columns, key_mask, bias, block, *_, **__):
+    """One product by all blocks: of batch, heads and block² scores, with a head's size."""
+    return 2 * q[0] * (q[1] // row_offsets[0]) * columns[0] * block**2 * q[3]
+
+
+counted(
+    "sparse_attention",
+    forward=lambda *given, **_: 2 * _product(*given),
+    backward=lambda *given, **_: 5 * _product(*given),
 )

@@ -145,7 +145,7 @@ class Rank:
             self._read[unit] = self.send("read", sum(sizes), asked) if sum(sizes) else 0.0
 
     def _reduce(self, plan: PlanValue, unit: str, last: bool) -> None:
-        for bucket in plan.trained_in.get(unit, ()):
+        for bucket in () if unit in plan.left_out else plan.trained_in.get(unit, ()):
             route = plan.routes[bucket.name]
             done = self.along(route.reductions if last else route.each, self.now)
             self.reduced = max(self.reduced, done)

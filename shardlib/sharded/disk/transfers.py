@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 
 import torch
 
+from shardlib.common.clock import timed
 from shardlib.sharded.disk.layout import Flat
 from shardlib.sharded.disk.pool import Pool
 
@@ -26,7 +27,8 @@ class Fetch:
             StorageError: it could not be read; the memory is given back.
         """
         try:
-            wait(self._pending)
+            with timed("wait", "disk"):
+                wait(self._pending)
             for request in self._pending:
                 request.result()
         except BaseException:

@@ -12,9 +12,11 @@ from . import (
     optimizers,
     parts,
     plans,
+    profiles,
     reproducible,
     runs,
     steps,
+    thinning,
     tiles,
 )
 
@@ -22,6 +24,7 @@ DEFECTS: tuple[Defect, ...] = (
     *communication.DEFECTS,
     *hangs.DEFECTS,
     *plans.DEFECTS,
+    *profiles.DEFECTS,
     *steps.DEFECTS,
     *keys.DEFECTS,
     *optimizers.DEFECTS,
@@ -33,4 +36,5 @@ DEFECTS: tuple[Defect, ...] = (
     *reproducible.DEFECTS,
     *tiles.DEFECTS,
     *experts.DEFECTS,
+    *thinning.DEFECTS,
 )

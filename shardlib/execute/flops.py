@@ -1,0 +1,94 @@
+"""Floating-point operations of operators, by the shapes of their arguments.
+
+A multiplication and an addition are two operations. Counted are matrix products, also those inside of fused operators.
+Torch's own table is extended by the operators that it leaves out, and shardlib's operations add theirs where they are defined
+(`shardlib.kernels.common.operators.counted`). Causal attention counts in full, as is the convention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+
+
+class Flops(NamedTuple):
+    """The floating-point operations of one operator.
+
+    Attributes:
+        done: how many it does.
+        again: how many of these compute what was computed before: the scores of fused attention, in backward.
+    """
+
+    done: int
+    again: int = 0
+
+
+def flops_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Flops | None:
+    """The operations of a dispatched operator; None if it contains no product."""
+    packet = operator.overloadpacket
+    if further := _FURTHER.get(packet):
+        done = further(*args)
+    elif count := flop_registry.get(packet):
+        done = count(*args, **kwargs, out_val=result)
+    else:
+        return None
+    # Fused attention's backward has five products, the first of which computes the scores again.
+    return Flops(done, done // 5 if attends(operator) and "backward" in operator.name() else 0)
+
+
+def attends(operator: Any) -> bool:
+    """Whether an operator is fused attention."""
+    return "attention" in operator.name()
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _scores_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> int:
+    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
+    """``[R, k] · [E, k, n]``, ``[m, R] · [R, n]`` or ``[E, m, k] · [k, R]`` by ranges of R, or ``[E, m, k] · [E, k, n]``."""
+    own = a.shape[0] if a.dim() > b.dim() else 1  # each column of the second meets one matrix of the first
+    return 2 * a.numel() * b.shape[-1] // own
+
+
+def _by_vector(matrix: torch.Tensor, *_: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _onto_by_vector(_: Any, matrix: torch.Tensor, *__: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _outer_sum(_: Any, a: torch.Tensor, b: torch.Tensor, *__: Any) -> int:
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _outer(_: Any, a: torch.Tensor, b: torch.Tensor, *__: Any) -> int:
+    return 2 * math.prod((*a.shape, *b.shape))
+
+
+_FURTHER: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _scores,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _scores_backward,
+    aten._scaled_dot_product_fused_attention_overrideable: _scores,
+    aten._scaled_dot_product_fused_attention_overrideable_backward: _scores_backward,
+    aten._grouped_mm: _grouped,
+    aten.mv: _by_vector,
+    aten.dot: _by_vector,
+    aten.vdot: _by_vector,
+    aten.addmv: _onto_by_vector,
+    aten.addbmm: _outer_sum,
+    aten.addr: _outer,
+}

@@ -1,0 +1,168 @@
+"""The exchanges of a step: bytes, times, bandwidths, and who waited for whom."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shardlib.common.optional import figures
+from shardlib.plan.tables import size, table
+from shardlib.report.profile.meetings import Meeting, meetings
+from shardlib.report.profile.picture import saved
+from shardlib.report.profile.recording import Recording, TrainStep, record, require_steps
+
+
+@dataclass(frozen=True)
+class Line:
+    """The exchanges of one name in a step: one line of the table.
+
+    Attributes:
+        name: what they are for.
+        op: the operation.
+        axis: the mesh axis.
+        calls: how many there are, of all groups of ranks.
+        payload: bytes that one rank sends in one of them.
+        seconds: median time from the last rank's arrival to the first result.
+        waited: the longest that a rank waited for one of them.
+        last: the rank that came last most often.
+        late: median seconds by which the last rank came after the first.
+    """
+
+    name: str
+    op: str
+    axis: str
+    calls: int
+    payload: int
+    seconds: float
+    waited: float
+    last: int
+    late: float
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second of one rank; None if no rank waited for a result."""
+        return self.payload / self.seconds if self.seconds else None
+
+
+@dataclass(frozen=True)
+class Comm:
+    """What `sl.report.comm` found: the exchanges of one step. Printing it shows a table.
+
+    Attributes:
+        recording: the recorded step of all ranks.
+        state: the train state after it.
+    """
+
+    recording: Recording = field(repr=False)
+    state: Any = field(repr=False, compare=False)
+
+    @cached_property
+    def meetings(self) -> Sequence[Meeting]:
+        """Every exchange, as all of its ranks made it, in the order in which they began."""
+        return meetings(self.recording.sizes, [steps[-1] for steps in self.recording.ranks])
+
+    @cached_property
+    def lines(self) -> Sequence[Line]:
+        """The exchanges by name, in the order in which they first began."""
+        named: dict[tuple[str, str, str], list[Meeting]] = {}
+        for meeting in self.meetings:
+            named.setdefault((meeting.name, meeting.op, meeting.first.axis), []).append(meeting)
+        return [
+            Line(
+                *key,
+                len(found),
+                max(meeting.payload for meeting in found),
+                statistics.median(meeting.seconds for meeting in found),
+                max(meeting.waited for meeting in found),
+                Counter(meeting.last for meeting in found).most_common(1)[0][0],
+                statistics.median(meeting.late for meeting in found),
+            )
+            for key, found in named.items()
+        ]
+
+    @property
+    def payload(self) -> Mapping[str, int]:
+        """Axis -> bytes that a rank sends in the step, of the ranks the most, as `Plan.payload` counts them."""
+        totals: Counter[str] = Counter()
+        for steps in self.recording.ranks:
+            sent: Counter[str] = Counter()
+            for exchange in steps[-1].exchanges:
+                sent[exchange.axis] += exchange.payload
+            totals |= sent
+        return {axis: totals[axis] for axis, ways in self.recording.sizes.items() if ways > 1}
+
+    def plot(self, path: str | Path) -> None:
+        """Writes a PNG: the exchanges of every rank on one time axis, pale until the last rank has come.
+
+        Raises:
+            MissingPackage: matplotlib is not installed; the message says what to install.
+        """
+        _draw(self, path)
+
+    def __str__(self) -> str:
+        sent = ", ".join(f"{size(count)} on {axis}" for axis, count in self.payload.items()) or "nothing"
+        rows = [
+            (
+                line.name, line.op, line.axis, str(line.calls), size(line.payload), f"{1e3 * line.seconds:.2f}",
+                f"{line.bandwidth / 1e9:.3g}" if line.bandwidth and line.payload else "",
+                f"{1e3 * line.waited:.2f}", f"rank {line.last}", f"{1e3 * line.late:.2f}",
+            )
+            for line in self.lines
+        ]  # fmt: skip
+        header = ("exchange", "op", "axis", "calls", "bytes", "ms", "GB/s", "waited, ms", "last", "late, ms")
+        return f"a rank sends {sent} in a step\n\n{table(header, rows, right=7)}"
+
+
+def comm(train_step: TrainStep, state: Any, batch: Any, *, warm: int = 2) -> Comm:
+    """The exchanges of one step: bytes, time, bandwidth, and which rank the others waited for. Collective.
+
+    An exchange's time runs from the arrival of its last rank until the first rank had its result, by the ranks' common clock.
+    A rank that asks for a result late learns only then that it is there, so times are upper bounds and bandwidths lower ones
+    where nobody waited. Steps that are not reported on have no clock at all.
+
+    Args:
+        train_step, state: of `make_train_step`. The state is used up; the one after these steps is ``.state``.
+        batch: this rank's share of a batch, which every step is given.
+        warm: steps that come before the reported one.
+
+    >>> state, train_step = sl.make_train_step(lambda p, x: (x @ p).square().mean(), torch.ones(4, 4), sl.optim.sgd(0.1))
+    >>> sl.report.comm(train_step, state, torch.ones(2, 4)).lines  # one rank exchanges nothing
+    []
+    """
+    require_steps("report.comm", state, warm=warm)
+    state, recording = record(train_step, state, batch, 1, warm)
+    return Comm(recording, state)
+
+
+def _draw(found: Comm, path: str | Path) -> None:
+    Figure, FigureCanvasAgg = figures()
+    from matplotlib.patches import Patch
+
+    ranks = len(found.recording.ranks)
+    figure = Figure(figsize=(13, 1.4 + 0.5 * ranks), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    began = min(steps[-1].began for steps in found.recording.ranks)
+    colours = dict(zip(found.payload, ("#3b6ea8", "#c8553d", "#4f8a55", "#d9902f", "#8c6bb1", "#57a6a1")))
+    for meeting in found.meetings:
+        last = meeting.of[meeting.last].start
+        for rank, exchange in meeting.of.items():
+            end = max(last, exchange.end or last)
+            for left, right, alpha in ((exchange.start, last, 0.3), (last, end, 0.9)):
+                axes.barh(
+                    rank, 1e3 * (right - left), left=1e3 * (left - began), height=0.8, alpha=alpha,
+                    color=colours[exchange.axis], edgecolor="white", linewidth=0.3,
+                )  # fmt: skip
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
+    axes.set_ylim(ranks - 0.5, -0.5)
+    axes.set_xlabel("ms; pale until the last rank has come", fontsize=8)
+    axes.tick_params(labelsize=8, length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles = [Patch(facecolor=colour, label=axis) for axis, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles) or 1, frameon=False, fontsize=8)
+    saved(figure, path)

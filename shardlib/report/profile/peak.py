@@ -1,0 +1,42 @@
+"""The floating-point operations per second that a device reaches at best."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+
+import torch
+
+_SIDES = {"cpu": 1024}
+_SIDE = 8192
+_ROUNDS = 5
+
+
+def measure_peak(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """Floating-point operations per second of a large product of matrices, with torch's present number of threads.
+
+    The best of some rounds, measured once in a process for each device, dtype and number of threads.
+
+    >>> sl.report.measure_peak() > 0
+    True
+    """
+    return _measured(torch.device(device), dtype, torch.get_num_threads())
+
+
+@cache
+def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+    side = _SIDES.get(device.type, _SIDE)
+    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    seconds = []
+    for _ in range(_ROUNDS + 1):
+        _settle(device)
+        start = time.perf_counter()
+        a @ b
+        _settle(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * side**3 / min(seconds[1:])
+
+
+def _settle(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,91 @@
+"""Pictures of recorded steps: what ran when, and how long each kind and block took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardlib.common.optional import figures
+from shardlib.report.profile.timeline import Part, Span
+
+COLOURS = {
+    "forward": "#3b6ea8",
+    "backward": "#c8553d",
+    "recompute": "#d9902f",
+    "optimizer": "#4f8a55",
+    "communication": "#8c6bb1",
+    "wait": "#bdbdbd",
+    "offload": "#57a6a1",
+    "other": "#6f6f6f",
+}
+
+
+def colour_of(part: Part) -> str:
+    """The colour of a part."""
+    return COLOURS[part.way if part.kind == "compute" else part.kind]
+
+
+def draw_profile(
+    ranks: Sequence[Sequence[Span]],
+    by_kind: Mapping[str, float],
+    by_block: Mapping[str, Mapping[str, float]],
+    title: str,
+    path: str | Path,
+) -> None:
+    """Writes a PNG: the parts of a step of each rank on one time axis, one rank's seconds by kind, and those by block.
+
+    Raises:
+        MissingPackage: matplotlib is not installed; the message says what to install.
+    """
+    Figure, FigureCanvasAgg = figures()
+    figure = Figure(figsize=(13, 4.6 + 0.3 * len(ranks)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 2, height_ratios=[0.8 + 0.3 * len(ranks), 3.2])
+    _timelines(figure.add_subplot(grid[0, :]), ranks)
+    _bars(figure.add_subplot(grid[1, 0]), {kind: {"": seconds} for kind, seconds in by_kind.items()}, {"": "#3b6ea8"})
+    _bars(figure.add_subplot(grid[1, 1]), by_block, COLOURS)
+    figure.suptitle(title, fontsize=10)
+    saved(figure, path)
+
+
+def _timelines(axes: Any, ranks: Sequence[Sequence[Span]]) -> None:
+    from matplotlib.patches import Patch
+
+    shown: dict[str, Patch] = {}
+    for rank, spans in enumerate(ranks):
+        for span in spans:  # what lies in another span is drawn over it
+            colour = colour_of(span.part)
+            axes.barh(rank, 1e3 * (span.end - span.start), left=1e3 * span.start, height=0.9, color=colour)
+            name = span.part.way if span.part.kind == "compute" else span.part.kind
+            shown.setdefault(name, Patch(facecolor=colour, label=name))
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))], fontsize=8)
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.set_xlabel("ms", fontsize=8)
+    axes.legend(handles=list(shown.values()), ncols=len(shown), fontsize=7, frameon=False, loc="lower right",
+                bbox_to_anchor=(1, 1))  # fmt: skip
+    _plain(axes)
+
+
+def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str]) -> None:
+    """One bar for each row, of parts that have a colour each."""
+    for number, parts in enumerate(rows.values()):
+        left = 0.0
+        for name, seconds in parts.items():
+            axes.barh(number, 1e3 * seconds, left=left, color=colours[name])
+            left += 1e3 * seconds
+    axes.set_yticks(range(len(rows)), list(rows), fontsize=8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel("ms", fontsize=8)
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    axes.tick_params(labelsize=8, length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def saved(figure: Any, path: str | Path) -> None:
+    """Writes a figure; missing folders are created."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -1,0 +1,213 @@
+"""Steps as they were recorded: clocks at the boundaries of blocks, phases and exchanges, on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardlib.collectives import primitives
+from shardlib.common.clock import current_clock
+from shardlib.execute.phases import Phase, Phases, followed
+from shardlib.mesh.mesh import Mesh
+from shardlib.optim.train_state import TrainState
+from shardlib.report.profile.exchanges import Exchange, Heard
+from shardlib.report.profile.timeline import Part, Span, Timeline
+from shardlib.tree import leaves_of
+
+TrainStep = Callable[[Any, Any], tuple[Any, Any]]
+OUTSIDE = "outside of blocks"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank.
+
+    Attributes:
+        began: when it began, by the clock of all ranks (see `Recording`).
+        spans: its parts.
+        exchanges: those that it made, in order; their times by the same clock.
+    """
+
+    began: float
+    spans: Sequence[Span]
+    exchanges: Sequence[Exchange]
+
+    @property
+    def seconds(self) -> float:
+        """The step's wall time."""
+        return self.spans[0].end
+
+    def own(self) -> dict[Part, float]:
+        """Part -> seconds in it and in no part within it; they add up to the step's."""
+        seconds: defaultdict[Part, float] = defaultdict(float)
+        for span in self.spans:
+            seconds[span.part] += span.own
+        return seconds
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Some steps of all ranks. Times of different ranks are by one clock: ranks of one host share theirs, and those of others
+    are compared when they leave an exchange together.
+
+    Attributes:
+        sizes: axis name -> size of the mesh.
+        rank: this rank.
+        ranks: the steps of each rank.
+    """
+
+    sizes: dict[str, int]
+    rank: int
+    ranks: Sequence[Sequence[Step]]
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """This rank's."""
+        return self.ranks[self.rank]
+
+
+class Follower:
+    """What is noted of one step while it runs.
+
+    Attributes:
+        timeline: its parts.
+        exchanges: its exchanges.
+    """
+
+    def __init__(self, mesh: Mesh, names: dict[int, str]) -> None:
+        self._mesh, self._names = mesh, names
+        self.timeline = Timeline(mesh.device)
+        self.exchanges: list[Exchange] = []
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """A context whose steps are noted."""
+        mesh, clock = self._mesh, current_clock.set(self.timeline)
+
+        def heard(axis: str, group: Any) -> Heard:
+            return Heard(axis, group, mesh.traffic, self.timeline, self.exchanges)
+
+        try:
+            with mesh.through(heard), followed(lambda executor: _Clocked(executor, self.timeline, self._names)):
+                yield
+        finally:
+            current_clock.reset(clock)
+
+
+class _Clocked(Phases):
+    """The phases of a micro-batch on a timeline.
+
+    Args:
+        names: number of a block -> its unit, which is filled in.
+    """
+
+    def __init__(self, executor: Any, timeline: Timeline, names: dict[int, str]) -> None:
+        self._executor, self._timeline, self._named = executor, timeline, names
+        self._place, self._back = 0, False
+        plan = executor.plan
+        (stage, *_) = plan.local_stages
+        super().__init__(plan.stages.spans[stage][0] if plan.stages.axes else 0)
+
+    @contextmanager
+    def running(self, backward: bool) -> Iterator[None]:
+        self._back = backward
+        with super().running(backward):
+            self._place = self._timeline.open(self._part())
+            try:
+                yield
+            finally:
+                self._timeline.close(self._place)
+
+    def turned(self) -> None:
+        self._timeline.turn(self._place, self._part())
+
+    def meets(self, number: int, args: tuple[Any, ...]) -> None:
+        if number not in self._named:
+            tensors = (leaf for leaf in leaves_of(args) if isinstance(leaf, torch.Tensor))
+            units = (self._executor.unit_of(tensor) for tensor in tensors)
+            self._named[number] = next(filter(None, units), f"block {number}")
+
+    def _part(self) -> Part:
+        way = "recompute" if self.recomputing else "backward" if self._back else "forward"
+        return Part("compute", way, self.name_of(self.at(self._back)))
+
+    def name_of(self, phase: Phase) -> str:
+        """The unit of a phase's block."""
+        return self._named[phase.block] if phase.place == "of" else OUTSIDE
+
+
+def require_steps(verb: str, state: Any, steps: int = 1, warm: int = 0) -> None:
+    """Refuse what cannot be recorded.
+
+    Raises:
+        TypeError: a state that is no `TrainState`.
+        ValueError: fewer than one step, or fewer than none before.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"{verb}: the state is a {type(state).__name__}; pass the one that make_train_step returned")
+    if steps < 1 or warm < 0:
+        raise ValueError(f"{verb}: steps={steps}, warm={warm}; record at least one step, after none or more others")
+
+
+def stepped(train_step: TrainStep, state: Any, batch: Any, names: dict[int, str]) -> tuple[Any, Step]:
+    """One step with its record: the next state, and what was noted."""
+    follower = Follower(state.params.mesh, names)
+    with follower.installed():
+        state, _ = train_step(state, batch)
+    return state, Step(follower.timeline.began, follower.timeline.end(), follower.exchanges)
+
+
+def record(train_step: TrainStep, state: Any, batch: Any, steps: int, warm: int) -> tuple[Any, Recording]:
+    """Record some steps, after ``warm`` ones that are not recorded; returns the state after them. Collective."""
+    mesh = state.params.mesh
+    names: dict[int, str] = {}
+    for _ in range(warm):
+        state, _ = stepped(train_step, state, batch, names)
+    taken = []
+    for _ in range(steps):
+        state, step = stepped(train_step, state, batch, names)
+        taken.append(step)
+    return state, gathered(mesh, taken)
+
+
+def gathered(mesh: Mesh, steps: Sequence[Step]) -> Recording:
+    """The steps of all ranks, by one clock. Collective."""
+    ahead = _ahead(mesh)
+    for step in steps:
+        for exchange in step.exchanges:
+            exchange.start -= ahead
+            exchange.end = exchange.end and exchange.end - ahead
+    moved = [Step(step.began - ahead, step.spans, step.exchanges) for step in steps]
+    return Recording(dict(mesh.shape), mesh.rank, primitives.all_gather_object(mesh, list(mesh.shape), moved))
+
+
+_MEETINGS = 9
+
+
+def _ahead(mesh: Mesh) -> float:
+    """Seconds by which this rank's clock is ahead of rank 0's: 0 on rank 0's host, whose processes share one clock."""
+    axes = list(mesh.shape)
+    hosts = primitives.all_gather_object(mesh, axes, _host())
+    differences = []
+    for _ in range(_MEETINGS if len(set(hosts)) > 1 else 0):
+        primitives.all_gather_object(mesh, axes, None)  # all leave together
+        times = primitives.all_gather_object(mesh, axes, time.perf_counter())
+        differences.append(times[mesh.rank] - times[0])
+    return 0.0 if hosts[mesh.rank] == hosts[0] else sorted(differences)[_MEETINGS // 2]
+
+
+def _host() -> str:
+    """What processes with one clock have in common: a host since its last start."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read()
+    except OSError:
+        import platform
+
+        return platform.node()

@@ -1,0 +1,377 @@
+"""Progressive layer drop: against loops that leave out the same layers, equal on every mesh, and nothing sent for what is
+left out."""
+
+import math
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from helpers import thinned
+from helpers.decoders import cut, decoder, in_float64, label_batches
+from helpers.thinned import BERT, GPT, RATE, SEED, SLICES, STEPS, in_list, looped, tokens, trained
+from helpers.trees import assert_close
+
+import shardlib as sl
+from shardlib.errors import IllegalComposition, LossError, TreeError
+from shardlib.models import bert, gpt
+from shardlib.plan.claims import LeafInfo
+from shardlib.plan.layers import layers_of
+from shardlib.plan.thinning import LayerDrop
+
+DROP = sl.progressive_layer_drop(0.5, 5.0)  # at step 0 nothing, from step 1 on as at the end
+
+
+def kept_at(step, layers=4):
+    return thinned.kept_at(step, LayerDrop(0.5, 5.0, tuple(map(str, range(layers)))))
+
+
+def gpt_loss(params, batch, step):
+    return thinned.gpt_loss(params, batch, kept_at(step))
+
+
+def bert_loss(params, batch, step):
+    return thinned.bert_loss(params, batch, kept_at(step))
+
+
+# The schedule.
+
+
+@pytest.mark.parametrize(("step", "theta"), [(0, 1.0), (100, 0.9524), (693, 0.75), (1000, 0.6839), (5000, 0.5034)])
+def test_the_schedule_over_time(step, theta):
+    assert round(LayerDrop(0.5, 0.001, ("a",)).theta_at(step), 4) == theta
+
+
+def test_the_schedule_over_depth():
+    drop = LayerDrop(0.5, 1.0, tuple("abcdefghijkl"))
+    keep = drop.keep(1000)
+    assert keep["l"] == pytest.approx(0.5) and keep["a"] == pytest.approx(1 - 0.5 / 12)
+    assert drop.share(1000) == pytest.approx(sum(keep.values()) / 12) == pytest.approx(0.729, abs=5e-4)
+
+
+def test_layers_are_kept_as_often_as_the_schedule_says():
+    drop, steps = LayerDrop(0.3, 1.0, tuple("abcde")), 4000
+    counts = Counter()
+    pairs = Counter()
+    for step in range(100, 100 + steps):
+        kept = drop.kept(step, sl.Key(3).fold_in(step))
+        counts.update(path for path, runs in kept.items() if runs)
+        pairs.update(one + other for one in "abcde" for other in "abcde" if one < other and kept[one] and kept[other])
+    keep = drop.keep(100)
+    for path, p in keep.items():
+        assert abs(counts[path] - p * steps) < 4 * math.sqrt(p * (1 - p) * steps)
+    for (one, other), count in pairs.items():  # layers are drawn on their own
+        p = keep[one] * keep[other]
+        assert abs(count - p * steps) < 4 * math.sqrt(p * (1 - p) * steps)
+
+
+def test_the_steps_here_leave_out_layers():
+    """What the tests below rest on."""
+    runs = [[runs for runs, *_ in kept_at(step)] for step in range(STEPS)]
+    assert all(runs[0]) and sum(not each for step in runs for each in step) >= 3 and len(set(map(tuple, runs))) >= 3
+    assert not all(each for each, *_ in kept_at(100))
+
+
+# Equal to a loop, on every mesh.
+
+CASES = {
+    "one device": ({"data": 1}, ()),
+    "stage 0": ({"data": 2}, (sl.zero(0),)),
+    "stage 1": ({"data": 2}, (sl.zero(1), sl.accumulate(2))),
+    "stage 2": ({"data": 2}, (sl.zero(2), sl.accumulate(2, sync="each"))),
+    "stage 3": ({"data": 4}, (sl.zero(3),)),
+    "stage 3, one after the other": ({"data": 2}, (sl.zero(3, prefetch=False), sl.accumulate(4, sync="last"))),
+    "recomputed": ({"data": 2}, (sl.zero(3), sl.remat(), sl.accumulate(2))),
+    "some recomputed": ({"data": 2}, (sl.zero(2), sl.remat("dots", blocks=2))),
+    "summed in a tree": ({"data": 2}, (sl.zero(1), sl.reproducible(4))),
+    "slices": ({"data": 2, "model": 2}, (sl.zero(3), SLICES, sl.remat())),
+    "tiles": ({"data": 2}, (sl.zero(3), sl.tile("blocks/*/mlp/up/weight", 2))),
+    "offloaded": ({"data": 2}, (sl.zero(3), sl.offload(params="host"))),
+}
+STAGES = {
+    "1f1b": ({"data": 2, "pipe": 2}, (sl.zero(2), sl.pipeline("1f1b", 4))),
+    "stages of stage 3": ({"data": 2, "pipe": 2}, (sl.zero(3), sl.pipeline("1f1b", 2), sl.remat())),
+    "interleaved": ({"pipe": 2}, (sl.pipeline("interleaved-1f1b", 4, chunks=2),)),
+    "split backward": ({"data": 2, "pipe": 2}, (sl.zero(3), sl.pipeline("zb-h1", 4))),
+    "a layer a stage": ({"pipe": 6}, (sl.pipeline("gpipe", 2, partition="count"),)),
+}
+
+
+@pytest.fixture(scope="module", params=[0, 100], ids=["from the start", "resumed"])
+def reference(request):
+    return request.param, looped(gpt_loss, gpt.init(GPT), tokens(), request.param)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_a_loop_on_every_mesh(reference, case):
+    first, expected = reference
+    mesh, transforms = CASES[case]
+    run = partial(trained, transform=sl.chain(DROP, *transforms), first=first)
+    for numbers, params, *_ in sl.simulate(
+        lambda mesh: run(mesh, loss_fn=gpt.make_loss(GPT), params=gpt.init(GPT), batch=tokens()), mesh=mesh
+    ):
+        assert_close((numbers, params), expected, 1e-10)
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_equal_to_a_loop_in_stages(reference, case):
+    first, expected = reference
+    mesh, transforms = STAGES[case]
+    run = partial(trained, transform=sl.chain(DROP, *transforms), first=first)
+    params = gpt.to_blocks(gpt.init(GPT))
+    ran = sl.simulate(
+        lambda mesh: run(mesh, loss_fn=gpt.make_sequential(GPT), params=params, batch=tokens()), mesh=mesh
+    )
+    for numbers, after, *_ in ran:
+        assert_close((numbers, in_list(after)), expected, 1e-10)
+
+
+def test_equal_to_a_loop_in_processes(pool):
+    expected = looped(gpt_loss, gpt.init(GPT), tokens())
+    transform = sl.chain(DROP, sl.zero(3), SLICES)
+    loss_fn, params, batch = gpt.make_loss(GPT), gpt.init(GPT), tokens()
+    ran = pool.run(trained, transform, loss_fn, params, batch, mesh={"data": 2, "model": 2})
+    for numbers, params, *_ in ran:
+        assert_close((numbers, params), expected, 1e-10)
+
+
+def test_a_bert():
+    batch, params = tokens(), bert.init(BERT)
+    expected = looped(bert_loss, params, batch)  # a tied embedding is two leaves there, each with half of the gradient
+    loss_fn = bert.make_loss(BERT)
+    transform = sl.chain(DROP, sl.zero(3))
+    (numbers, *_), *_ = sl.simulate(lambda mesh: trained(mesh, transform, loss_fn, params, batch), mesh={"data": 2})
+    assert_close(numbers[0, 0], expected[0][0, 0], 1e-10)
+    step_loss = sl.value_and_grad(loss_fn)
+    plan = sl.shard(params, sl.make_mesh(), DROP)
+    for step in range(6):
+        key = sl.Key(SEED).fold_in(step)
+        loss, _ = step_loss(plan, batch, step=step, rng=key)
+        assert_close(loss, bert_loss(params, batch, step), 1e-10)
+
+
+# transformers' decoders, and blocks of a user's.
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_decoders_of_transformers(kind):
+    module = in_float64(decoder(kind)).train()
+    loss_fn, params = cut(module)
+    batch = label_batches(1, 8)[0]
+
+    def by_hand(params, batch, step):
+        carry, kept = None, kept_at(step)
+        for number, (block, p) in enumerate(zip(loss_fn.blocks, params, strict=True)):
+            after = block(p, carry, batch)
+            if 1 <= number <= len(kept):
+                runs, keep, _ = kept[number - 1]
+                after = carry + (after - carry) / keep if runs else carry
+            carry = after
+        return carry.total / carry.weight
+
+    expected = looped(by_hand, params, batch)
+    for transforms, mesh in [((sl.zero(3), sl.remat()), {"data": 2}), ((sl.pipeline("1f1b", 2),), {"pipe": 2})]:
+        ran = sl.simulate(
+            lambda mesh, t=transforms: trained(mesh, sl.chain(DROP, *t), loss_fn, params, batch), mesh=mesh
+        )
+        for numbers, after, *_ in ran:
+            assert_close((numbers, after), expected, 1e-10)
+
+
+def linear_blocks(layer):
+    """A loss of four of these layers on a residual stream."""
+
+    def loss_fn(params, batch):
+        x = batch
+        for p in params["layers"]:
+            x = layer(p, x)
+        return (x * params["out"]).square().mean()
+
+    return loss_fn, {"layers": [{"w": torch.eye(3).double() * n} for n in range(4)], "out": torch.ones(3).double()}
+
+
+def test_a_carry_of_several_tensors():
+    layer = sl.block(lambda p, carry: (carry[0] + carry[0].sin() @ p["w"], carry[1] + p["w"].square().sum()))
+
+    def loss_fn(params, batch):
+        carry = (batch, torch.zeros((), dtype=torch.float64))
+        for p in params["layers"]:
+            carry = layer(p, carry)
+        return carry[0].square().mean() + carry[1]
+
+    def by_hand(params, batch, step):
+        x, extra = batch, torch.zeros((), dtype=torch.float64)
+        for p, (runs, keep, _) in zip(params["layers"], kept_at(step), strict=True):
+            if runs:
+                x, extra = x + (x.sin() @ p["w"]) / keep, extra + p["w"].square().sum() / keep
+        return x.square().mean() + extra
+
+    params = {"layers": linear_blocks(layer)[1]["layers"]}
+    batch = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
+    expected = looped(by_hand, params, batch, steps=4)
+    state, step = sl.make_train_step(loss_fn, sl.shard(params, sl.make_mesh(), DROP), sl.optim.sgd(RATE), rng=SEED)
+    for loss, grad_norm in expected[0]:
+        state, metrics = step(state, batch)
+        assert_close((metrics["loss"], metrics["grad_norm"]), (loss, grad_norm), 1e-10)
+    assert_close(sl.unshard(state.params), expected[1], 1e-10)
+
+
+def test_parameters_used_outside_of_a_layer_that_is_left_out():
+    """The step is repeated with all exchanges, on every rank."""
+    layer = sl.block(lambda p, x: x + x.sin() @ p["w"])
+    plain, params = linear_blocks(layer)
+
+    def loss_fn(params, batch):
+        return plain(params, batch) + 0.1 * sum(p["w"].square().sum() for p in params["layers"])
+
+    def by_hand(params, batch, step):
+        x = batch
+        for p, (runs, keep, _) in zip(params["layers"], kept_at(step), strict=True):
+            x = x + (x.sin() @ p["w"]) / keep if runs else x
+        return (x * params["out"]).square().mean() + 0.1 * sum(p["w"].square().sum() for p in params["layers"])
+
+    batch = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+    expected = looped(by_hand, params, batch)
+    for stage in range(4):
+
+        def run(mesh, stage=stage):
+            sharded = sl.shard(params, mesh, sl.chain(DROP, sl.zero(stage)))
+            state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(RATE), rng=SEED)
+            numbers = []
+            for _ in range(STEPS):
+                state, metrics = step(state, batch.chunk(2)[mesh.coords["data"]])
+                numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+            return torch.tensor(numbers, dtype=torch.float64), sl.unshard(state.params)
+
+        for found in sl.simulate(run, mesh={"data": 2}):
+            assert_close(found, expected, 1e-10)
+
+
+def test_evaluation_uses_all_layers():
+    params, batch = gpt.init(GPT), tokens()
+    sharded = sl.shard(params, sl.make_mesh(), DROP)
+    state, step = sl.make_train_step(gpt.make_loss(GPT), sharded, sl.optim.sgd(0.0), rng=SEED, donate=False)
+    for _ in range(4):
+        state, _ = step(state, batch)
+    evaluate = sl.make_eval_step(gpt.make_loss(GPT), state.params)
+    assert_close(evaluate(state, batch), gpt.make_loss(GPT)(params, batch), 1e-12)
+
+
+# What is sent, counted from outside.
+
+
+def payloads(transform, mesh, loss_fn, params, first=0):
+    """For each step: bytes that were sent by axis (the most of any rank), what the plan says, and the units left out."""
+    batch = tokens()
+    ran = sl.simulate(lambda mesh: trained(mesh, transform, loss_fn, params, batch, first), mesh=mesh)
+    for number in range(STEPS):
+        sent = {axis: max(counted[number][axis] for _, _, counted, _ in ran) for axis in ran[0][2][number]}
+        rows = {name: value.chunk(mesh.get("data", 1))[0] for name, value in batch.items()}
+        plan = sl.make_plan(
+            params, sl.abstract_mesh(**mesh), transform, loss_fn=loss_fn, batch=rows, optimizer=sl.optim.sgd(RATE),
+            step=first + number, rng=SEED,
+        )  # fmt: skip
+        yield sent, plan.payload(), plan.left_out
+
+
+SENT = {
+    "stage 1": ({"data": 2}, (sl.zero(1),)),
+    "stage 3": ({"data": 4}, (sl.zero(3), sl.accumulate(2))),
+    "slices": ({"data": 2, "model": 2}, (sl.zero(3), SLICES, sl.remat())),
+    "stages": ({"data": 2, "pipe": 2}, (sl.zero(2), sl.pipeline("1f1b", 4))),
+}
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_nothing_is_sent_for_what_is_left_out(case):
+    mesh, transforms = SENT[case]
+    staged = "pipe" in mesh
+    params = gpt.to_blocks(gpt.init(GPT)) if staged else gpt.init(GPT)
+    loss_fn = gpt.make_sequential(GPT) if staged else gpt.make_loss(GPT)
+    of_steps = list(payloads(sl.chain(DROP, *transforms), mesh, loss_fn, params))
+    assert all(sent == planned for sent, planned, _ in of_steps)
+    if not staged:  # of stages the most of any rank is counted
+        whole, one, two = (next(s["data"] for s, _, out in of_steps if len(out) == number) for number in range(3))
+        assert whole - one == one - two > 0
+        of_layer = sum(leaf.nbytes for leaf in torch.utils._pytree.tree_leaves(params["blocks"][0]))
+        ranks, sliced = mesh["data"], "model" in mesh
+        if not sliced:  # at stage 3 gathered twice and reduced, for each micro-batch
+            times = 2 * 3 if case == "stage 3" else 1
+            assert whole - one == times * of_layer * (ranks - 1) // ranks
+
+
+def test_the_expected_share_is_in_the_plan():
+    plan = sl.make_plan(gpt.init(GPT), sl.abstract_mesh(data=2), sl.chain(sl.zero(), sl.progressive_layer_drop()))
+    assert plan.step.layer_drop.share(10**6) == pytest.approx(1 - 0.5 * 5 / 8)
+    assert "in the end 68.8% of 4 layers (blocks/0 … blocks/3)" in str(plan)
+
+
+# What is refused.
+
+
+def test_a_post_norm_bert_is_refused():
+    config = bert.BERTConfig(vocab=32, layers=2, width=16, heads=2, sequence=8)
+    state, step = sl.make_train_step(
+        bert.make_loss(config), sl.shard(bert.init(config), sl.make_mesh(), DROP), sl.optim.sgd(RATE)
+    )
+    with pytest.raises(IllegalComposition, match=r"post-norm BERT.*pre_norm=True"):
+        step(state, tokens())
+
+
+def test_layers_that_are_no_blocks_are_refused():
+    loss_fn, params = linear_blocks(lambda p, x: x + x.sin() @ p["w"])
+    state, step = sl.make_train_step(loss_fn, sl.shard(params, sl.make_mesh(), DROP), sl.optim.sgd(RATE))
+    with pytest.raises(LossError, match=r"layers/0 … layers/3.*mark the layers' function with sl\.block"):
+        step(state, torch.ones(2, 3).double())
+
+
+def test_a_layer_that_returns_another_form_is_refused():
+    loss_fn, params = linear_blocks(sl.block(lambda p, x: (x @ p["w"]).flatten()[:3]))
+    state, step = sl.make_train_step(loss_fn, sl.shard(params, sl.make_mesh(), DROP), sl.optim.sgd(RATE))
+    with pytest.raises(
+        LossError, match=r"the form of what it takes the place of: \(\[2, 3\]\), and it returns \(\[3\]\)"
+    ):
+        step(state, torch.ones(2, 3).double())
+
+
+def test_a_layer_without_a_stream_is_refused():
+    layer = sl.block(lambda p, n: p["w"].sum() * n)
+    params = {"layers": [{"w": torch.ones(2)} for _ in range(2)]}
+
+    def loss_fn(params, batch):
+        return sum(layer(p, 2) for p in params["layers"])
+
+    state, step = sl.make_train_step(loss_fn, sl.shard(params, sl.make_mesh(), DROP), sl.optim.sgd(RATE))
+    with pytest.raises(LossError, match="the residual stream"):
+        step(state, torch.ones(2, 3))
+
+
+def test_gradients_by_themselves_need_the_step():
+    sharded = sl.shard(gpt.init(GPT), sl.make_mesh(), DROP)
+    with pytest.raises(TreeError, match=r"pass step= and rng="):
+        sl.value_and_grad(gpt.make_loss(GPT))(sharded, tokens())
+
+
+def info(*paths):
+    return [LeafInfo(path, (len(path.rpartition("/")[2]), 3), torch.float32) for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("paths", "globs", "found"),
+    [
+        (["embed/w", "blocks/0/w", "blocks/1/w", "head/w"], (), ("blocks/0", "blocks/1")),
+        (["0/table", "1/w", "2/w", "3/out"], (), ("1", "2")),
+        (["b/0/x/w", "b/1/moe/0/w", "b/1/moe/1/w", "b/2/x/w"], (), ("b/0", "b/2")),
+        (["b/0/mlp", "b/1/moe/0/w", "b/2/mlp"], ("b/*",), ("b/0", "b/1", "b/2")),
+        (["a/0/x/w", "a/1/x/w", "b/0/y", "b/1/y"], (), ("a/0", "a/1", "b/0", "b/1")),
+        ([f"h/{n}/w" for n in range(12)], ("h/1", "h/11"), ("h/1", "h/11")),
+    ],
+)  # fmt: skip
+def test_which_layers_may_be_left_out(paths, globs, found):
+    assert layers_of("drop", info(*paths), globs) == found
+
+
+@pytest.mark.parametrize(("paths", "globs"), [(["w", "b"], ()), (["a/0", "a/1"], ()), (["a/0/w", "a/1/w"], ("b/*",))])
+def test_models_without_layers_are_refused(paths, globs):
+    with pytest.raises(IllegalComposition, match="drop leaves out layers"):
+        layers_of("drop", info(*paths), globs)
