@@ -29,11 +29,12 @@ from benchmarks.cases import (
     small_tensors,
     sparse_attention,
     step,
+    thinned,
 )
 from benchmarks.harness import plots
 from benchmarks.harness.case import CPU, Table
 from benchmarks.learning import compressed as learning
-from benchmarks.learning import expert_report, large_batch, rates
+from benchmarks.learning import expert_report, large_batch, less, rates
 from benchmarks.learning import experts as learning_experts
 from benchmarks.network import compressed as slow_network
 from benchmarks.network import link, report, tokens
@@ -64,6 +65,8 @@ _OF_THE_CPU = (
     Table("generating", "Generating on one core", generating.CASES),
     Table("reproducible", "The same bits on every mesh", reproducible.CASES),
     Table("sparse_cpu", "Sparse attention on one core", (sparse_attention.CASE,)),
+    Table("thinned", "Steps that leave out layers or tokens", (thinned.CASE,), plots.ratios),
+    Table("learning_less", "Learning with less", (less.CASE,)),
     Table("experts", "A layer of experts on one core", (experts.CASE,), plots.ratios),
     Table("slow_network", "Slow networks", slow_network.CASES, report.plot),
     Table("tokens", "Tokens on their way to experts over slow links", tokens.CASES),

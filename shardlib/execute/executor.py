@@ -100,6 +100,7 @@ class Executor:
         self.blocks = Blocks(plan, trained, self._surroundings, self.record, mesh.device)
         self._halves: Halves | None = None
         self._phases: Phases | None = None  # of the micro-batch, where somebody follows it
+        self._units_of: dict[int, str] = {}  # identity of the storage of whole parameters -> their unit, for names
         self._on_disk: BuffersOnDisk | None = None  # this step's parameters, if they are there
         self._called = False  # whether the function has returned once
         self._held: frozenset[int] = frozenset()  # the storages of all of this rank's parameters
@@ -200,9 +201,10 @@ class Executor:
         """The unit of a parameter, as the function sees it; "" for other tensors."""
         if isinstance(leaf, Handle):
             return self.plan.bucket_of[self.plan.placement_of[leaf._path].bucket].unit
-        storage = storage_id(leaf.untyped_storage())
-        held = (state for state in self._buckets if state.whole is not None)
-        return next((s.bucket.unit for s in held if storage_id(s.whole.untyped_storage()) == storage), "")  # type: ignore[union-attr]
+        if not self._units_of:
+            wholes = ((state.bucket.unit, state.whole) for state in self._buckets)
+            self._units_of = {storage_id(w.untyped_storage()): unit for unit, w in wholes if w is not None}
+        return self._units_of.get(storage_id(leaf.untyped_storage()), "")
 
     def rest(self) -> None:
         """Release all gathered parameters until the backward starts."""
@@ -339,7 +341,7 @@ class Executor:
         agreeing = self.record.agreeing and not self.mesh.abstract
         self.blocks.begin()
         self.blocks.layers.begin(thinned, computes=agreeing)
-        follow = phases_of.get()
+        self._units_of, follow = {}, phases_of.get()
         self._phases = None if follow is None else follow(self)
         if self._phases is not None:
             self._phases.begin()
