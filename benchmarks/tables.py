@@ -23,17 +23,19 @@ from benchmarks.cases import (
     pipeline,
     planned_experts,
     planned_gpt,
+    profile,
     reproducible,
     slicing,
     small_gpt,
     small_tensors,
     sparse_attention,
     step,
+    thinned,
 )
 from benchmarks.harness import plots
 from benchmarks.harness.case import CPU, Table
 from benchmarks.learning import compressed as learning
-from benchmarks.learning import expert_report, large_batch, rates
+from benchmarks.learning import curricula, expert_report, large_batch, less, rates
 from benchmarks.learning import experts as learning_experts
 from benchmarks.network import compressed as slow_network
 from benchmarks.network import link, report, tokens
@@ -54,6 +56,7 @@ _OF_THE_CPU = (
     Table("checkpoints", "Checkpoints on one disk", checkpoints.CASES),
     Table("disk", "Buffers on one disk", (disk.CASE,)),
     Table("budget", "Memory beyond the device", (budget.CASE,)),
+    Table("profile", "Steps with clocks", (profile.CASE,)),
     Table("overlap", "Offload beside the computation", (overlap.CASE,)),
     Table("long_sequences", "Long sequences on one device", (long_sequences.CASE,)),
     Table("offload_values", "Offload against DeepSpeed's", (offload_values.CASE,)),
@@ -64,12 +67,15 @@ _OF_THE_CPU = (
     Table("generating", "Generating on one core", generating.CASES),
     Table("reproducible", "The same bits on every mesh", reproducible.CASES),
     Table("sparse_cpu", "Sparse attention on one core", (sparse_attention.CASE,)),
+    Table("thinned", "Steps that leave out layers or tokens", (thinned.CASE,), plots.ratios),
+    Table("learning_less", "Learning with less", (less.CASE,)),
     Table("experts", "A layer of experts on one core", (experts.CASE,), plots.ratios),
     Table("slow_network", "Slow networks", slow_network.CASES, report.plot),
     Table("tokens", "Tokens on their way to experts over slow links", tokens.CASES),
     Table("learning", "Learning", (learning.CASE,)),
     Table("learning_rates", "Learning at several rates", (rates.CASE,)),
     Table("large_batch", "Large batches", (large_batch.CASE,)),
+    Table("learning_curricula", "Learning with curricula", (curricula.CASE,)),
     Table("learning_experts", "Learning with experts", (learning_experts.CASE,), expert_report.plot),
 )
 _OF_A_GPU = (

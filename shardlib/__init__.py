@@ -1,6 +1,20 @@
 """shardlib: pure functions turn a parameter pytree into sharded state and a train step."""
 
-from shardlib import checkpoint, collectives, data, errors, init, models, nn, optim, plan, report, schedules, sparse
+from shardlib import (
+    checkpoint,
+    collectives,
+    data,
+    debug,
+    errors,
+    init,
+    models,
+    nn,
+    optim,
+    plan,
+    report,
+    schedules,
+    sparse,
+)
 from shardlib.checkpoint.relayout import relayout
 from shardlib.common.version import VERSION
 from shardlib.evaluate import make_eval_step
@@ -34,6 +48,7 @@ from shardlib.transforms import (
     precision,
     progressive_layer_drop,
     quantize,
+    random_ltd,
     remat,
     reproducible,
     row,
@@ -93,6 +108,7 @@ __all__ = [
     "precision",
     "progressive_layer_drop",
     "quantize",
+    "random_ltd",
     "remat",
     "reproducible",
     "row",
@@ -104,6 +120,7 @@ __all__ = [
     "checkpoint",
     "collectives",
     "data",
+    "debug",
     "errors",
     "init",
     "models",

@@ -92,7 +92,8 @@ def make_train_step(
 
     ``metrics`` holds ``loss`` (mean over the global batch), ``grad_norm`` (global, before clipping; if the optimizer takes
     gradients unreduced, the root mean square of the ranks' norms), ``finite``, and ``aux`` if the loss function returns it;
-    under ``offload(speculate=True)`` also ``undone``, the number of this rank's buckets whose update was made in vain.
+    where the plan leaves out parts of layers ``layer_tokens``, the tokens of the global batch that layers saw, summed over
+    layers; under ``offload(speculate=True)`` also ``undone``, the number of this rank's buckets whose update was in vain.
     A `Mean` in ``aux`` is averaged over all ranks and micro-batches (NaN for a weight of 0). Other leaves are those of the
     last micro-batch on this rank, or with several stages on the rank with the last stage. Tensors are detached; parameters
     among them are whole, with the values that they had in the loss.
@@ -185,6 +186,8 @@ def make_train_step(
             land=lambda: updates.landing(unreduced, follower),
         )
         metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
+        if evaluation.layer_tokens is not None:
+            metrics["layer_tokens"] = evaluation.layer_tokens
         if evaluation.aux is not None:
             metrics["aux"] = evaluation.aux
         if policy == "raise":

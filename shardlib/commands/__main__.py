@@ -1,4 +1,4 @@
-"""The command line: ``shardlib train | generate | run | lr-range-test | plan | tokenize | checkpoint | doctor``."""
+"""The command line, ``shardlib``: a command is a file of this folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from shardlib.commands import checkpoint, doctor, generate, lr_range_test, plan, run, tokenize, train
+from shardlib.commands import analyze, checkpoint, doctor, generate, lr_range_test, plan, profile, run, tokenize, train
 from shardlib.common.optional import MissingPackage
 from shardlib.mesh.launch.orphans import end_with
 
@@ -15,7 +15,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; the parsed arguments have the chosen command's function as ``run``."""
     parser = argparse.ArgumentParser(prog="shardlib", description="Functional sharding on PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (train, generate, run, lr_range_test, plan, tokenize, checkpoint, doctor):
+    for module in (train, generate, run, lr_range_test, plan, profile, tokenize, analyze, checkpoint, doctor):
         name = module.__name__.rpartition(".")[2].replace("_", "-")
         summary = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(

@@ -51,6 +51,7 @@ class Job:
         train, validation: bytes of the text.
         plan: the plan of a training step.
         state: the initial state.
+        train_step: as `make_train_step` makes it.
     """
 
     def __init__(
@@ -74,15 +75,15 @@ class Job:
             mesh,
             transform,
             loss_fn=loss_fn,
-            batch=self._batch(0),
+            batch=self.batch(0),
             optimizer=optimizer,
         )
-        self.state, self._step = make_train_step(loss_fn, params, optimizer, rng=args.seed, nonfinite=nonfinite)
+        self.state, self.train_step = make_train_step(loss_fn, params, optimizer, rng=args.seed, nonfinite=nonfinite)
         self._evaluate = make_eval_step(_scored(model.loss(self.config, mesh.shape)), params)
 
     def step(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """Trains on the batch of the step ``state.step``."""
-        return self._step(state, self._batch(state.step))
+        return self.train_step(state, self.batch(state.step))
 
     def validate(self, state: TrainState) -> dict[str, float]:
         """The scores of `byte_scores` over validation windows, which the ranks share."""
@@ -103,7 +104,8 @@ class Job:
         (new,) = generate(self.config, params, [list(prompt)], length, temperature=0.7)
         return bytes([*prompt, *new.tolist()]).decode("utf-8", errors="replace")
 
-    def _batch(self, step: int) -> dict[str, torch.Tensor]:
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """This rank's share of a step's batch."""
         mesh, args = self._mesh, self._args
         batch = batch_at(
             self.train, args.batch, args.sequence, seed=args.seed, step=step, rank=self._share, ranks=self._shares

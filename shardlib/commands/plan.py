@@ -18,12 +18,14 @@ from shardlib.report.timeline import draw_timeline, timeline_text
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", default="data=8", help="axes and sizes, such as data=4,model=2")
-    parser.add_argument("--batch", type=_positive, default=8, help="rows per rank")
+    parser.add_argument("--batch", type=model.positive, default=8, help="rows per rank")
     memory = parser.add_argument_group("limits: a plan that needs more is refused, with the cheapest change that fits")
     memory.add_argument("--device-memory", type=_size, metavar="SIZE", help="of each rank's device, such as 24GiB")
     memory.add_argument("--host-memory", type=_size, metavar="SIZE", help="of a host, which its ranks share")
     memory.add_argument("--disk", type=_size, metavar="SIZE", help="of a host, for offloaded states")
-    memory.add_argument("--ranks-per-host", type=_positive, metavar="N", help="ranks that share a host; by default all")
+    memory.add_argument(
+        "--ranks-per-host", type=model.positive, metavar="N", help="ranks that share a host; by default all"
+    )
     parser.add_argument("--timeline", type=Path, help="PNG file for a drawing of the pipeline's schedule")
     search.add_arguments(parser)
     model.add_arguments(parser)
@@ -62,12 +64,6 @@ def run(args: argparse.Namespace) -> int:
     elif args.timeline:
         raise SystemExit("--timeline draws a pipeline's schedule: give the mesh an axis pipe, such as --mesh pipe=4")
     return 0
-
-
-def _positive(text: str) -> int:
-    if text.isdecimal() and int(text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
 
 
 def _size(text: str) -> int:

@@ -1,7 +1,9 @@
 """Batches to train on: the same on any mesh, resumed from one number, read ahead by workers."""
 
+from shardlib.data.analyze import analyze
 from shardlib.data.curriculum import Curriculum, curriculum
-from shardlib.data.index import Index
+from shardlib.data.index import Index, IndexFile, IndexFileError
+from shardlib.data.layer_tokens import layer_tokens
 from shardlib.data.loader import Loader, loader
 from shardlib.data.mixture import Mixture, mixture
 from shardlib.data.pace import Pace, constant_pace, custom_pace, discrete_pace, linear_pace, map_paces, root_pace
@@ -23,6 +25,7 @@ __all__ = [
     "curriculum",
     "custom_pace",
     "discrete_pace",
+    "layer_tokens",
     "linear_pace",
     "map_paces",
     "root_pace",
@@ -31,6 +34,10 @@ __all__ = [
     "mixture",
     "packed",
     "tokens",
+    # index files
+    "IndexFile",
+    "IndexFileError",
+    "analyze",
     # token files
     "TokenFile",
     "TokenFileError",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardlib.data.growing import Growing
-from shardlib.data.index import Index
+from shardlib.data.index import Index, IndexFile
 from shardlib.data.lengths import SURPLUS
 from shardlib.data.order import Order
 from shardlib.data.pace import Pace, as_pace, map_paces
@@ -37,7 +38,7 @@ def curriculum(
         sequence: the length of the dataset's sequences; by default the last one of ``length``.
         surplus: what becomes of a row beyond the length: "truncate" leaves it out; "reshape" makes further rows of it, as
             many as are whole, so that a step keeps its tokens.
-        difficulty: a number for each sample: an array or list, or an `Index`.
+        difficulty: a number for each sample: an array or list, an `Index`, or the file of one (`analyze`).
         up_to: the difficulty up to which samples may be drawn, which must not fall.
         percentile: whether ``up_to`` is percent of the samples, the easiest first, in place of a difficulty.
 
@@ -126,18 +127,19 @@ class Curriculum:
             return batch
         return SURPLUS[self.surplus].change(batch, self.sequence, self.length(step))
 
-    def order(self, size: int, seed: int, shuffle: bool) -> Order:
-        """The order in which samples of a dataset of ``size`` may be drawn; of a curriculum with an index.
+    def order(self, dataset: Any, seed: int, shuffle: bool) -> Order:
+        """The order in which samples of a dataset may be drawn; of a curriculum with an index.
 
         Raises:
-            BatchError: the index is of another number of samples.
+            BatchError: the index is of another dataset.
         """
         assert self.index is not None and self.limits is not None
-        if len(self.index) != size:
+        if len(self.index) != len(dataset):
             raise BatchError(
-                f"curriculum: difficulties of {len(self.index)} samples, and the dataset has {size}: make an index of this "
-                "dataset, with the same sequence"
+                f"curriculum: difficulties of {len(self.index)} samples, and the dataset has {len(dataset)}: make an index "
+                "of this dataset, with the same sequence"
             )
+        self.index.require_of(getattr(dataset, "identity", None))
         starts = tuple(self.rows.total(start) for start in self.limits.starts)
         return _Eligible(Growing(starts, self.limits.values, seed, shuffle), self.index.samples)
 
@@ -159,6 +161,8 @@ def as_curriculum(batch: Any) -> Curriculum:
 
 
 def _index(difficulty: Any) -> Index:
+    if isinstance(difficulty, (str, Path)):
+        return IndexFile(difficulty)
     return difficulty if isinstance(difficulty, Index) else Index(difficulty)
 
 

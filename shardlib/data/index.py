@@ -1,13 +1,26 @@
-"""The samples of a dataset by a metric: the value of each sample, and the samples in the order of their values."""
+"""The samples of a dataset by a metric: the value of each sample, and the samples in the order of their values.
+
+Index files are `headed_file`s b"SHARDIDX" with two little-endian arrays: the values as f64, and the samples as u32, or u64
+where there are 2^32 or more.
+"""
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardlib.errors import BatchError
+from shardlib.data.headed_file import START, checksum_of, header_of, new_file
+from shardlib.errors import BatchError, ShardlibError
+
+_MAGIC = b"SHARDIDX"
+
+
+class IndexFileError(ShardlibError, ValueError):
+    """A file that is no index file, or a damaged one."""
 
 
 class Index:
@@ -43,6 +56,83 @@ class Index:
     def up_to(self, value: float) -> int:
         """The number of samples with at most ``value``: they are the first in ``samples``. Reads log₂ N values."""
         return bisect.bisect_right(range(len(self)), value, key=lambda rank: self.values[self.samples[rank]])
+
+    def require_of(self, dataset: str | None) -> None:
+        """Refuse a dataset that this is not the index of, if both say what they are of."""
+
+
+class IndexFile(Index):
+    """An `Index` in a file, mapped into memory; `analyze` makes one.
+
+    Attributes:
+        path: the file.
+        header: with ``count``, ``metric``, ``dataset`` (what was analysed) and ``blake2b``.
+
+    Raises:
+        IndexFileError: another file, or one that is cut.
+        FileNotFoundError: there is no such file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.header = _header_of(self.path)
+        count, dtype = self.header["count"], _dtype_of(self.header["count"])
+        wanted, found = START + count * (8 + dtype.itemsize), self.path.stat().st_size
+        if found != wanted:
+            raise IndexFileError(
+                f"{self.path} has {found} bytes, and its header says {wanted}: it was cut or changed; write it anew with "
+                "shardlib analyze"
+            )
+        values = np.memmap(self.path, "<f8", "r", START, (count,))
+        super().__init__(values, np.memmap(self.path, dtype, "r", START + 8 * count, (count,)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return IndexFile, (self.path,)  # a worker maps the file itself
+
+    def require_of(self, dataset: str | None) -> None:
+        mine = self.header["dataset"]
+        if None not in (mine, dataset) and mine != dataset:
+            raise BatchError(
+                f"curriculum: {self.path} is an index of {mine}, and the dataset is {dataset}: analyse this dataset"
+            )
+
+    def verify(self) -> None:
+        """Read the whole file and compare its checksum.
+
+        Raises:
+            IndexFileError: it is another.
+        """
+        found = checksum_of((self.values, self.samples))
+        if found != self.header["blake2b"]:
+            raise IndexFileError(
+                f"{self.path} is damaged: its checksum is {found}, and its header says {self.header['blake2b']}; write it "
+                "anew with shardlib analyze"
+            )
+
+
+def write_index(path: Path, about: dict[str, Any], values: Iterable[np.ndarray], samples: Iterable[np.ndarray]) -> None:
+    """Write an index file of ``about["count"]`` samples, whose arrays come in parts."""
+    dtype = _dtype_of(about["count"])
+    with new_file(path, _MAGIC) as file:
+        for part in values:
+            file.write(part.astype("<f8").tobytes())
+        for part in samples:
+            file.write(part.astype(dtype).tobytes())
+        file.header = {"version": 1} | about
+
+
+def _dtype_of(count: int) -> np.dtype:
+    return np.dtype("<u4" if count < 1 << 32 else "<u8")
+
+
+def _header_of(path: Path) -> dict[str, Any]:
+    try:
+        header = header_of(path, _MAGIC)
+    except ValueError:
+        raise IndexFileError(f"{path} is no index file; make one with shardlib analyze") from None
+    if header.get("version") != 1:
+        raise IndexFileError(f"{path} has format {header.get('version')}, and this shardlib reads 1: update shardlib")
+    return header
 
 
 def refuse_unordered(values: np.ndarray, first: int) -> None:

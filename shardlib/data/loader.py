@@ -235,7 +235,7 @@ def _order(dataset: Any, plan: Curriculum, seed: int, shuffle: bool, epochs: int
     if epochs is not None:
         orders = name if own is not None else "a curriculum by difficulty"
         raise BatchError(f"loader: epochs={epochs}, and {orders} has an order of its own, without epochs: leave it out")
-    return plan.order(len(dataset), seed, shuffle) if own is None else own(seed, shuffle)
+    return plan.order(dataset, seed, shuffle) if own is None else own(seed, shuffle)
 
 
 def check_rows(rows: Pace, share: Share) -> None:

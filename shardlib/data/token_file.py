@@ -1,28 +1,24 @@
-"""Files of tokens: written once, complete or not there at all, and read through a memory map.
+"""Files of tokens, read through a memory map.
 
-Layout, all little-endian: 8 bytes b"SHARDTOK"; the length of the header as u64; the header, JSON padded with spaces up to
-byte 4,096; the tokens, in the header's dtype; from the next multiple of 8 on, the documents' ends as u64, in tokens from the
-start.
+A `headed_file` b"SHARDTOK". Its arrays, little-endian: the tokens, in the header's dtype; from the next multiple of 8 on, the
+documents' ends as u64, in tokens from the start.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from shardlib.common.disk import sync_folder
+from shardlib.data.headed_file import CHUNK, START, checksum_of, header_of, new_file
 from shardlib.errors import ShardlibError
 
 _MAGIC = b"SHARDTOK"
-_START = 4096  # the first token's byte
-_CHUNK = 1 << 20
+_LONGEST = 3000  # bytes of a tokenizer's name in JSON
 
 
 class TokenFileError(ShardlibError, ValueError):
@@ -52,45 +48,30 @@ def write_tokens(
     path = Path(path)
     dtype = np.dtype("u1" if vocabulary <= 1 << 8 else "<u2" if vocabulary <= 1 << 16 else "<u4")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with open(partial, "wb") as file, tempfile.TemporaryFile(dir=path.parent) as ends:
-            file.write(b"\0" * _START)
-            digest, count, number = hashlib.blake2b(digest_size=16), 0, 0
-            for number, document in enumerate(documents):
-                found = _checked(document, vocabulary, number)
-                if found.size:
-                    data = found.astype(dtype).tobytes()
-                    file.write(data)
-                    digest.update(data)
-                    count += found.size
-                    ends.write(np.uint64(count).astype("<u8").tobytes())
-            if not count:
-                raise TokenFileError(f"write_tokens: the {number} documents for {path} have no tokens")
-            file.write(b"\0" * (-file.tell() % 8))
-            held = ends.tell() // 8
-            _append(file, ends, digest)
-            header = {
-                "version": 1,
-                "dtype": dtype.str,
-                "count": count,
-                "documents": held,
-                "vocabulary": vocabulary,
-                "tokenizer": tokenizer,
-                "blake2b": digest.hexdigest(),
-            }
-            text = json.dumps(header).encode()
-            if len(text) > _START - 16:
-                raise TokenFileError(f"write_tokens: a tokenizer's name of {len(tokenizer)} characters is too long")
-            file.seek(0)
-            file.write(_MAGIC + len(text).to_bytes(8, "little") + text.ljust(_START - 16))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with new_file(path, _MAGIC) as file, tempfile.TemporaryFile(dir=path.parent) as ends:
+        count, number = 0, 0
+        for number, document in enumerate(documents):
+            found = _checked(document, vocabulary, number)
+            if found.size:
+                file.write(found.astype(dtype).tobytes())
+                count += found.size
+                ends.write(np.uint64(count).astype("<u8").tobytes())
+        if not count:
+            raise TokenFileError(f"write_tokens: the {number} documents for {path} have no tokens")
+        if len(json.dumps(tokenizer)) > _LONGEST:
+            raise TokenFileError(f"write_tokens: a tokenizer's name of {len(tokenizer)} characters is too long")
+        file.align()
+        file.header = {
+            "version": 1,
+            "dtype": dtype.str,
+            "count": count,
+            "documents": ends.tell() // 8,
+            "vocabulary": vocabulary,
+            "tokenizer": tokenizer,
+        }
+        ends.seek(0)
+        while chunk := ends.read(CHUNK):
+            file.write(chunk)
     return TokenFile(path)
 
 
@@ -112,7 +93,7 @@ class TokenFile:
         self.path = Path(path)
         self.header = _header_of(self.path)
         count, dtype = self.header["count"], np.dtype(self.header["dtype"])
-        ends = _START + count * dtype.itemsize
+        ends = START + count * dtype.itemsize
         ends += -ends % 8
         wanted, found = ends + 8 * self.header["documents"], self.path.stat().st_size
         if found != wanted:
@@ -120,7 +101,7 @@ class TokenFile:
                 f"{self.path} has {found} bytes, and its header says {wanted}: it was cut or changed; write it anew with "
                 "shardlib tokenize"
             )
-        self.tokens = np.memmap(self.path, dtype, "r", _START, (count,))
+        self.tokens = np.memmap(self.path, dtype, "r", START, (count,))
         self.ends = np.memmap(self.path, "<u8", "r", ends, (self.header["documents"],))
 
     def __len__(self) -> int:
@@ -139,25 +120,17 @@ class TokenFile:
         Raises:
             TokenFileError: it is another.
         """
-        digest = hashlib.blake2b(digest_size=16)
-        for part in (self.tokens, self.ends):
-            for start in range(0, len(part), _CHUNK):
-                digest.update(part[start : start + _CHUNK].tobytes())
-        if digest.hexdigest() != self.header["blake2b"]:
+        found = checksum_of((self.tokens, self.ends))
+        if found != self.header["blake2b"]:
             raise TokenFileError(
-                f"{self.path} is damaged: its checksum is {digest.hexdigest()}, and its header says "
+                f"{self.path} is damaged: its checksum is {found}, and its header says "
                 f"{self.header['blake2b']}; write it anew with shardlib tokenize"
             )
 
 
 def _header_of(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        start = file.read(_START)
-    length = int.from_bytes(start[8:16], "little")
     try:
-        if start[:8] != _MAGIC or length > _START - 16:
-            raise ValueError
-        header = json.loads(start[16 : 16 + length])
+        header = header_of(path, _MAGIC)
     except ValueError:
         raise TokenFileError(f"{path} is no token file; make one with shardlib tokenize") from None
     if header.get("version") != 1:
@@ -177,10 +150,3 @@ def _checked(document: Any, vocabulary: int, number: int) -> np.ndarray:
             f"{vocabulary}; give vocabulary={int(given.max()) + 1} or more"
         )
     return given
-
-
-def _append(file: IO[bytes], ends: IO[bytes], digest: Any) -> None:
-    ends.seek(0)
-    while chunk := ends.read(_CHUNK):
-        file.write(chunk)
-        digest.update(chunk)

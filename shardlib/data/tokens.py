@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardlib.data.headed_file import checksum_of
 from shardlib.data.rows import RowsDataset
 from shardlib.data.token_file import TokenFile
 from shardlib.errors import BatchError
@@ -43,6 +44,11 @@ class Windows(RowsDataset):
             raise BatchError(
                 f"tokens: {file.path} has {len(file)} tokens, and a window of sequence={sequence} takes one more than that"
             )
+
+    @property
+    def identity(self) -> str:
+        """What an index of this dataset is of."""
+        return f"windows of {self._sequence} of {self._file.header['blake2b']}"
 
     def __len__(self) -> int:
         return (len(self._file) - 1) // self._sequence
@@ -88,6 +94,10 @@ class _Listed:
         self.tokens = np.concatenate([np.empty(0, np.int64), *arrays])
         self.ends = np.cumsum([len(array) for array in arrays], dtype=np.uint64)
 
+    @property
+    def header(self) -> dict[str, str]:
+        return {"blake2b": checksum_of((self.tokens, self.ends))}
+
 
 class Packed(RowsDataset):
     """The dataset of `packed`.
@@ -110,6 +120,11 @@ class Packed(RowsDataset):
         self._starts, self._lengths, self._last = starts[order], lengths[order], last[order]
         self._rows = np.searchsorted(row_of[order], np.arange(row_of.max() + 2))
         self.filled = len(source.tokens) / (len(self) * sequence)
+
+    @property
+    def identity(self) -> str:
+        """What an index of this dataset is of."""
+        return f"rows of {self._sequence} of {self._source.header['blake2b']}"
 
     def __len__(self) -> int:
         return len(self._rows) - 1

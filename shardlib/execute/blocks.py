@@ -13,6 +13,7 @@ from shardlib.execute.activations.checkpointing import checkpointed
 from shardlib.execute.activations.draws import Draws
 from shardlib.execute.activations.names import RECOMPUTE_MODES
 from shardlib.execute.products import readable_twice
+from shardlib.execute.record import Record
 from shardlib.execute.slicing import gathered, refuse_slices
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.thinning import Layers
@@ -26,7 +27,7 @@ class Blocks:
     Args:
         trained: whether a backward follows.
         surroundings: of the function. They are part of what is recomputed, which may run in a thread of autograd's.
-        names: the names of values, which are added to where the plan keeps some by name.
+        record: takes the names of values, where the plan keeps some by name.
         device: the device that the rank computes on.
 
     Attributes:
@@ -35,11 +36,11 @@ class Blocks:
     """
 
     def __init__(
-        self, plan: Plan, trained: bool, surroundings: Surroundings, names: set[str], device: torch.device
+        self, plan: Plan, trained: bool, surroundings: Surroundings, record: Record, device: torch.device
     ) -> None:
-        self._how, self._trained, self._surroundings, self._names = plan.step.remat, trained, surroundings, names
+        self._how, self._trained, self._surroundings, self._names = plan.step.remat, trained, surroundings, record.names
         self._draws = Draws(device)
-        self.layers = Layers(plan, device)
+        self.layers = Layers(plan, record, device)
         self._refuses = bool(plan.styles) or any(bucket.tiles > 1 for bucket in plan.buckets)
         self._splits = trained and plan.stages.schedule.splits
         self._around: bool | None = (

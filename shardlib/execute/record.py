@@ -39,6 +39,8 @@ class Record:
         late: buckets of which, in the trace, a gradient arrived at handles after the bucket's reduction had started.
         strayed: whether this rank left the trace in the present step.
         names: the names that the function has given to values.
+        layer_tokens: tokens that layers saw in the present step, of all micro-batches and layers of this rank together;
+            counted where the plan leaves out parts of layers.
         done: the steps of `shardlib.execute.sequence` that the function took.
     """
 
@@ -50,6 +52,7 @@ class Record:
         self.strayed = False
         self.names: set[str] = set()
         self.done: set[str] = set()
+        self.layer_tokens = 0
         self._equal_runs, self._needed = 0, 1  # equal runs in a row, and how many it takes to trust the trace
         self._warned: set[str] = set()  # units of which the log says that ranks use them differently
 

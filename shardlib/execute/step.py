@@ -51,6 +51,7 @@ class Evaluation:
         squares: Σ of the squares of ``grads``, over all ranks, a number on the host.
         residuals: residuals of compressed exchanges, those of this step included.
         landing: tells when ``grads`` have come to the optimizer's memory.
+        layer_tokens: tokens of the global batch that layers saw, summed over layers; None where nothing is left out.
     """
 
     loss: torch.Tensor
@@ -65,6 +66,7 @@ class Evaluation:
     squares: float
     residuals: Residuals
     landing: Landing
+    layer_tokens: int | None
 
 
 class LossStep:
@@ -143,6 +145,8 @@ class LossStep:
         call = Call(params, microbatches, keys, thinned, buffers, loss_scale, self._share)
         draws = states_of_generators(mesh.device)
         while True:
+            for record in records:
+                record.layer_tokens = 0
             landing = Landing(plan, mesh, unreduced) if land is None else land()
             # New residuals are kept beside those in `comm`, so that the step can be repeated.
             options = ReductionOptions(self._codecs, Residuals(comm), unreduced, reached, landing)
@@ -150,6 +154,7 @@ class LossStep:
             grads = landing.complete(self._runner.train(call, totals, options))
             landing.settle()
             strayed = any(record.strayed for record in records)
+            totals.layer_tokens = sum(record.layer_tokens for record in records)
             sums = totals.over_ranks(landing.squares(), share + strayed + reads.failed)
             if not sums.differ:
                 break
@@ -183,6 +188,7 @@ class LossStep:
             squares=sums.numbers[2],
             residuals=options.residuals,
             landing=landing,
+            layer_tokens=sums.layer_tokens if plan.step.thins else None,
         )
 
     def expected_scale(self, loss_scale: float) -> float | None:

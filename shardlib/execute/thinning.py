@@ -1,4 +1,4 @@
-"""How the layers of a model run at a step that leaves out some of them.
+"""How the layers of a model run at a step that leaves out some of them, or some of their tokens.
 
 The layers that a step leaves out are neither gathered nor computed, and their gradients, which are zero, are not sent. What
 is left out is left out of the trace of the exchanges (see `shardlib.execute.gathering`), so that must be of all layers. While
@@ -20,6 +20,8 @@ from shardlib.common._compat import pytree
 from shardlib.errors import LossError
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import wants
+from shardlib.execute.record import Record
+from shardlib.execute.subset import Subset, drawn_tokens
 from shardlib.nn.blocks import Runner
 from shardlib.nn.gate import Gate
 from shardlib.plan.plan import Plan
@@ -33,11 +35,12 @@ class Layers:
 
     Args:
         plan: of the stage.
+        record: takes the number of tokens that layers see.
         device: the device that the rank computes on.
     """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, plan: Plan, record: Record, device: torch.device) -> None:
+        self._record, self._device = record, device
         layers = plan.step.layers
         here = {path for bucket in plan.buckets for path in bucket.paths}
         self._paths = [
@@ -83,10 +86,7 @@ class Layers:
         self._ran = True
         gated = _takes_gate(fn)
         if visit.runs:
-            gate = Gate(visit.keep)
-            if gated:
-                return run(fn, args, {**kwargs, "gate": gate})
-            return self._between(gate, self._carry(args, kwargs), run(fn, args, kwargs), fn)
+            return self._kept(fn, args, kwargs, run, visit, gated)
         result = fn(*args, **kwargs, gate=Gate(visit.keep, open=False)) if gated else self._carry(args, kwargs)
         if not self._computes:
             return result
@@ -94,6 +94,46 @@ class Layers:
         computed = run(fn, args, kwargs)
         restore_generators(draws)
         return _ignoring(computed, result)
+
+    def _kept(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Runner,
+        visit: Visit,
+        gated: bool,
+    ) -> Any:
+        """The value of a layer that runs."""
+        whole = self._carry(args, kwargs)
+        subset = self._subset(visit, whole)
+        if subset is not None:
+            args, kwargs = subset.of(
+                (args, kwargs), lambda leaf: isinstance(leaf, Handle) or id(leaf) in self._layer_of
+            )
+        gate = Gate(visit.keep, tokens=None if subset is None else subset.index)
+        if gated:
+            result = run(fn, args, {**kwargs, "gate": gate})
+        else:
+            result = run(fn, args, kwargs)
+            if visit.keep is not None:
+                result = self._between(gate, self._carry(args, kwargs), result, fn)
+        return result if subset is None else subset.back(whole, result)
+
+    def _subset(self, visit: Visit, carry: Any) -> Subset | None:
+        """The tokens of the residual stream that a layer sees; None for all. Counts them."""
+        stream = next(leaf for leaf in leaves_of(carry) if _floats(leaf))
+        rows, length = stream.shape[:2] if stream.dim() > 2 else (0, 0)
+        count = length if visit.tokens is None else min(visit.tokens, length)
+        self._record.layer_tokens += rows * count
+        if visit.tokens is not None and not length:
+            raise LossError(
+                f"random_ltd leaves out tokens of a residual stream (B, tokens, width), and this one is {list(stream.shape)}"
+            )
+        if count == length:
+            return None
+        assert visit.key is not None
+        return Subset(drawn_tokens(visit.key, rows, length, count, stream.device), length)
 
     def require_some(self) -> None:
         """Refuse a function in which none of the stage's layers was a block.
@@ -103,7 +143,7 @@ class Layers:
         """
         if self._thinned is not None and self._expected and not self._ran:
             raise LossError(
-                f"the plan leaves out layers at some steps ({self._expected[0]} … {self._expected[-1]}), and none of them "
+                f"the plan leaves out parts of layers ({self._expected[0]} … {self._expected[-1]}), and none of them "
                 "ran as a block, which can be left out: mark the layers' function with sl.block, called with a layer's "
                 "parameters, or make the loss sl.sequential([...]); for transformers' decoders sl.from_module(model, "
                 "blocks=sl.models.huggingface.decoder_blocks(model))"

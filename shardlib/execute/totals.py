@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ class Sums:
         weighted: whether the loss is a `Mean`.
         with_aux: whether any rank has aux.
         numbers: total, weight and squares as numbers on the host.
+        layer_tokens: tokens of the global batch that layers saw, summed over layers.
     """
 
     total: torch.Tensor
@@ -41,6 +43,7 @@ class Sums:
     weighted: bool
     with_aux: bool
     numbers: tuple[float, float, float]
+    layer_tokens: int
 
 
 class Totals:
@@ -50,6 +53,7 @@ class Totals:
         aux: the last micro-batch's aux, with each `Mean` summed over micro-batches.
         buffers: the last micro-batch's buffers.
         losses: total and weight of each micro-batch on this rank.
+        layer_tokens: tokens that this rank's layers saw, summed over layers.
         faults: errors in the losses, with remedies; `require_agreement` raises them on every rank.
     """
 
@@ -62,6 +66,7 @@ class Totals:
         self._aux = Results(mesh.device, self._summation, "micro-batch", "aux")
         self.buffers: Tree = None
         self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.layer_tokens = 0
         self.faults: list[str] = []
 
     def add(self, outcome: Outcome) -> None:
@@ -92,18 +97,22 @@ class Totals:
         """
         mesh, plan, width = self._mesh, self._plan, self._summation.width
         known = [strays, float(bool(self._weighted)), float(self.aux is not None), *self._agreement().numbers()]
+        known += [self.layer_tokens] * plan.step.thins
         facts = torch.tensor(known, dtype=torch.float64, device=mesh.device)
         facts[_FACTS] += self._negative
         sums = torch.cat([self._losses.view(-1), squares, facts])
         sum_over(mesh, plan.loss_axes, sums)
         # Ranks along the other axes have the same losses.
-        sum_over(mesh, tuple(axis for axis in mesh.shape if axis not in plan.loss_axes), sums[2 * width :])
+        others = tuple(axis for axis in mesh.shape if axis not in plan.loss_axes)
+        sum_over(mesh, others, sums[2 * width :])
         values = self._summation.values(sums[: 3 * width].view(3, width))
         numbers = torch.cat([values, sums[3 * width :]]).tolist()
         total, weight, squares = values.unbind()
+        copies = math.prod(mesh.shape[axis] for axis in others)
+        tokens = round(numbers.pop() / copies) if plan.step.thins else 0
         strays, weighted, aux = numbers[3 : 3 + _FACTS]
         self._agree = agreement.agree(numbers[3 + _FACTS :])
-        return Sums(total, weight, squares, strays != 0, weighted > 0, aux > 0, tuple(numbers[:3]))
+        return Sums(total, weight, squares, strays != 0, weighted > 0, aux > 0, tuple(numbers[:3]), tokens)
 
     def require_agreement(self) -> None:
         """Raise the errors of any rank on all ranks; called after `over_ranks`.

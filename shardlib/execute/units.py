@@ -20,6 +20,7 @@ from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Routes
 from shardlib.plan.placement import Placement
@@ -56,7 +57,8 @@ class _Attach(torch.autograd.Function):
             ctx.state.summing.note(ctx.state.bucket.paths, grads)
             if ctx.state.summing.add_leaves(ctx.state.bucket, grads):
                 return None, None
-        return ctx.state.bucket.pack(grads, ctx.state.bucket.reduce_dtype), None
+        with naming(f"the gradient of {ctx.state.bucket.label}"):
+            return ctx.state.bucket.pack(grads, ctx.state.bucket.reduce_dtype), None
 
 
 class _StandIns(torch.autograd.Function):

@@ -18,6 +18,8 @@ class Gate:
     Attributes:
         keep: the probability p with which the layer was to be kept at this step; None where it is never left out.
         open: whether it was kept.
+        tokens: the positions of the tokens that the layer sees, int64 (B, kept), ascending; None where it sees all. What is
+            per token among its inputs has those tokens only; a block that computes positions itself takes these.
 
     >>> sl.nn.Gate(keep=0.5).scaled(torch.ones(2))
     tensor([2., 2.])
@@ -25,6 +27,7 @@ class Gate:
 
     keep: float | None = None
     open: bool = True
+    tokens: torch.Tensor | None = None
 
     def scaled(self, branch: torch.Tensor) -> torch.Tensor:
         """A branch over the probability that it is kept, so that its expected value does not depend on that."""

@@ -148,6 +148,7 @@ def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tupl
         asked.update or "exact",
         asked.tokens,
         asked.layer_drop,
+        asked.token_drop,
     )
     return splits, decided, notes
 

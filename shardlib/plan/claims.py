@@ -25,7 +25,7 @@ from shardlib.mesh.specs import P
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.recompute import Recompute
 from shardlib.plan.stages import Stages
-from shardlib.plan.thinning import LayerDrop
+from shardlib.plan.thinning import LayerDrop, TokenDrop
 from shardlib.tree import matches
 
 
@@ -271,6 +271,7 @@ class Step(Claim):
         tokens: how tokens travel to experts that are dealt out over axes of the mesh.
         update: when states in host memory are updated: one of `UPDATES`.
         layer_drop: which layers a step leaves out.
+        token_drop: how many tokens layers see.
     """
 
     subject_field = ""
@@ -287,6 +288,7 @@ class Step(Claim):
     tokens: TokenExchange | None = None
     update: str | None = None
     layer_drop: LayerDrop | None = None
+    token_drop: TokenDrop | None = None
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:
         for axis in self.stages.axes if self.stages else ():

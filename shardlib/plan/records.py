@@ -12,7 +12,7 @@ from shardlib.collectives.tokens import TokenExchange
 from shardlib.collectives.tree_sum import most_held, most_nodes
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.recompute import Recompute
-from shardlib.plan.thinning import LayerDrop, Thinned, Visit
+from shardlib.plan.thinning import LayerDrop, Thinned, TokenDrop, layers_of_both, thinned
 from shardlib.rng import Key
 from shardlib.tree import TreeDef
 
@@ -101,6 +101,7 @@ class StepPlan:
     update: str = "exact"
     tokens: TokenExchange | None = None
     layer_drop: LayerDrop | None = None
+    token_drop: TokenDrop | None = None
 
     @property
     def thins(self) -> bool:
@@ -109,15 +110,15 @@ class StepPlan:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The paths of the layers that steps may leave out."""
-        return () if self.layer_drop is None else self.layer_drop.layers
+        """The paths of the layers that steps may leave out, or tokens of them."""
+        return layers_of_both(self.layer_drop, self.token_drop)
 
     def thinned(self, step: int | None, key: Key | None) -> Thinned | None:
-        """What layers do at a step with this key; None where nothing is ever left out, or without a step: all run."""
-        if self.layer_drop is None or step is None or key is None:
+        """What layers do in a micro-batch of a step, by the step's key at its slot; None where nothing is ever left out, or
+        without a step: all of them see all."""
+        if not self.thins or step is None or key is None:
             return None
-        keep, kept = self.layer_drop.keep(step), self.layer_drop.kept(step, key)
-        return Thinned({path: Visit(keep[path], kept[path]) for path in self.layer_drop.layers})
+        return thinned(self.layer_drop, self.token_drop, step, key)
 
     @property
     def ahead(self) -> bool:

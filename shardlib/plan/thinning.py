@@ -7,7 +7,7 @@ resumed run needs no state.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,16 +55,53 @@ class LayerDrop:
 
 
 @dataclass(frozen=True)
+class TokenDrop:
+    """The schedule of random layer-wise token dropping (arXiv 2211.11586, section 3).
+
+    Attributes:
+        kept: the number of tokens of each sequence that the middle layers see, a function of the step.
+        ends: how many of the first layers, and of the last, see all tokens.
+        layers: the paths of all layers, in the order in which they run.
+    """
+
+    kept: Callable[[int], int]
+    ends: int
+    layers: tuple[str, ...]
+
+    @property
+    def middle(self) -> tuple[str, ...]:
+        """The paths of the layers that see some of the tokens."""
+        return self.layers[self.ends : len(self.layers) - self.ends]
+
+    def tokens(self, step: int) -> dict[str, int]:
+        """Path of a middle layer -> how many tokens of each sequence it sees; of shorter sequences it sees all."""
+        return dict.fromkeys(self.middle, int(self.kept(step)))
+
+    def layer_tokens(self, step: int, rows: int, length: int) -> int:
+        """Tokens that all layers see at a step together, of a batch of ``rows`` sequences."""
+        middle = len(self.middle)
+        return rows * (min(int(self.kept(step)), length) * middle + length * (len(self.layers) - middle))
+
+    def __str__(self) -> str:
+        middle = self.middle
+        return f"{int(self.kept(0))} tokens at first in {len(middle)} layers ({middle[0]} … {middle[-1]})"
+
+
+@dataclass(frozen=True)
 class Visit:
     """What one layer does at one step.
 
     Attributes:
         keep: the probability with which it was to be kept; None where no layer may be dropped.
         runs: whether it was kept.
+        tokens: how many tokens of each sequence it sees; None for all.
+        key: draws the tokens, by the row's index in the global batch and the position.
     """
 
     keep: float | None = None
     runs: bool = True
+    tokens: int | None = None
+    key: Key | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +109,7 @@ class Thinned:
     """What the layers of a model do at one step, in one micro-batch.
 
     Attributes:
-        visits: path of a layer -> what it does, for all that may be dropped.
+        visits: path of a layer -> what it does, for all layers.
     """
 
     visits: Mapping[str, Visit]
@@ -85,3 +122,25 @@ class Thinned:
     def leaves_out(self, path: str) -> bool:
         """Whether a leaf belongs to a layer that the step leaves out."""
         return any(path.startswith(f"{layer}/") for layer in self.dropped)
+
+
+def thinned(layer_drop: LayerDrop | None, token_drop: TokenDrop | None, step: int, key: Key) -> Thinned:
+    """What a micro-batch of a step leaves out.
+
+    Args:
+        key: of the step, at the slot of the micro-batch.
+    """
+    keep, kept = ({}, {}) if layer_drop is None else (layer_drop.keep(step), layer_drop.kept(step, key))
+    tokens = {} if token_drop is None else token_drop.tokens(step)
+    draws = key.fold_in("random_ltd")
+    return Thinned(
+        {
+            path: Visit(keep.get(path), kept.get(path, True), tokens.get(path), draws.fold_in(number))
+            for number, path in enumerate(layers_of_both(layer_drop, token_drop))
+        }
+    )
+
+
+def layers_of_both(layer_drop: LayerDrop | None, token_drop: TokenDrop | None) -> tuple[str, ...]:
+    """The paths of all layers."""
+    return tuple(dict.fromkeys(path for drop in (token_drop, layer_drop) if drop is not None for path in drop.layers))

@@ -4,7 +4,8 @@ from shardlib.plan.prediction.step import StepTime, predict_on, predict_step
 from shardlib.report.launches import measure_launches
 from shardlib.report.log import Log, Writer
 from shardlib.report.measure import measure_blocks
-from shardlib.report.profile import Comm, Profile, Stragglers, comm, measure_peak, stragglers
+from shardlib.report.profile import Comm, Memory, Profile, Stragglers, comm, measure_peak, memory, stragglers
+from shardlib.report.stability import SecondMoments, Stability, second_moments, stability
 from shardlib.report.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter
 
 __all__ = [
@@ -12,7 +13,10 @@ __all__ = [
     "CsvWriter",
     "JsonlWriter",
     "Log",
+    "Memory",
     "Profile",
+    "SecondMoments",
+    "Stability",
     "StepTime",
     "Stragglers",
     "TensorBoardWriter",
@@ -22,7 +26,10 @@ __all__ = [
     "comm",
     "measure_launches",
     "measure_peak",
+    "memory",
     "predict_on",
     "predict_step",
+    "second_moments",
+    "stability",
     "stragglers",
 ]

@@ -59,10 +59,10 @@ class Gather:
         self._under_way = exchange = self._todo.pop(0)
         bucket, ways = exchange.bucket, exchange.ways
         out = None if self._todo else self._out
-        whole = self._buffer.new_empty(bucket.size(exchange.target)) if out is None else out
-        self._gathered = whole if bucket.alone else self._buffer.new_empty(whole.numel())
         self._packed: torch.Tensor | None = None
         with naming(bucket.label):
+            whole = self._buffer.new_empty(bucket.size(exchange.target)) if out is None else out
+            self._gathered = whole if bucket.alone else self._buffer.new_empty(whole.numel())
             if exchange.packing is None:
                 gathered = self._gathered.view(ways, -1)
                 self._work = primitives.all_gather(self._mesh, exchange.axis, gathered, self._buffer)

@@ -11,6 +11,7 @@ from shardlib.transforms.powersgd import powersgd
 from shardlib.transforms.precision import precision
 from shardlib.transforms.progressive_layer_drop import progressive_layer_drop
 from shardlib.transforms.quantize import quantize
+from shardlib.transforms.random_ltd import random_ltd
 from shardlib.transforms.remat import remat
 from shardlib.transforms.reproducible import reproducible
 from shardlib.transforms.sequence import sequence
@@ -31,6 +32,7 @@ __all__ = [
     "precision",
     "progressive_layer_drop",
     "quantize",
+    "random_ltd",
     "remat",
     "reproducible",
     "row",

@@ -1,6 +1,7 @@
 """The commands, as a user types them."""
 
 import csv
+import json
 import os
 import re
 import shlex
@@ -222,6 +223,17 @@ def test_a_range_test_waits_for_the_loss_scale(text, tmp_path, monkeypatch, caps
     assert "diverged" not in capsys.readouterr().out
     rows = list(csv.DictReader((tmp_path / "range_test.csv").open()))
     assert int(rows[0]["step"]) > 2 and float(rows[0]["lr"]) == pytest.approx(1e-5)
+
+
+def test_a_profile_is_printed_drawn_and_traced(text, tmp_path, capsys):
+    options = ["--data", text, "--out", tmp_path, "--steps", 1, "--stage", 3, "--remat", *SIZES]
+    assert cli.main(["profile", *map(str, options)]) == 0
+    out = capsys.readouterr().out
+    for part in ("GFLOP", "of the peak", "blocks/0", "recompute", "predicted", "planned", "activations", "optimizer"):
+        assert part in out
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for name in ("profile", "exchanges", "memory"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("command", ["train", "lr-range-test", "plan"])

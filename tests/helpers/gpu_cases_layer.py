@@ -14,7 +14,18 @@ def cases() -> dict[str, Case]:
     """Name -> case; the name has the operation, the kernel and the constants."""
     return {
         f"{name}, {dtype}": case
-        for make in (_gelu, _norm, _swiglu, _dropout, _softmax, _rotary, _linear_cross_entropy, _routing, _permute)
+        for make in (
+            _gelu,
+            _norm,
+            _swiglu,
+            _dropout,
+            _softmax,
+            _rotary,
+            _linear_cross_entropy,
+            _routing,
+            _permute,
+            _subset,
+        )
         for dtype in ("bf16", "fp32")
         for name, case in make(dtype)
     }
@@ -135,3 +146,14 @@ def _permute(dtype: str) -> Iterator[tuple[str, Case]]:
         yield _case("permute", "_spread", types, constants, dtype)
         types = {"rows": "x", "positions": "*i64", "y": "x"} | sizes | ({"weights": "*fp32"} if weighted else {})
         yield _case("permute", "_gather", types, constants, dtype)
+
+
+def _subset(dtype: str) -> Iterator[tuple[str, Case]]:
+    from shardlib.kernels.subset.triton import block_of
+
+    sizes = {"taken": "i32", "length": "i32", "columns": "i32"}
+    constants = {"BLOCK": block_of(4096)}
+    yield _case("subset", "_take", {"x": "x", "index": "*i64", "out": "x"} | sizes, constants, dtype)
+    for keeps, puts in ((True, True), (True, False), (False, True)):
+        types = {"slots": "*i64", "out": "x"} | sizes | ({"x": "x"} if keeps else {}) | ({"rows": "x"} if puts else {})
+        yield _case("subset", "_put", types, constants | {"KEEPS": keeps, "PUTS": puts}, dtype)

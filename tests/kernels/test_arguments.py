@@ -19,6 +19,7 @@ from shardlib.kernels.permute import permute, unpermute
 from shardlib.kernels.rotary import rotary
 from shardlib.kernels.routing import by_expert, top_k
 from shardlib.kernels.softmax import softmax
+from shardlib.kernels.subset import put, take
 from shardlib.kernels.swiglu import swiglu
 
 KEY = sl.Key(3)
@@ -57,6 +58,8 @@ FUNCTIONS = {
     by_expert: ({"experts": assigned()}, {"count": 2}),
     permute: ({"x": x(), "positions": assigned()}, {}),
     unpermute: ({"rows": x(), "positions": assigned(), "weights": x(2, 1)}, {}),
+    take: ({"x": x(2, 3, 4), "index": assigned()}, {}),
+    put: ({"x": x(2, 3, 4), "index": assigned(), "rows": x(2, 1, 4)}, {}),
     grouped_matmul: ({"x": x(), "weight": x(3, 5, 4), "offsets": torch.tensor([1, 1, 2])}, {}),
     sl.dropout: ({"x": x(), "bias": x(4), "residual": x()}, {"p": 0.1, "key": KEY}),
     dropout_kernel: ({"x": x(), "bias": x(4), "residual": x()}, {"draw": Draw(0.1, 3)}),

@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import thinned
 from helpers.decoders import cut, decoder, in_float64, label_batches
-from helpers.measure import count_payload
+from helpers.thinned import BERT, GPT, RATE, SEED, SLICES, STEPS, in_list, looped, tokens, trained
 from helpers.trees import assert_close
 
 import shardlib as sl
@@ -18,97 +19,19 @@ from shardlib.plan.claims import LeafInfo
 from shardlib.plan.layers import layers_of
 from shardlib.plan.thinning import LayerDrop
 
-GPT = gpt.GPTConfig(vocab=32, layers=4, width=16, heads=2, sequence=8, dtype=torch.float64)
-BERT = bert.BERTConfig(vocab=32, layers=4, width=16, heads=2, sequence=8, dtype=torch.float64, pre_norm=True)
 DROP = sl.progressive_layer_drop(0.5, 5.0)  # at step 0 nothing, from step 1 on as at the end
-SEED, RATE, STEPS = 7, 0.1, 5
-SLICES = sl.tensor_slicing(gpt.slicing_rules(GPT), axis="model")
-
-
-def tokens(rows=8):
-    drawn = torch.randint(32, (rows, 9), generator=torch.Generator().manual_seed(1))
-    return {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
-
-
-def share(mesh, batch):
-    """This rank's rows."""
-    ranks, at = mesh.shape.get("data", 1), mesh.coords.get("data", 0)
-    return {name: value.chunk(ranks)[at] for name, value in batch.items()}
-
-
-def trained(mesh, transform, loss_fn, params, batch, first=0, steps=STEPS):
-    """Losses, gradient norms and parameters from step ``first`` on, and the bytes that each step sends."""
-    state, train_step = sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), sl.optim.sgd(RATE), rng=SEED)
-    state.step, sent = first, count_payload(mesh)
-    numbers, counted = [], []
-    sent()
-    for _ in range(steps):
-        state, metrics = train_step(state, share(mesh, batch))
-        numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-        counted.append(sent())
-    return torch.tensor(numbers, dtype=torch.float64), sl.unshard(state.params), counted
 
 
 def kept_at(step, layers=4):
-    drop = LayerDrop(0.5, 5.0, tuple(map(str, range(layers))))
-    kept = drop.kept(step, sl.Key(SEED).fold_in(step))
-    return [(kept[path], p) for path, p in drop.keep(step).items()]
+    return thinned.kept_at(step, LayerDrop(0.5, 5.0, tuple(map(str, range(layers)))))
 
 
-def looped(loss_of, params, batch, first=0, steps=STEPS):
-    """`trained` on one device by autograd; ``loss_of(params, batch, kept)`` leaves out layers itself."""
-    leaves, shape = torch.utils._pytree.tree_flatten(params)
-    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    numbers = []
-    for step in range(first, first + steps):
-        loss = loss_of(torch.utils._pytree.tree_unflatten(leaves, shape), batch, kept_at(step))
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-        grads = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves)]
-        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
-        leaves = [(leaf - RATE * grad).detach().requires_grad_() for leaf, grad in zip(leaves, grads)]
-        numbers.append((loss.item(), norm))
-    after = torch.utils._pytree.tree_unflatten([leaf.detach() for leaf in leaves], shape)
-    return torch.tensor(numbers, dtype=torch.float64), after
+def gpt_loss(params, batch, step):
+    return thinned.gpt_loss(params, batch, kept_at(step))
 
 
-def norm(p, x, eps):
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], p["weight"], p["bias"], eps)
-
-
-def linear(p, x):
-    return x @ p["weight"].T + p["bias"]
-
-
-def attend(p, x, causal):
-    rows, length, width = x.shape
-    q, k, v = linear(p["qkv"], x).view(rows, length, 2, 3, width // 2).permute(3, 0, 2, 1, 4)
-    scores = q @ k.transpose(-1, -2) / math.sqrt(width // 2)
-    if causal:
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
-    return linear(p["out"], (scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, length, width))
-
-
-def gpt_loss(params, batch, kept):
-    x = params["embed"]["tokens"][batch["tokens"]] + params["embed"]["positions"]
-    for p, (runs, keep) in zip(params["blocks"], kept, strict=True):
-        if runs:
-            x = x + attend(p["attn"], norm(p["ln1"], x, 1e-5), True) / keep
-            h = torch.nn.functional.gelu(linear(p["mlp"]["up"], norm(p["ln2"], x, 1e-5)), approximate="tanh")
-            x = x + linear(p["mlp"]["down"], h) / keep
-    logits = norm(params["head"]["norm"], x, 1e-5) @ params["head"]["weight"].T
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
-
-
-def bert_loss(params, batch, kept):
-    embed, head = params["embed"], params["head"]
-    x = norm(embed["norm"], embed["tokens"][batch["tokens"]] + embed["positions"] + embed["segments"][0], 1e-12)
-    for p, (runs, keep) in zip(params["blocks"], kept, strict=True):
-        if runs:
-            x = x + attend(p["attn"], norm(p["ln1"], x, 1e-12), False) / keep
-            h = torch.nn.functional.gelu(linear(p["mlp"]["up"], norm(p["ln2"], x, 1e-12)))
-            x = x + linear(p["mlp"]["down"], h) / keep
-    x = norm(head["norm"], torch.nn.functional.gelu(linear(head["dense"], norm(head["last"], x, 1e-12))), 1e-12)
-    return torch.nn.functional.cross_entropy((x @ head["weight"].T).flatten(0, 1), batch["targets"].flatten())
+def bert_loss(params, batch, step):
+    return thinned.bert_loss(params, batch, kept_at(step))
 
 
 # The schedule.
@@ -144,9 +67,9 @@ def test_layers_are_kept_as_often_as_the_schedule_says():
 
 def test_the_steps_here_leave_out_layers():
     """What the tests below rest on."""
-    runs = [[runs for runs, _ in kept_at(step)] for step in range(STEPS)]
+    runs = [[runs for runs, *_ in kept_at(step)] for step in range(STEPS)]
     assert all(runs[0]) and sum(not each for step in runs for each in step) >= 3 and len(set(map(tuple, runs))) >= 3
-    assert not all(each for each, _ in kept_at(100))
+    assert not all(each for each, *_ in kept_at(100))
 
 
 # Equal to a loop, on every mesh.
@@ -174,10 +97,6 @@ STAGES = {
 }
 
 
-def in_list(params):
-    return {"embed": params[0], "blocks": params[1:-1], "head": params[-1]}
-
-
 @pytest.fixture(scope="module", params=[0, 100], ids=["from the start", "resumed"])
 def reference(request):
     return request.param, looped(gpt_loss, gpt.init(GPT), tokens(), request.param)
@@ -188,7 +107,7 @@ def test_equal_to_a_loop_on_every_mesh(reference, case):
     first, expected = reference
     mesh, transforms = CASES[case]
     run = partial(trained, transform=sl.chain(DROP, *transforms), first=first)
-    for numbers, params, _ in sl.simulate(
+    for numbers, params, *_ in sl.simulate(
         lambda mesh: run(mesh, loss_fn=gpt.make_loss(GPT), params=gpt.init(GPT), batch=tokens()), mesh=mesh
     ):
         assert_close((numbers, params), expected, 1e-10)
@@ -203,7 +122,7 @@ def test_equal_to_a_loop_in_stages(reference, case):
     ran = sl.simulate(
         lambda mesh: run(mesh, loss_fn=gpt.make_sequential(GPT), params=params, batch=tokens()), mesh=mesh
     )
-    for numbers, after, _ in ran:
+    for numbers, after, *_ in ran:
         assert_close((numbers, in_list(after)), expected, 1e-10)
 
 
@@ -212,7 +131,7 @@ def test_equal_to_a_loop_in_processes(pool):
     transform = sl.chain(DROP, sl.zero(3), SLICES)
     loss_fn, params, batch = gpt.make_loss(GPT), gpt.init(GPT), tokens()
     ran = pool.run(trained, transform, loss_fn, params, batch, mesh={"data": 2, "model": 2})
-    for numbers, params, _ in ran:
+    for numbers, params, *_ in ran:
         assert_close((numbers, params), expected, 1e-10)
 
 
@@ -221,14 +140,14 @@ def test_a_bert():
     expected = looped(bert_loss, params, batch)  # a tied embedding is two leaves there, each with half of the gradient
     loss_fn = bert.make_loss(BERT)
     transform = sl.chain(DROP, sl.zero(3))
-    (numbers, _, _), *_ = sl.simulate(lambda mesh: trained(mesh, transform, loss_fn, params, batch), mesh={"data": 2})
+    (numbers, *_), *_ = sl.simulate(lambda mesh: trained(mesh, transform, loss_fn, params, batch), mesh={"data": 2})
     assert_close(numbers[0, 0], expected[0][0, 0], 1e-10)
     step_loss = sl.value_and_grad(loss_fn)
     plan = sl.shard(params, sl.make_mesh(), DROP)
     for step in range(6):
         key = sl.Key(SEED).fold_in(step)
         loss, _ = step_loss(plan, batch, step=step, rng=key)
-        assert_close(loss, bert_loss(params, batch, kept_at(step)), 1e-10)
+        assert_close(loss, bert_loss(params, batch, step), 1e-10)
 
 
 # transformers' decoders, and blocks of a user's.
@@ -240,12 +159,12 @@ def test_decoders_of_transformers(kind):
     loss_fn, params = cut(module)
     batch = label_batches(1, 8)[0]
 
-    def by_hand(params, batch, kept):
-        carry = None
+    def by_hand(params, batch, step):
+        carry, kept = None, kept_at(step)
         for number, (block, p) in enumerate(zip(loss_fn.blocks, params, strict=True)):
             after = block(p, carry, batch)
             if 1 <= number <= len(kept):
-                runs, keep = kept[number - 1]
+                runs, keep, _ = kept[number - 1]
                 after = carry + (after - carry) / keep if runs else carry
             carry = after
         return carry.total / carry.weight
@@ -255,7 +174,7 @@ def test_decoders_of_transformers(kind):
         ran = sl.simulate(
             lambda mesh, t=transforms: trained(mesh, sl.chain(DROP, *t), loss_fn, params, batch), mesh=mesh
         )
-        for numbers, after, _ in ran:
+        for numbers, after, *_ in ran:
             assert_close((numbers, after), expected, 1e-10)
 
 
@@ -280,9 +199,9 @@ def test_a_carry_of_several_tensors():
             carry = layer(p, carry)
         return carry[0].square().mean() + carry[1]
 
-    def by_hand(params, batch, kept):
+    def by_hand(params, batch, step):
         x, extra = batch, torch.zeros((), dtype=torch.float64)
-        for p, (runs, keep) in zip(params["layers"], kept, strict=True):
+        for p, (runs, keep, _) in zip(params["layers"], kept_at(step), strict=True):
             if runs:
                 x, extra = x + (x.sin() @ p["w"]) / keep, extra + p["w"].square().sum() / keep
         return x.square().mean() + extra
@@ -305,9 +224,9 @@ def test_parameters_used_outside_of_a_layer_that_is_left_out():
     def loss_fn(params, batch):
         return plain(params, batch) + 0.1 * sum(p["w"].square().sum() for p in params["layers"])
 
-    def by_hand(params, batch, kept):
+    def by_hand(params, batch, step):
         x = batch
-        for p, (runs, keep) in zip(params["layers"], kept, strict=True):
+        for p, (runs, keep, _) in zip(params["layers"], kept_at(step), strict=True):
             x = x + (x.sin() @ p["w"]) / keep if runs else x
         return (x * params["out"]).square().mean() + 0.1 * sum(p["w"].square().sum() for p in params["layers"])
 
@@ -346,7 +265,7 @@ def payloads(transform, mesh, loss_fn, params, first=0):
     batch = tokens()
     ran = sl.simulate(lambda mesh: trained(mesh, transform, loss_fn, params, batch, first), mesh=mesh)
     for number in range(STEPS):
-        sent = {axis: max(counted[number][axis] for _, _, counted in ran) for axis in ran[0][2][number]}
+        sent = {axis: max(counted[number][axis] for _, _, counted, _ in ran) for axis in ran[0][2][number]}
         rows = {name: value.chunk(mesh.get("data", 1))[0] for name, value in batch.items()}
         plan = sl.make_plan(
             params, sl.abstract_mesh(**mesh), transform, loss_fn=loss_fn, batch=rows, optimizer=sl.optim.sgd(RATE),

@@ -109,6 +109,11 @@ TRANSFORMS = {
     "progressive_layer_drop": made(
         sl.progressive_layer_drop, theta=axes(0.5, 1, 0.25), gamma=axes(0.001, 0), layers=axes((), "*", ["0", "1"])
     ),
+    "random_ltd": made(
+        functools.partial(sl.random_ltd, sl.data.linear_pace(4, 8, 3)),
+        ends=axes(0, 1, 3),
+        layers=axes((), ["0", "1", "2"]),
+    ),
     "sequence": made(sl.sequence, "seq", kind=axes("ulysses", "ring", Longest, functools.partial(Longest))),
     "hierarchical": axes("local", "data").map(sl.hierarchical),
     "reproducible": axes(4, 8).map(sl.reproducible),

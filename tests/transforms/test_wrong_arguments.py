@@ -126,6 +126,11 @@ TABLE = [
         },
     ),
     (
+        sl.random_ltd,
+        {"kept": sl.data.constant_pace(4)},
+        {"kept": NAME, "ends": COUNT, "layers": ANY_GLOBS},
+    ),
+    (
         sl.remat,
         {},
         {"policy": NAME, "save": ANY_GLOBS, "store": NAME, "smallest": COUNT, "blocks": COUNT | LEFT_OUT},

@@ -18,6 +18,7 @@ from torch import nn
 from shardlib.common._compat import with_children_of_its_own
 from shardlib.errors import BatchError, IllegalComposition, TreeError
 from shardlib.nn.functional import Mean, linear_cross_entropy
+from shardlib.nn.gate import OPEN, Gate
 from shardlib.nn.sequence import current_parts
 
 IGNORED = -100  # the label of positions that are left out of the loss
@@ -142,8 +143,10 @@ class _Block(nn.Module):
         """The initialisation of the whole model."""
         self.get_submodule(self._prefix)._init_weights(module)  # type: ignore[operator]
 
-    def forward(self, hidden: torch.Tensor | None, batch: Mapping[str, torch.Tensor]) -> Any:
+    def forward(self, hidden: torch.Tensor | None, batch: Mapping[str, torch.Tensor], gate: Gate = OPEN) -> Any:
         """The residual stream (B, S, W) after this block; ``hidden`` is None in the first block."""
+        if hidden is not None and not gate.open:
+            return hidden
         _check(batch)
         if current_parts.get() is not None:
             raise IllegalComposition(
@@ -153,7 +156,10 @@ class _Block(nn.Module):
         inputs = {"input_ids": batch["input_ids"]} if hidden is None else {"inputs_embeds": hidden}
         subset = self.get_submodule(self._prefix)
         optional = {name: batch.get(name) for name in OPTIONAL}
-        return subset(**inputs, **optional, use_cache=False, return_dict=True).last_hidden_state
+        if gate.tokens is not None:
+            optional = _of_tokens(optional, gate.tokens)
+        after = subset(**inputs, **optional, use_cache=False, return_dict=True).last_hidden_state
+        return after if hidden is None else gate.between(hidden, after)
 
 
 class _Head(_Block):
@@ -161,12 +167,29 @@ class _Head(_Block):
         super().__init__(prefix, subset)
         self.lm_head = output
 
-    def forward(self, hidden: torch.Tensor | None, batch: Mapping[str, torch.Tensor]) -> Mean:
+    def forward(self, hidden: torch.Tensor | None, batch: Mapping[str, torch.Tensor]) -> Mean:  # type: ignore[override]
         x = super().forward(hidden, batch)
         targets = shifted(batch["labels"])
         # The output layer itself is not called, so that logits that are sliced by tokens are never gathered.
         total = linear_cross_entropy(x, self.lm_head.weight, targets, ignore_index=IGNORED, reduction="sum")
         return Mean(total, (targets != IGNORED).sum())
+
+
+def _of_tokens(optional: dict[str, torch.Tensor | None], tokens: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """The optional inputs of a layer that sees the tokens at these positions alone.
+
+    Raises:
+        BatchError: packed documents without an attention mask: transformers finds where they begin by positions that are not
+            one after the other, which is so of all tokens here.
+    """
+    if optional["attention_mask"] is None and optional["position_ids"] is not None:
+        raise BatchError(
+            "random_ltd leaves out tokens, and transformers finds packed documents by gaps between position_ids: give whole "
+            "sequences with an attention_mask, or take random_ltd out of the plan"
+        )
+    mask = torch.ones_like(tokens) if optional["attention_mask"] is None else optional["attention_mask"]
+    positions = tokens if optional["position_ids"] is None else optional["position_ids"]
+    return {"attention_mask": mask, "position_ids": positions}
 
 
 def shifted(labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:

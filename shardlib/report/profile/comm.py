@@ -14,7 +14,7 @@ from shardlib.common.optional import figures
 from shardlib.plan.tables import size, table
 from shardlib.report.profile.meetings import Meeting, meetings
 from shardlib.report.profile.picture import saved
-from shardlib.report.profile.recording import Recording, TrainStep, record
+from shardlib.report.profile.recording import Recording, TrainStep, record, require_steps
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,7 @@ def comm(train_step: TrainStep, state: Any, batch: Any, *, warm: int = 2) -> Com
     >>> sl.report.comm(train_step, state, torch.ones(2, 4)).lines  # one rank exchanges nothing
     []
     """
+    require_steps("report.comm", state, warm=warm)
     state, recording = record(train_step, state, batch, 1, warm)
     return Comm(recording, state)
 

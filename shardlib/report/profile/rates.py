@@ -28,13 +28,14 @@ def predicted(plan: Plan, recording: Recording) -> StepTime:
 
 
 def _of(steps: Sequence[Step]) -> Mapping[str, float]:
-    """Median seconds of forward, of backward with what is computed again, and of the rest in which nothing is waited for."""
+    """Median seconds of forward, of backward with what is computed again, and of the rest in which nothing is waited for:
+    optimizer, offload, starting exchanges, Python."""
     taken: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(steps))
     for number, step in enumerate(steps):
         for part, seconds in step.own().items():
             if part.kind == "compute":
                 taken["forward" if part.way == "forward" else "backward"][number] += seconds
-            elif part.kind in ("optimizer", "other"):
+            elif part.kind != "wait":
                 taken["update"][number] += seconds
     return {name: statistics.median(taken[name]) for name in ("forward", "backward", "update")}
 

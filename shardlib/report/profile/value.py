@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from shardlib.plan.prediction.step import StepTime
 from shardlib.plan.tables import size, table
 from shardlib.report.profile.comm import Comm
+from shardlib.report.profile.memory import Memory
 from shardlib.report.profile.operators import Operators
 from shardlib.report.profile.picture import draw_profile
 from shardlib.report.profile.recording import Recording, Step
@@ -48,6 +49,7 @@ class Profile:
     Attributes:
         recording: the recorded steps of all ranks.
         operators: what operators did in one more step.
+        memory: the memory of one more step: see `sl.report.memory`.
         peak: floating-point operations per second of a large product on this device.
         predicted: the time that the plan predicts of the step, at measured rates.
         state: the train state after all of these steps.
@@ -55,6 +57,7 @@ class Profile:
 
     recording: Recording = field(repr=False)
     operators: Operators = field(repr=False)
+    memory: Memory = field(repr=False)
     peak: float
     predicted: StepTime
     state: Any = field(repr=False, compare=False)
@@ -167,10 +170,14 @@ class Profile:
         yield table(("GFLOP", ""), rows, right=1)
         yield table(("time", "ms", ""), _shares(self.by_kind), right=2)
         yield table(
-            ("block", *WAYS, "ms"),
-            [(name, *map(_ms, ways.values()), _ms(sum(ways.values()))) for name, ways in self.by_block.items()],
-            right=4,
+            ("block, ms", *WAYS, "all", "at the peak"),
+            [
+                (name, *map(_ms, ways.values()), _ms(sum(ways.values())), size(self.memory.by_block.get(name, 0)))
+                for name, ways in self.by_block.items()
+            ],
+            right=5,
         )
+        yield self.memory.summary
         if self.by_axis:
             yield table(
                 ("axis", "exchanges", "sent", "waited, ms", "starting, ms"),

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from shardlib.plan.plan import Plan
+from shardlib.report.profile.memory import memory
 from shardlib.report.profile.operators import operators_of
 from shardlib.report.profile.peak import measure_peak
 from shardlib.report.profile.rates import predicted
-from shardlib.report.profile.recording import TrainStep, record
+from shardlib.report.profile.recording import TrainStep, record, require_steps
 from shardlib.report.profile.value import Profile
 
 
@@ -19,15 +20,19 @@ def profile(
 ) -> Profile:
     """Where the time and the operations of a train step go, on every rank. Collective.
 
-    Takes ``warm`` steps that are not looked at, ``steps`` with clocks at the boundaries of blocks, phases and exchanges, and
-    one in which every operator is counted and timed. All of them train: the state after them is ``.state``. The peak is that
-    of a large product on the same device and dtype, measured once.
+    Takes ``warm`` steps that are not looked at, then ``steps`` with clocks at the boundaries of blocks, phases and exchanges,
+    one in which operators are counted and timed, and one in which memory gets its names. All of them train: the state after
+    them is ``.state``. The peak is that of a large product on the same device and dtype, measured once.
 
     Args:
         train_step, state: of `make_train_step`. The state is used up.
         batch: this rank's share of a batch, which every step is given.
-        plan: the step's plan as `make_plan` makes it with ``loss_fn`` and ``batch``, which knows what activations send; by
-            default the state's.
+        plan: the step's plan as `make_plan` makes it with ``loss_fn``, ``batch`` and ``optimizer``, which knows what is sent
+            inside the loss and the peak of memory; by default the state's, which does not.
+
+    Raises:
+        TypeError: a state that is no `TrainState`.
+        ValueError: fewer than one step, or fewer than none before.
 
     >>> loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
     >>> state, train_step = sl.make_train_step(loss_fn, {"w": torch.ones(64, 64)}, sl.optim.sgd(0.1))
@@ -37,11 +42,13 @@ def profile(
     >>> round(sum(found.by_kind.values()) / found.seconds, 6)
     1.0
     """
+    require_steps("profile", state, steps, warm)
     params = state.params
     peak = measure_peak(params.mesh.device, _dtype(params.plan))
     state, recording = record(train_step, state, batch, steps, warm)
     state, operators = operators_of(train_step, state, batch)
-    return Profile(recording, operators, peak, predicted(plan or params.plan, recording), state)
+    held = memory(train_step, state, batch, warm=0, plan=plan)
+    return Profile(recording, operators, held, peak, predicted(plan or params.plan, recording), held.state)
 
 
 def _dtype(plan: Plan) -> torch.dtype:

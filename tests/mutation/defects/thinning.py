@@ -3,6 +3,7 @@
 from ..planting import Defect
 
 _DROP = "tests/training/test_layer_drop.py"
+_TOKENS = "tests/training/test_token_drop.py"
 _MESHES = f"{_DROP}::test_equal_to_a_loop_on_every_mesh"
 
 DEFECTS = (
@@ -41,5 +42,41 @@ DEFECTS = (
         "if unit not in self.skipped] if order is not None and self.skipped else order",
         "if unit] if order is not None and self.skipped else order",
         (f"{_DROP}::test_nothing_is_sent_for_what_is_left_out",),
+    ),
+    Defect(
+        "the same tokens in every layer",
+        "key",
+        "plan/thinning.py",
+        "all layers draw tokens by one key",
+        "draws.fold_in(number))",
+        "draws.fold_in(0))",
+        (f"{_TOKENS}::test_equal_to_a_loop_on_every_mesh",),
+    ),
+    Defect(
+        "tokens drawn by the row in the micro-batch",
+        "key",
+        "execute/subset.py",
+        "a sequence draws its tokens by its place in the micro-batch",
+        "seed, first = key.stretch(rows)",
+        "seed, first = key.seed, 0",
+        (f"{_TOKENS}::test_a_sequence_draws_by_its_place_in_the_global_batch",),
+    ),
+    Defect(
+        "tokens in the order of their numbers",
+        "order",
+        "execute/subset.py",
+        "the tokens that a layer sees are in the order in which they were drawn",
+        ".indices.sort(dim=1).values",
+        ".indices",
+        (f"{_TOKENS}::test_tokens_are_drawn_without_replacement_in_order",),
+    ),
+    Defect(
+        "the gradient of tokens that were put",
+        "stale",
+        "kernels/subset/op.py",
+        "tokens in whose place others were put keep the gradient of what was put",
+        "served.put(dy, index, None, dy.shape[1])",
+        "dy.clone()",
+        (f"{_TOKENS}::test_equal_to_a_loop_on_every_mesh",),
     ),
 )

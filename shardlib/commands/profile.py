@@ -1,0 +1,47 @@
+"""Show where the time, the operations and the memory of a training step go, on every rank that torchrun started."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from shardlib import optim
+from shardlib.commands import job, model, pictures
+from shardlib.mesh.mesh import make_mesh
+from shardlib.report.profile import Profile, profile
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=model.positive, default=5, help="recorded steps, after two others")
+    job.add_arguments(parser, "runs/profile")
+
+
+def run(args: argparse.Namespace) -> int:
+    shape: dict[str, Any] = model.parse_mesh(args.mesh) if args.mesh else {}
+    mesh = make_mesh(**shape)
+    work = job.Job(args, mesh, optim.constant_schedule(1e-4))
+    found = profile(work.train_step, work.state, work.batch(0), steps=args.steps, plan=work.plan)
+    if mesh.rank == 0:
+        print(found, found.comm, found.memory, sep="\n\n")
+        _write(args, found)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def _write(args: argparse.Namespace, found: Profile) -> None:
+    """Writes the trace and the pictures."""
+    trace = args.out / "trace.json"
+    found.trace(trace)
+    print(f"\ntrace, for ui.perfetto.dev: {trace}")
+    drawings: dict[str, Callable[..., None]] = {
+        "profile": found.plot,
+        "exchanges": found.comm.plot,
+        "memory": found.memory.plot,
+    }
+    for name, draw in drawings.items():
+        path = args.out / f"{name}.png"
+        pictures.draw(print, name, path, lambda draw=draw, path=path: draw(path))  # type: ignore[misc]

@@ -1,0 +1,189 @@
+"""The analysis of a dataset: a metric of each sample, made into an index file by several processes and after any kill.
+
+Samples are cut into parts. A part is an index file of its own, in a folder beside the index, and has its name when it is
+whole. What a killed run has finished is not done again. At the end the parts, each sorted, are merged in bounded memory.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardlib.common.disk import locked, make_folder, sync_folder
+from shardlib.data.index import Index, IndexFile, IndexFileError, refuse_unordered, write_index
+from shardlib.data.merging import merged
+from shardlib.data.metrics import Length, Metric, Rarity, added, counts_of, values_of
+from shardlib.data.rows import as_dataset
+from shardlib.errors import BatchError
+
+_PART = 1 << 20  # samples
+_ROOM = 1 << 22  # samples
+_NAMED = ("length", "rarity")
+
+Make = Callable[[Any, int, int], np.ndarray]  # from a dataset and a range of its samples to numbers
+
+
+def analyze(
+    dataset: Any,
+    metric: str | Callable[[Any], float],
+    path: str | Path,
+    *,
+    processes: int = 1,
+    part: int = _PART,
+    progress: Callable[[str], None] = lambda finished: None,
+) -> IndexFile:
+    """Write a metric of each sample of a dataset to an index file, for `curriculum`, and return it.
+
+    An analysis that was stopped or killed goes on with the parts that are not finished. They lie in the folder
+    ``path.parts``, which is removed when the index is on the disk: remove it too if a function was changed meanwhile. Memory
+    holds one part for each process, and four million samples while they are merged.
+
+    Args:
+        dataset: a map-style dataset, as `loader` takes it.
+        metric: "length", the number of tokens; "rarity", the mean of −log p over a sample's tokens, where p is a token's
+            share of all tokens of the dataset, which takes two passes; or a function from a sample to a number. Tokens are
+            ``tokens`` or ``input_ids`` of a dictionary, without padding (by ``segments`` or ``attention_mask``), or the
+            sample itself.
+        processes: that read side by side. With more than one, dataset and function are sent to them.
+        part: samples of a part.
+        progress: called with a line of text after each part.
+
+    Raises:
+        BatchError: a dataset without samples, or a sample without a finite number. There is then no new index.
+        IndexFileError: another process is writing this index.
+
+    >>> windows = sl.data.tokens(sl.data.write_tokens("a.tokens", [b"aaaaaabcd"]).path, sequence=2)
+    >>> index = sl.data.analyze(windows, "rarity", "a.rarity")
+    >>> index.values.round(2).tolist(), index.samples.tolist()
+    ([0.29, 0.29, 0.29, 2.08], [0, 1, 2, 3])
+    """
+    if isinstance(metric, str) and metric not in _NAMED:
+        raise BatchError(
+            f"analyze: metric={metric!r}: use {' or '.join(map(repr, _NAMED))}, or a function from a sample to a number"
+        )
+    if processes < 1 or part < 1:
+        raise BatchError(f"analyze: processes={processes}, part={part}: use 1 or more of each")
+    dataset, path = as_dataset(dataset), Path(path)
+    named = metric if hasattr(metric, "__qualname__") else type(metric)
+    name = metric if isinstance(metric, str) else f"{named.__module__}:{named.__qualname__}"
+    about = {"samples": len(dataset), "metric": name, "dataset": getattr(dataset, "identity", None)}
+    with _folder(path) as folder:
+        ends = [*range(part, len(dataset), part), len(dataset)]
+        cuts = [(first, last) for first, last in zip([0, *ends], ends)]
+        job = _Job(dataset, folder, about, cuts, processes, progress)
+        values = [IndexFile(file) for file in job.files("values", _maker(metric, job))]
+        whole = about | {"count": len(dataset)}
+        write_index(path, whole, (np.asarray(each.values) for each in values), merged(values, _ROOM))
+        shutil.rmtree(folder)
+    sync_folder(path.parent)
+    return IndexFile(path)
+
+
+class _Job(NamedTuple):
+    """What is analysed, and how: ``cuts`` are the ranges of samples of the parts."""
+
+    dataset: Any
+    folder: Path
+    about: dict[str, Any]
+    cuts: Sequence[tuple[int, int]]
+    processes: int
+    progress: Callable[[str], None]
+
+    def files(self, name: str, make: Make) -> list[Path]:
+        """The files of all parts of a pass over the samples, of which those that are not there yet are made."""
+        parts = [
+            _Part(self.folder / f"{name}-{first}", self.about | {"pass": name, "first": first, "last": last})
+            for first, last in self.cuts
+        ]
+        left = [part for part in parts if not part.finished()]
+        for done, _ in enumerate(self._run(make, left), len(parts) - len(left) + 1):
+            self.progress(f"{name}: {done} of {len(parts)} parts")
+        return [part.file for part in parts]
+
+    def _run(self, make: Make, parts: Sequence[_Part]) -> Iterator[None]:
+        if self.processes == 1:
+            yield from (part.write(self.dataset, make) for part in parts)
+        elif parts:
+            spawn = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(min(self.processes, len(parts)), spawn, _begin, (self.dataset, make)) as pool:
+                try:
+                    yield from pool.map(_write, parts)
+                finally:
+                    pool.shutdown(cancel_futures=True)
+
+
+class _Part(NamedTuple):
+    """A part of a pass: its file, and what its header says."""
+
+    file: Path
+    about: dict[str, Any]
+
+    def finished(self) -> bool:
+        """Whether the file is there, and of this analysis."""
+        try:
+            header = IndexFile(self.file).header
+        except (FileNotFoundError, IndexFileError):
+            return False
+        return {key: header.get(key) for key in self.about} == self.about
+
+    def write(self, dataset: Any, make: Make) -> None:
+        values = make(dataset, self.about["first"], self.about["last"])
+        refuse_unordered(values, self.about["first"])
+        index = Index(values)
+        write_index(self.file, self.about | {"count": len(values)}, [values], [index.samples])
+
+
+_worker: list[tuple[Any, Make]] = []  # what a process of the pool was begun with
+
+
+def _begin(dataset: Any, make: Make) -> None:
+    _worker[:] = [(dataset, make)]
+
+
+def _write(part: _Part) -> None:
+    part.write(*_worker[0])
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The pass that gives values."""
+
+    metric: Metric | Callable[[Any], float]
+
+    def __call__(self, dataset: Any, first: int, last: int) -> np.ndarray:
+        return values_of(dataset, self.metric, first, last)
+
+
+def _maker(metric: str | Callable[[Any], float], job: _Job) -> Make:
+    """What makes values, after the pass over the samples that "rarity" takes before."""
+    if metric == "length":
+        return _Values(Length())
+    if metric == "rarity":
+        counts = [IndexFile(file).values for file in job.files("counts", counts_of)]
+        return _Values(Rarity(reduce(added, counts)))
+    assert callable(metric)
+    return _Values(metric)
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[Path]:
+    """The folder of an index's parts, for one process at a time."""
+    folder = path.with_name(f"{path.name}.parts")
+    make_folder(folder)
+    lock = locked(folder, os.O_RDONLY)
+    if lock is None:
+        raise IndexFileError(f"another process is writing {path}: wait until it ends, or give another path")
+    try:
+        yield folder
+    finally:
+        lock.close()

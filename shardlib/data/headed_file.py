@@ -1,0 +1,101 @@
+"""Files of arrays with a header: written once, complete or not there at all.
+
+Layout: 8 bytes that say what the file is; the length of the header as a little-endian u64; the header, JSON padded with
+spaces up to byte 4,096; the arrays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from shardlib.common.disk import sync_folder
+
+START = 4096  # the first array's byte
+CHUNK = 1 << 20  # elements that are read at once where a whole array is
+
+
+class NewFile:
+    """A file that is being written, by `new_file`.
+
+    Attributes:
+        header: what it is to say, beside the checksum, which is ``blake2b``. Set by the writer.
+    """
+
+    def __init__(self, file: IO[bytes], magic: bytes) -> None:
+        self.header: dict[str, Any] = {}
+        self._file, self._magic, self._digest = file, magic, hashlib.blake2b(digest_size=16)
+        file.write(b"\0" * START)
+
+    def write(self, data: bytes) -> None:
+        """Append bytes of an array."""
+        self._file.write(data)
+        self._digest.update(data)
+
+    def align(self) -> None:
+        """Go to the next multiple of 8 bytes, where an array may begin."""
+        self._file.write(b"\0" * (-self._file.tell() % 8))
+
+    def finish(self) -> None:
+        """Write the header, and wait until all is on the disk.
+
+        Raises:
+            ValueError: the header is too long.
+        """
+        text = json.dumps(self.header | {"blake2b": self._digest.hexdigest()}).encode()
+        if len(text) > START - 16:
+            raise ValueError(f"a header of {len(text)} bytes, and {START - 16} are the most")
+        self._file.seek(0)
+        self._file.write(self._magic + len(text).to_bytes(8, "little") + text.ljust(START - 16))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+@contextmanager
+def new_file(path: Path, magic: bytes) -> Iterator[NewFile]:
+    """A file to write, which gets its name when the block ends and all of it is on the disk.
+
+    So a crash leaves the old file, if there was one, or the new one; and so does an error in the block.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            made = NewFile(file, magic)
+            yield made
+            made.finish()
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def header_of(path: Path, magic: bytes) -> dict[str, Any]:
+    """The header of a file.
+
+    Raises:
+        ValueError: a file of something else.
+        FileNotFoundError: there is no such file.
+    """
+    with open(path, "rb") as file:
+        start = file.read(START)
+    length = int.from_bytes(start[8:16], "little")
+    if start[:8] != magic or length > START - 16:
+        raise ValueError(f"{path} does not begin with {magic!r}")
+    return json.loads(start[16 : 16 + length])
+
+
+def checksum_of(arrays: Iterable[np.ndarray]) -> str:
+    """The checksum of a file that has these arrays, read a part at a time."""
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        for start in range(0, len(array), CHUNK):
+            digest.update(array[start : start + CHUNK].tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,164 @@
+"""`bisect`: the first operation by which two plans that should train alike do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardlib.debug.comparing import RAISED, first_difference
+from shardlib.debug.difference import difference
+from shardlib.debug.finding import PHASES, Finding
+from shardlib.debug.one_device import OneDevice, mean_gradient
+from shardlib.debug.replay import cells
+from shardlib.debug.subject import in_float64, is_float64, left_out, like_one_device, plan_of, widened
+from shardlib.execute.batches import as_tensors
+from shardlib.execute.losses import wants
+from shardlib.optim import sgd
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.wrapping import require_transformations
+from shardlib.plan.plan import Plan
+from shardlib.rng import Key
+from shardlib.tree import Tree
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """The result of `bisect`; ``print`` it. True if something differs.
+
+    Attributes:
+        finding: the first thing that differs; None if nothing does.
+        verdict: whether it is a defect or rounding, and why.
+        notes: what was not compared, a line each.
+    """
+
+    finding: Finding | None
+    verdict: str
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.finding is not None
+
+    def __str__(self) -> str:
+        first = [f"{self.finding.plan}, {self.finding}"] if self.finding else []
+        return "\n".join([*first, self.verdict, *(f"not compared: {note}" for note in self.notes)])
+
+
+def bisect(
+    loss_fn: Callable[..., Any],
+    params: Tree,
+    plan_a: Any,
+    plan_b: Any,
+    batch: Tree,
+    *,
+    optimizer: GradientTransformation | None = None,
+    steps: int = 1,
+    rng: Key | int = 0,
+) -> Bisection:
+    """Find the first operation by which two plans that should train alike do not.
+
+    Replays both plans on simulated ranks, from the same parameters on the same global batches, beside plain autograd on one
+    device, which gets the same micro-batches. Compared are, in the order of a step: micro-batches, random keys, gathered
+    parameters, each call of the loss function, each call's gradient, each exchange of gradients, loss and norm, the update,
+    and the parameters that are gathered after it. Ranks' shards are assembled by a reading of specs of its own.
+
+    All is replayed in float64 first, which tells rounding from a defect, and then in the plans' own dtypes. Values differ if
+    they do by more than 8·ε^¾ of the largest one.
+
+    Args:
+        loss_fn: as for `make_train_step`, without buffers.
+        params: a pytree with the parameters' values.
+        plan_a, plan_b: each a plan of `make_plan` for these parameters, or a pair of the mesh's sizes and a transform,
+            ``(dict(data=4), sl.zero(2))``; None for one device. At most 64 ranks.
+        batch: the global batch, whose rows are a multiple of every plan's ranks times micro-batches.
+        optimizer: by default ``sl.optim.sgd(0.1)``.
+        steps: how many steps to replay, all on the same batch. A defect of what is kept from step to step needs 2.
+        rng: as for `make_train_step`.
+
+    Raises:
+        TypeError: a plan of another form; an optimizer that is not a gradient transformation.
+        ValueError: fewer than 1 step, or no plan at all.
+        IllegalComposition: a plan for too many ranks, on disk, or with ``offload(delay=True)``.
+        BatchError: rows that do not divide.
+
+    >>> params = {"up": torch.ones(4, 4), "down": torch.ones(4, 4)}
+    >>> loss_fn = lambda params, batch: (batch @ params["up"] @ params["down"]).square().mean()
+    >>> print(sl.debug.bisect(loss_fn, params, None, (dict(data=2), sl.zero(3)), torch.ones(4, 4)))
+    nothing differs, in float64 and in the plans' own dtypes
+    """
+    if steps < 1:
+        raise ValueError(f"steps={steps}: replay at least 1")
+    optimizer = sgd(0.1) if optimizer is None else optimizer
+    require_transformations("bisect", optimizer)
+    given = {"plan_a": plan_a, "plan_b": plan_b}
+    plans = {name: plan_of(plan, params, name) for name, plan in given.items() if plan is not None}
+    if not plans:
+        raise ValueError("plan_a and plan_b are both None, which is one device: give a plan to compare with it")
+    key = rng if isinstance(rng, Key) else Key(rng)
+    notes = tuple(dict.fromkeys(note for plan in plans.values() for note in _unseen(plan)))
+
+    def first(exact: bool) -> Finding | None:
+        values, rows = (widened(params), widened(batch)) if exact else (params, batch)
+        found = []
+        for name, plan in plans.items():
+            plan = in_float64(plan) if exact else like_one_device(plan)
+            finding = first_difference(plan, loss_fn, values, rows, optimizer, steps, key)
+            if finding is not None:
+                found.append(replace(finding, plan=name))
+        if len(found) == 2 and found[0] == found[1]:
+            found = [replace(found[0], plan="both plans")]
+        return min(found, key=lambda each: (each.step, PHASES.index(each.phase)), default=None)
+
+    exact = first(exact=True)
+    if exact and exact.operation != RAISED:
+        return Bisection(exact, "It differs in float64 too, so it is no rounding.", notes)
+    if not all(map(is_float64, plans.values())) and (finding := first(exact=False)):
+        return Bisection(
+            finding,
+            "It does not differ in float64: rounding, or a defect of what float64 passes by (kernels and codecs of narrower "
+            "dtypes, masters).",
+            notes,
+        )
+    if exact:
+        return Bisection(exact, "Nothing differs before it.", notes)
+    for name, plan in plans.items():
+        if finding := _cut(plan, loss_fn, params, batch, optimizer, key):
+            return Bisection(
+                replace(finding, plan=name), "The ranks compute what one device does on their rows.", notes
+            )
+    return Bisection(None, "nothing differs, in float64 and in the plans' own dtypes", notes)
+
+
+def _unseen(plan: Plan) -> list[str]:
+    owner = plan.reductions.owner
+    return left_out(plan) + ([f"what {owner} sums itself"] if owner else [])
+
+
+def _cut(
+    plan: Plan, loss_fn: Callable[..., Any], params: Tree, batch: Tree, optimizer: GradientTransformation, key: Key
+) -> Finding | None:
+    """A loss function that gives another mean for micro-batches than for the batch."""
+    if wants(loss_fn, "rng"):
+        return None
+    wide = in_float64(plan)
+    device = OneDevice(wide, loss_fn, widened(params), optimizer, key)
+    rows = as_tensors(widened(batch), torch.device("cpu"))
+    parts = [device.evaluate(0, cell, part) for cell, part in enumerate(cells(rows, wide))]
+    weighted = any(e.run.weight is not None and float(e.run.weight) != 1 for e in parts)
+    _, apart, _ = mean_gradient(parts, weighted)
+    _, together, _ = mean_gradient([device.evaluate(0, 0, rows)], weighted)
+    for path, whole in together.items():
+        each = difference(apart[path], whole)
+        if each.matters:
+            return Finding(
+                "forward",
+                f"the loss function: its mean over {len(parts)} micro-batches is not its value for the batch",
+                0,
+                each,
+                leaf=path,
+                note="it is no mean over rows; return sl.Mean(total, weight), or keep what mixes rows (statistics of a "
+                "batch, capacities of experts) within fixed groups of rows",
+            )
+    return None

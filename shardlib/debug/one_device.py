@@ -1,0 +1,98 @@
+"""One device: the loss function with torch's autograd on whole parameters, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from shardlib.debug.notes import Run, copied
+from shardlib.debug.watching import Watch
+from shardlib.errors import LossError
+from shardlib.execute.losses import read_loss, wants
+from shardlib.optim.base import GradientTransformation
+from shardlib.plan.plan import Plan
+from shardlib.rng import Key, seeding_torch
+from shardlib.tree import Tree, flatten, unflatten
+
+Leaves = dict[str, torch.Tensor]
+
+
+@dataclass
+class Evaluated:
+    """One micro-batch on one device: its run, and path -> gradient of its total."""
+
+    run: Run
+    grads: Leaves
+
+
+class OneDevice:
+    """One device that trains as a plan's ranks are to train together: in their dtypes, on the same micro-batches.
+
+    Attributes:
+        leaves: path -> whole parameter, as the optimizer keeps it.
+        state: the optimizer's.
+    """
+
+    def __init__(
+        self, plan: Plan, loss_fn: Callable[..., Any], params: Tree, optimizer: GradientTransformation, rng: Key
+    ) -> None:
+        self._plan, self._loss_fn, self._optimizer, self._rng = plan, loss_fn, optimizer, rng
+        self._trained = [path for bucket in plan.trained for path in bucket.paths]
+        dtypes = {path: bucket.master_dtype or bucket.dtype for bucket in plan.buckets for path in bucket.paths}
+        given = dict(zip(*flatten(params)[:2], strict=True))
+        self.leaves = {p.path: given[p.path].detach().to(p.compute.dtype).to(dtypes[p.path]) for p in plan.placements}
+        self.state = optimizer.init({path: self.leaves[path] for path in self._trained})
+
+    def used(self) -> Leaves:
+        """Path -> parameter as the loss function gets it."""
+        return {p.path: self.leaves[p.path].to(p.compute.dtype) for p in self._plan.placements}
+
+    def key(self, step: int, cell: int) -> Key | None:
+        """The key of a micro-batch: the step's, at the micro-batch's place in the global batch."""
+        return self._rng.fold_in(step).at_slot(cell) if wants(self._loss_fn, "rng") else None
+
+    def evaluate(self, step: int, cell: int, batch: Tree) -> Evaluated:
+        """Loss and gradients of one micro-batch.
+
+        Raises:
+            LossError: the loss function does not return a loss.
+        """
+        used = {path: copied(leaf).requires_grad_(path in self._trained) for path, leaf in self.used().items()}
+        tree = unflatten(self._plan.shape.treedef, [used[leaf.path] for leaf in self._plan.leaves])
+        watch, key = Watch(), self.key(step, cell)
+        extra = {} if key is None else {"rng": key}
+        seed = self._rng.fold_in(step).at_slot(cell)
+        with torch.enable_grad(), seeding_torch(seed, torch.device("cpu")):
+            value = watch.watched(self._loss_fn)(tree, batch, **extra)
+        (run,) = watch.runs
+        total = read_loss(value, False).total
+        leaves = [used[path] for path in self._trained]
+        grads = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
+        found = zip(self._trained, leaves, grads, strict=True)
+        return Evaluated(run, {path: torch.zeros_like(leaf) if g is None else g for path, leaf, g in found})
+
+    def update(self, grads: Leaves) -> None:
+        """Update the parameters by gradients of the mean loss."""
+        params = {path: self.leaves[path] for path in self._trained}
+        given = {path: grads[path].to(params[path].dtype) for path in self._trained}
+        updates, self.state = self._optimizer.update(given, self.state, params)
+        self.leaves = self.leaves | {path: params[path] + updates[path] for path in self._trained}
+
+    def state_of(self) -> dict[tuple[Any, ...], torch.Tensor]:
+        """Accessors of the optimizer's state -> tensor."""
+        paths, leaves, _ = optree.tree_flatten_with_path(self.state)
+        return {path: leaf for path, leaf in zip(paths, leaves) if isinstance(leaf, torch.Tensor)}
+
+
+def mean_gradient(evaluated: Sequence[Evaluated], weighted: bool) -> tuple[float, Mapping[str, torch.Tensor], float]:
+    """Loss, gradient of the mean loss over all micro-batches, and the weight by which it is divided."""
+    weight = sum(float(e.run.weight) for e in evaluated if e.run.weight is not None) if weighted else len(evaluated)
+    if not weight:
+        raise LossError("the weights of sl.Mean are 0 in all micro-batches, so that there is nothing to compare")
+    loss = sum(float(e.run.total) for e in evaluated if e.run.total is not None) / weight
+    grads = {path: sum(e.grads[path].double() for e in evaluated) / weight for path in evaluated[0].grads}
+    return loss, grads, weight  # type: ignore[return-value]

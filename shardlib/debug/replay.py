@@ -1,0 +1,207 @@
+"""A few steps of a plan on simulated ranks, with everything that is compared noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardlib.debug.layout import coords_of, number
+from shardlib.debug.notes import Run, copied
+from shardlib.debug.watching import Watch
+from shardlib.debug.wire import Wire
+from shardlib.errors import BatchError, listing
+from shardlib.execute.batches import as_tensors
+from shardlib.mesh.launch import simulate
+from shardlib.mesh.mesh import Mesh
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.shards import WHOLE, Shards
+from shardlib.plan.plan import Plan
+from shardlib.rng import Key
+from shardlib.sharded.shard import shard_alike
+from shardlib.sharded.tree import Sharded
+from shardlib.train import make_train_step
+from shardlib.tree import Tree, flatten, tree_map, unflatten
+
+Buffers = dict[str, torch.Tensor]
+
+
+@dataclass
+class RankStep:
+    """One step of one rank.
+
+    Attributes:
+        runs: of the loss function.
+        grads: bucket name -> gradient, as the optimizer is given it.
+        scale: what the optimizer multiplies it by.
+        written: bucket name -> the optimizer's copy of the parameters after the update.
+        inner: the optimizer's state after it.
+        params: bucket name -> stored parameters after the step.
+        comm: what compressed exchanges have kept, before and after the step.
+        metrics: of the step.
+        payload: axis -> payload bytes that the rank has sent.
+    """
+
+    runs: list[Run] = field(default_factory=list)
+    grads: Buffers = field(default_factory=dict)
+    scale: float = 1.0
+    written: Buffers = field(default_factory=dict)
+    inner: Any = None
+    params: Buffers = field(default_factory=dict)
+    comm: tuple[Buffers, Buffers] = field(default_factory=lambda: ({}, {}))
+    metrics: dict[str, Any] = field(default_factory=dict)
+    payload: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Replay:
+    """Some steps of a plan.
+
+    Attributes:
+        start: rank -> stored parameters before the first step.
+        steps: rank -> its steps; the last one may have ended early.
+        error: what ended it.
+    """
+
+    plan: Plan
+    wire: Wire
+    start: dict[int, Buffers] = field(default_factory=dict)
+    steps: dict[int, list[RankStep]] = field(default_factory=dict)
+    error: Exception | None = None
+
+    def of_cell(self, step: int, cell: int) -> dict[int, dict[int, Run]]:
+        """Rank -> first block -> run, for the ranks that work on a micro-batch; see `cells`."""
+        plan, found = self.plan, dict[int, dict[int, Run]]()
+        share, index = divmod(cell, plan.step.microbatches)
+        for rank, steps in self.steps.items():
+            coords = coords_of(plan.sizes, rank)
+            if number(plan.batch_axes, plan.sizes, coords) == share and step < len(steps):
+                found[rank] = _of_microbatch(plan, coords, steps[step].runs, index)
+        return found
+
+
+def _of_microbatch(plan: Plan, coords: Mapping[str, int], runs: Sequence[Run], index: int) -> dict[int, Run]:
+    """First block -> run, of one of a rank's micro-batches. A step that was repeated has the last runs."""
+    found = {}
+    for stage in plan.stages.local[plan.stages.home(coords)]:
+        first = plan.stages.spans[stage][0] if plan.stages.axes else 0
+        order = [a.microbatch for a in plan.stages.schedule.orders[plan.stages.home(coords)] if a[:2] == (stage, "F")]
+        mine = [run for run in runs if run.stage == first]
+        whole = len(mine) // len(order) * len(order)
+        mine = mine[max(whole - len(order), 0) :] if whole else mine
+        for microbatch, run in zip(order, mine):
+            if microbatch == index:
+                found[first] = run
+    return found
+
+
+def cells(batch: Tree, plan: Plan) -> list[Tree]:
+    """The micro-batches of all ranks, in the order of the global batch.
+
+    Raises:
+        BatchError: the rows do not divide.
+    """
+    paths, leaves, treedef = flatten(batch)
+    count = plan.batch_ranks * plan.step.microbatches
+    unfit = [
+        f"{path or 'batch'}: {leaf.shape[0]} rows"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] % count
+    ]
+    if unfit:
+        raise BatchError(
+            f"the global batch does not divide into the {count} micro-batches of {plan.batch_ranks} ranks × "
+            f"{plan.step.microbatches}:\n{listing(unfit)}\nGive a multiple of {count} rows"
+        )
+    columns = [
+        leaf.chunk(count) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * count for leaf in leaves
+    ]
+    return [unflatten(treedef, [column[index] for column in columns]) for index in range(count)]
+
+
+def share_of(batch: Tree, plan: Plan, coords: Mapping[str, int]) -> Tree:
+    """A rank's rows of the global batch."""
+    ranks, index = plan.batch_ranks, number(plan.batch_axes, plan.sizes, coords)
+    return tree_map(
+        lambda leaf: leaf.chunk(ranks)[index] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, batch
+    )
+
+
+def replay(
+    plan: Plan,
+    loss_fn: Callable[..., Any],
+    params: Tree,
+    batch: Tree,
+    optimizer: GradientTransformation,
+    steps: int,
+    rng: Key,
+) -> Replay:
+    """Run ``steps`` steps on one global batch. An error that ends them is kept, with what was noted before."""
+    made = Replay(plan, Wire())
+    batch = as_tensors(batch, torch.device("cpu"))
+
+    def of_rank(mesh: Mesh) -> None:
+        mesh = made.wire.watched(mesh)
+        rank, watch = mesh.rank, Watch()
+        mine = made.steps[rank] = []
+        placed = shard_alike(params, Sharded(plan.at(mesh.coords), mesh, "param", {}))
+        made.start[rank] = _copies(placed.buffers)
+        watched = _Watched(optimizer)
+        state, train_step = make_train_step(watch.watched(loss_fn), placed, watched, rng=rng, nonfinite="skip")
+        for _ in range(steps):
+            noted = watched.step = RankStep(watch.runs)
+            mine.append(noted)
+            before = _copies(state.comm)
+            mesh.traffic.reset()
+            state, noted.metrics = train_step(state, share_of(batch, plan, mesh.coords))
+            noted.params, noted.comm = _copies(state.params.buffers), (before, _copies(state.comm))
+            noted.inner = tree_map(
+                lambda leaf: copied(leaf) if isinstance(leaf, torch.Tensor) else leaf, state.opt.inner
+            )
+            noted.payload = dict(mesh.traffic.payload)
+            watch.runs = []
+
+    try:
+        simulate(of_rank, mesh=plan.sizes)
+    except Exception as error:
+        made.error = error
+    return made
+
+
+def _copies(buffers: Mapping[str, torch.Tensor]) -> Buffers:
+    return {name: copied(buffer) for name, buffer in buffers.items()}
+
+
+class _Watched(GradientTransformation):
+    """A gradient transformation whose gradients and new parameters are noted."""
+
+    step: RankStep
+
+    def __init__(self, inner: GradientTransformation) -> None:
+        self.__dict__.update(inner.__dict__)
+
+    def lead(self, updates: Tree, scale: torch.Tensor | None, shards: Shards) -> torch.Tensor | None:
+        self.step.grads.update(_copies(updates))
+        self.step.scale = 1.0 if scale is None else float(scale)
+        return super().lead(updates, scale, shards)
+
+    def body(
+        self,
+        params: Tree,
+        updates: Tree,
+        state: Tree,
+        *,
+        scale: torch.Tensor | None,
+        shards: Shards = WHOLE,
+        copies: Tree,
+        old: tuple[Tree, Tree] | None = None,
+    ) -> Tree:
+        new = {name: grad for name, grad in updates.items() if name not in self.step.grads}
+        if new:  # of an update without `lead`
+            self.step.grads.update(_copies(new))
+            self.step.scale = 1.0 if scale is None else float(scale)
+        after = super().body(params, updates, state, scale=scale, shards=shards, copies=copies, old=old)
+        self.step.written.update(_copies(params))
+        return after

@@ -1,0 +1,188 @@
+"""The end of a step: loss and norm, the update of the optimizer's shards, and the parameters that are gathered from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from inspect import getclosurevars
+from typing import Any
+
+import optree
+import torch
+
+from shardlib.debug.difference import Difference, difference, tolerance
+from shardlib.debug.finding import Finding, worst
+from shardlib.debug.layout import segments, shards
+from shardlib.debug.view import StepView
+from shardlib.mesh.launch import simulate
+from shardlib.mesh.mesh import Mesh
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.shards import MeshShards
+from shardlib.plan.plan import Plan
+
+
+def norm(view: StepView) -> Finding | None:
+    """A loss or a norm of gradients that differs."""
+    narrow = max(
+        (dtype for bucket in view.plan.trained for dtype in (bucket.dtype, bucket.reduce_dtype)), key=tolerance
+    )
+    loss, mean, _ = view.mean
+    if view.plan.channels:
+        mean = _given(view)
+    squares = sum(float(grad.double().square().sum()) for grad in mean.values())
+    wanted = {"loss": ("the mean of the losses", loss), "grad_norm": ("the norm of the gradients", squares**0.5)}
+    for name, (what, due) in wanted.items():
+        apart = [
+            (rank, difference(step.metrics[name].double().cpu(), torch.tensor(due, dtype=torch.float64), narrow))
+            for rank, step in view.ranks.items()
+            if name in step.metrics
+        ]
+        if bad := worst(apart):
+            return view.finding("norm", f"{what} over all ranks", bad)
+    return None
+
+
+def _given(view: StepView) -> Mapping[str, torch.Tensor]:
+    """Path -> gradient of the mean loss, as the ranks have it together."""
+    got = {
+        rank: {name: grad.double() * step.scale for name, grad in step.grads.items()}
+        for rank, step in view.ranks.items()
+    }
+    return view.assembled(got, "optimizer")
+
+
+def update(view: StepView, optimizer: GradientTransformation) -> Finding | None:
+    """The first thing after the gradients that differs. One device goes on to the next step."""
+    if view.plan.reductions.owner is not None:
+        return None  # its ranks are to differ from one device
+    grads, before = _given(view), dict(view.device.leaves)
+    view.device.update(dict(grads))
+    written = {rank: step.written for rank, step in view.ranks.items()}
+    found = view.first_leaf(view.device.leaves, written, "optimizer")
+    state = _state(view)
+    if found or state:
+        member = _member(view, optimizer, grads, before)
+        if found:
+            bucket, path, bad = found
+            what = "the update of parameters"
+        else:
+            assert state is not None
+            path, bad, accessor = state
+            what = f"the optimizer's state {accessor}"
+        note = f"{what} differs" if member else ""
+        return view.finding("update", member or what, bad, leaf=path, note=note)
+    stored = {rank: step.params for rank, step in view.ranks.items()}
+    if found := view.first_leaf(view.device.used(), stored, "param"):
+        bucket, path, bad = found
+        axes = bucket.axes[bucket.param_level :]
+        if axes:
+            what = f"the gather of unit {bucket.label} over axis {' and '.join(map(repr, axes))} after the update"
+        else:
+            what = f"the copy of unit {bucket.label} to the stored parameters"
+        return view.finding("gather after the update", what, bad, leaf=path)
+    return None
+
+
+def _state(view: StepView) -> tuple[str, tuple[tuple[int, ...], Difference], str] | None:
+    """A leaf of the optimizer's state that differs: the parameter's path, how, and the state's name."""
+    wanted = view.device.state_of()
+    apart: dict[tuple[str, str], list[tuple[int, Difference]]] = {}
+    for rank, step in view.ranks.items():
+        for path, name, each in _compared(view, rank, step.inner, wanted):
+            apart.setdefault((path, name), []).append((rank, each))
+    for (path, name), differences in apart.items():
+        if bad := worst(differences):
+            return path, bad, name
+    return None
+
+
+def _compared(
+    view: StepView, rank: int, inner: Any, wanted: Mapping[tuple[Any, ...], torch.Tensor]
+) -> Iterator[tuple[str, str, Difference]]:
+    """Path, name and difference of each tensor that the optimizer keeps on a rank."""
+    paths, leaves, _ = optree.tree_flatten_with_path(inner)
+    coords, numbering = view.coords(rank), view.plan.at(view.coords(rank)).numbering
+    for accessors, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if accessors in wanted and leaf.dim() == 0:
+            yield "", "/".join(map(str, accessors)), difference(leaf.double(), wanted[accessors].double(), leaf.dtype)
+            continue
+        position = next((i for i, key in enumerate(accessors) if numbering.run_named(key)), None)
+        if position is None:
+            continue
+        _, run = numbering.run_named(accessors[position])  # type: ignore[misc]
+        names = {path: (*accessors[:position], path, *accessors[position + 1 :]) for path in run.paths}
+        wholes = {path: wanted[name] for path, name in names.items() if name in wanted}
+        alike = all(
+            path in wholes and wholes[path].shape == view.plan.placement_of[path].compute.shape for path in run.paths
+        )
+        if not alike or leaf.numel() != run.owned:
+            continue
+        mine = segments(run, leaf, run.levels)
+        for (path, due), got in zip(shards(view.plan, run, wholes, coords, run.levels), mine, strict=True):
+            name = "/".join(str(key) for key in (*accessors[:position], *accessors[position + 1 :]))
+            yield path, name, difference(got, due)
+
+
+def _members(optimizer: GradientTransformation) -> list[GradientTransformation]:
+    """The transformations of a chain, in order; of any other transformation itself."""
+    inside = getclosurevars(optimizer._update).nonlocals.get("transformations")
+    return [optimizer] if inside is None else [each for tx in inside for each in _members(tx)]
+
+
+def _member(
+    view: StepView,
+    optimizer: GradientTransformation,
+    grads: Mapping[str, torch.Tensor],
+    params: Mapping[str, torch.Tensor],
+) -> str:
+    """The first transformation of a chain that gives other updates on shards than on one device, from a fresh state; "" if
+    none does."""
+    updates = dict(grads)
+    if optimizer.owns is not None:
+        return ""
+    for tx in _members(optimizer):
+        given = {path: updates[path].to(params[path].dtype) for path in updates}
+        some = {path: params[path] for path in given}
+        wanted, _ = tx.update(given, tx.init(some), some)
+
+        def of_rank(mesh: Mesh, tx: Any = tx, given: Any = given, some: Any = some) -> dict[str, torch.Tensor]:
+            plan = view.plan.at(mesh.coords)
+            at = MeshShards(plan, mesh)
+            mine, held = (_buffers(plan, wholes, mesh.coords) for wholes in (given, some))
+            return dict(tx.update(mine, tx.init(held, shards=at), held, shards=at)[0])
+
+        try:
+            found = dict(enumerate(simulate(of_rank, mesh=view.plan.sizes)))
+        except Exception:  # what fails alone is not what differs
+            return ""
+        if view.first_leaf(wanted, found, "optimizer"):
+            return f"{_called(tx)}, from the same gradients"
+        updates = wanted
+    return ""
+
+
+def _buffers(plan: Plan, wholes: Mapping[str, torch.Tensor], coords: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Bucket name -> a rank's flat shard in the optimizer's layout."""
+    return {
+        bucket.name: torch.cat([shard for _, shard in shards(plan, bucket, wholes, coords, bucket.levels)])
+        for bucket in plan.trained
+    }
+
+
+def _called(tx: GradientTransformation) -> str:
+    """What makes a transformation: the function whose closure it is."""
+    for fn in (tx._update, tx._init):
+        for name in _names(fn):
+            if name not in ("stepping", "_in_turn"):
+                return name
+    return "the optimizer"
+
+
+def _names(fn: Callable[..., Any], depth: int = 3) -> Iterator[str]:
+    """The outermost functions that ``fn`` and the functions in its closure were made in."""
+    yield getattr(fn, "__qualname__", "").split(".")[0]
+    if depth and hasattr(fn, "__code__"):
+        for inside in getclosurevars(fn).nonlocals.values():
+            if callable(inside) and hasattr(inside, "__code__"):
+                yield from _names(inside, depth - 1)

@@ -1,0 +1,96 @@
+"""How stable training is: spikes of the loss, and the size of Adam's second moments (arXiv 2108.06084, section 3)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.optim.shards import MeshShards
+from shardlib.optim.train_state import TrainState
+
+
+class Stability(NamedTuple):
+    """Loss ratios of a run, one for each step: its loss over the smallest loss before it, and 1 for the first."""
+
+    ratios: tuple[float, ...]
+
+    @property
+    def largest(self) -> float:
+        return max(self.ratios)
+
+    def spikes(self, above: float = 1.2) -> int:
+        """The number of steps whose ratio is above ``above``. The paper counts those above 1.2 and 1.5."""
+        return sum(ratio > above for ratio in self.ratios)
+
+
+def stability(losses: Sequence[float]) -> Stability:
+    """The stability of a run by the losses of its steps, numbers above 0. A loss that is not finite has a ratio of ∞.
+
+    Raises:
+        ValueError: no losses, or some that are 0 or below, which have no ratios.
+
+    >>> found = sl.report.stability([4.0, 3.0, 2.0, 2.6, 1.9, 4.0])
+    >>> found.spikes(), found.spikes(above=1.5), round(found.largest, 2)
+    (2, 1, 2.11)
+    """
+    wrong = [f"{loss} at step {step}" for step, loss in enumerate(losses) if loss <= 0]
+    if wrong or not losses:
+        raise ValueError(f"stability: losses are numbers above 0, one or more, not {wrong[0] if wrong else 'none'}")
+    finite = [loss if math.isfinite(loss) else math.inf for loss in losses]
+    lowest = itertools.accumulate(finite, min)
+    rest = (loss / least if math.isfinite(loss) else math.inf for loss, least in zip(finite[1:], lowest))
+    return Stability((1.0 if math.isfinite(finite[0]) else math.inf, *rest))
+
+
+class SecondMoments(NamedTuple):
+    """Sizes of √v over all elements, where v is Adam's running mean of g².
+
+    Attributes:
+        norm: the sum of √v (its l1 norm).
+        largest: the largest √v.
+    """
+
+    norm: float
+    largest: float
+
+
+def second_moments(state: TrainState) -> SecondMoments:
+    """The sizes of Adam's √v in a state, over all ranks, each of which calls it. Every element counts once.
+
+    Raises:
+        ValueError: the state has no second moments of all parameters in memory, or several of them.
+
+    >>> state, train_step = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adam(0.1))
+    >>> state, _ = train_step(state, torch.tensor([3.0, 4.0]))
+    >>> sizes = sl.report.second_moments(state)  # v is 0.001·g²
+    >>> round(sizes.norm / 0.001**0.5, 4), round(sizes.largest / 0.001**0.5, 4)
+    (7.0, 4.0)
+    """
+    plan, names = state.params.plan, {bucket.name for bucket in state.params.plan.buckets}
+    found = [nu for nu in _second_moments_in(state.opt.inner) if nu.keys() == names and _in_memory(nu)]
+    if len(found) != 1:
+        raise ValueError(
+            f"second_moments: {len(found)} running means of g² over all parameters in memory; there is one with "
+            "sl.optim.adam or adamw, not in sl.optim.partition, in 8 bits or on disk"
+        )
+    shards = MeshShards(plan, state.params.mesh)
+    sums = shards.leaf_sums([lambda v: v.sqrt().sum(dtype=torch.float64)], found[0])
+    largest = shards.leaf_max(lambda v: v.amax(), found[0])
+    return SecondMoments(float(sums.sum()), float(largest.max().clamp(min=0).sqrt()))
+
+
+def _second_moments_in(state: Any) -> Iterator[dict[str, Any]]:
+    """The fields ``nu`` of a transformation's state and of those in it."""
+    if isinstance(getattr(state, "nu", None), dict):
+        yield state.nu
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (tuple, list)) else ()
+    for part in parts:
+        yield from _second_moments_in(part)
+
+
+def _in_memory(tree: dict[str, Any]) -> bool:
+    return all(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in tree.values())

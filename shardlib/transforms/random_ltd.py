@@ -1,0 +1,90 @@
+"""Random layer-wise token dropping: the middle layers see some of the tokens, more of them as training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from shardlib.errors import IllegalComposition
+from shardlib.plan.arguments import integer, refused, texts
+from shardlib.plan.claims import Claim, LeafInfo, Step
+from shardlib.plan.code import Call, Coded, one_or_list
+from shardlib.plan.layers import layers_of
+from shardlib.plan.resolved import Resolved
+from shardlib.plan.thinning import TokenDrop
+
+
+@dataclass(frozen=True, repr=False)
+class RandomLTD(Coded):
+    """The transform that `random_ltd` makes, with the arguments given there."""
+
+    kept: Callable[[int], int]
+    ends: int
+    layers: tuple[str, ...]
+
+    @property
+    def call(self) -> Call:
+        return Call(random_ltd, {"kept": self.kept, "ends": self.ends, "layers": one_or_list(self.layers)})
+
+    def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
+        layers = layers_of("random_ltd", leaves, self.layers)
+        if len(layers) <= 2 * self.ends:
+            raise IllegalComposition(
+                f"{self.name} leaves the first and the last {self.ends} of {len(layers)} layers as they are, so it leaves "
+                "out no tokens; give fewer ends="
+            )
+        yield Step(token_drop=TokenDrop(self.kept, self.ends, layers))
+
+    def check(self, resolved: Resolved) -> None:
+        sequence = resolved.step.sequence
+        if sequence and resolved.sizes[sequence.axis] > 1:
+            raise IllegalComposition(
+                f"{self.name} draws tokens of whole sequences, and sequence({sequence.axis!r}) cuts them over the ranks "
+                "along that axis; take one of the two out of the plan"
+            )
+
+
+def random_ltd(kept: Callable[[int], int], *, ends: int = 1, layers: str | Sequence[str] = ()) -> RandomLTD:
+    """Leave out tokens of the middle layers, at random, in each training step (random-LTD, arXiv 2211.11586).
+
+    Every middle layer draws, for each sequence of the batch, ``kept(step)`` of its tokens without replacement, runs on these
+    in their order, and puts them back among the others, which pass it by. The first and the last layers see all tokens;
+    evaluation and generation too. A causal mask of the kept tokens stays causal; positions, segments and masks among a
+    layer's inputs are those of the kept tokens.
+
+    Draws depend on the state's key, the step, the layer and the sequence's index in the global batch: they are equal on every
+    mesh, in recompute and after a restart. Activations, FLOPs and what slices send shrink with the tokens;
+    `sl.make_plan` with ``step=`` counts them. A step's ``metrics["layer_tokens"]`` are the tokens that its layers saw;
+    `sl.data.layer_tokens` is the same for any step, so that a learning rate may follow it (`sl.optim.token_schedule`).
+
+    Layers are blocks (`sl.block`, `sl.sequential`) with a residual stream (B, tokens, width), whose parameters are elements
+    of a list. Of their other inputs every tensor (B, tokens, ...) is cut to the kept tokens, and masks (B, heads, tokens,
+    tokens) on both sides. A block that makes positions itself must take ``gate`` (`sl.nn.Gate`) and use ``gate.tokens``, as
+    those of transformers' decoders here do.
+
+    Args:
+        kept: the number of kept tokens, a function of the step: `sl.data.linear_pace(128, 512, steps=10_000, multiple=16)` is
+            DeepSpeed's schedule. Sequences that are not longer are not changed. For a number use `sl.data.constant_pace`.
+        ends: how many layers at either end see all tokens.
+        layers: globs of all layers' paths, such as "blocks/*". By default the elements of lists that are like others of the
+            same list.
+
+    Raises:
+        IllegalComposition: an argument out of range; when a plan is made, no middle layers, or `sequence` in the same plan.
+        LossError: from the train step, where none of the layers runs as a block, or one returns another form than it takes.
+
+    >>> params = {"blocks": [{"w": torch.eye(4)} for _ in range(4)]}
+    >>> ltd = sl.random_ltd(sl.data.linear_pace(16, 64, steps=6, multiple=8))
+    >>> drop = sl.make_plan(params, sl.abstract_mesh(data=2), sl.chain(sl.zero(1), ltd)).step.token_drop
+    >>> drop.middle, [drop.layer_tokens(step, rows=1, length=64) for step in (0, 3, 6)]
+    (('blocks/1', 'blocks/2'), [160, 208, 256])
+    """
+    if not callable(kept) or isinstance(kept, type):
+        raise refused("random_ltd", "kept", kept, "give a function of the step, such as sl.data.linear_pace makes")
+    first: Any = kept(0)
+    if isinstance(first, bool) or not isinstance(first, Integral) or first < 1:
+        raise refused("random_ltd", "kept", kept, f"it gives {first!r} at step 0; use a number of tokens, at least 1")
+    ends = integer("random_ltd", "ends", ends, 0)
+    return RandomLTD(kept, ends, texts("random_ltd", "layers", layers, "glob of layers", 0))

@@ -1,0 +1,230 @@
+"""Index files: values against plain loops, kills at every change of the disk, and merging in little memory."""
+
+import itertools
+import math
+import os
+import pickle
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardlib as sl
+from shardlib.commands import __main__ as cli
+from shardlib.data.index import Index
+from shardlib.data.merging import merged
+from shardlib.errors import BatchError
+
+documents_ = st.lists(st.lists(st.integers(0, 9), max_size=9), min_size=1, max_size=12).filter(any)
+
+
+def mean_rarity(samples):
+    """By counts of all tokens."""
+    counts = Counter(itertools.chain(*samples))
+    total = sum(counts.values())
+    return [sum(-math.log(counts[t] / total) for t in sample) / max(1, len(sample)) for sample in samples]
+
+
+def halves(sample):
+    """A user's metric, which processes import."""
+    return sum(sample) / 2
+
+
+def check_order(index, values):
+    assert index.values.tolist() == pytest.approx(values, rel=1e-12, abs=1e-12)
+    assert index.samples.tolist() == sorted(range(len(values)), key=lambda s: (index.values[s], s))
+    assert isinstance(index, sl.data.IndexFile)
+    index.verify()
+
+
+@given(documents_, st.integers(1, 5))
+def test_metrics_of_lists(tmp_path_factory, documents, part):
+    """With empty samples, and dictionaries with padding."""
+    folder = tmp_path_factory.mktemp("index")
+    width = max(map(len, documents))
+    padded = [
+        {"input_ids": [*row, *[7] * (width - len(row))], "attention_mask": [1] * len(row) + [0] * (width - len(row))}
+        for row in documents
+    ]
+    for dataset in (documents, padded):
+        check_order(
+            sl.data.analyze(dataset, "length", folder / "length", part=part), [*map(float, map(len, documents))]
+        )
+        check_order(sl.data.analyze(dataset, "rarity", folder / "rarity", part=part), mean_rarity(documents))
+    check_order(sl.data.analyze(documents, halves, folder / "half", part=part), [sum(row) / 2 for row in documents])
+    assert sorted(os.listdir(folder)) == ["half", "length", "rarity"]
+
+
+@pytest.mark.parametrize("make", [sl.data.tokens, sl.data.packed])
+def test_metrics_of_token_files(tmp_path, make):
+    """Windows, and rows with padding, which does not count."""
+    drawn = np.random.default_rng(0)
+    documents = [drawn.integers(0, 300, size).astype(np.uint16) for size in drawn.integers(1, 40, 60)]
+    file = sl.data.write_tokens(tmp_path / "a.tokens", documents, vocabulary=300)
+    dataset = make(file.path, 16)
+    rows = [dataset[index] for index in range(len(dataset))]
+    held = (
+        [[t for t, s in zip(*(r[n].tolist() for n in ("tokens", "segments"))) if s >= 0] for r in rows]
+        if ("segments" in rows[0])
+        else [row["tokens"].tolist() for row in rows]
+    )
+    for part in (7, 1 << 20):
+        check_order(sl.data.analyze(dataset, "rarity", tmp_path / "a.rarity", part=part), mean_rarity(held))
+        check_order(sl.data.analyze(dataset, "length", tmp_path / "a.length", part=part), [*map(float, map(len, held))])
+
+
+def test_processes_write_the_same_file(tmp_path):
+    dataset = [[1, 2], [2, 2, 2], [3], [], [1], [9, 9]]
+    for metric in ("rarity", halves):
+        one = sl.data.analyze(dataset, metric, tmp_path / "one", part=2)
+        many = sl.data.analyze(dataset, metric, tmp_path / "many", part=2, processes=2)
+        assert one.path.read_bytes() == many.path.read_bytes()
+
+
+parts_ = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=12), min_size=1, max_size=6)
+
+
+@given(parts_, st.integers(1, 8))
+def test_parts_are_merged_in_little_memory(parts, room):
+    values = list(itertools.chain(*parts))
+    found = list(merged([Index(part) for part in parts], room))
+    assert np.concatenate(found).tolist() == sorted(range(len(values)), key=lambda sample: (values[sample], sample))
+    assert all(len(array) <= room for array in found)
+
+
+CHANGES = ("open", "fsync", "replace", "mkdir", "rmdir", "unlink")
+
+
+def until(kill, folder):
+    """The number of changes to the disk; in a child process, which dies at change ``kill``."""
+    child = os.fork()
+    if not child:
+        done = itertools.count()
+
+        def counted(call):
+            def changed(*args, **kwargs):
+                if next(done) == kill:
+                    os._exit(9)
+                return call(*args, **kwargs)
+
+            return changed
+
+        for name in CHANGES:
+            setattr(os, name, counted(getattr(os, name)))
+        try:
+            sl.data.analyze(DATASET, "rarity", folder / "a.index", part=2)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+DATASET = [[1, 1, 2], [2], [3, 1], [1], [4, 4]]
+
+
+def test_a_kill_at_any_change_of_the_disk_is_made_up_for(tmp_path):
+    """By the same index; what was finished is not made again; an index that was there stays until the new one is whole."""
+    wanted = sl.data.analyze(DATASET, "rarity", tmp_path / "a.index").path.read_bytes()
+    for kill in itertools.count():
+        folder = tmp_path / str(kill)
+        folder.mkdir()
+        (folder / "a.index").write_bytes(b"old")
+        status = until(kill, folder)
+        assert (folder / "a.index").read_bytes() in (b"old", wanted)
+        finished = len([name for name in (folder / "a.index.parts").glob("*") if name.suffix != ".partial"])
+        lines = []
+        sl.data.analyze(DATASET, "rarity", folder / "a.index", part=2, progress=lines.append)
+        assert (folder / "a.index").read_bytes() == wanted and sorted(os.listdir(folder)) == ["a.index"]
+        assert len(lines) + finished == 6
+        if not status:
+            break
+    assert kill > 20
+
+
+def test_parts_of_another_analysis_are_made_again(tmp_path):
+    path = tmp_path / "a"
+    with pytest.raises(BatchError, match="the metric of sample 3 is inf"):
+        sl.data.analyze([1, 2, 3, 4], lambda sample: math.inf if sample == 4 else sample, path, part=2)
+    assert [file.name for file in (tmp_path / "a.parts").iterdir()] == ["values-0"] and not path.exists()
+    (tmp_path / "a.parts" / "values-2").write_bytes(b"cut")
+    check_order(sl.data.analyze([[5], [], [1]], "length", path, part=2), [1.0, 0.0, 1.0])
+
+
+def test_two_analyses_of_one_index_are_refused(tmp_path):
+    def again(sample):
+        with pytest.raises(sl.data.IndexFileError, match="another process is writing"):
+            sl.data.analyze([1], halves, tmp_path / "a")
+        return 0
+
+    sl.data.analyze([1], again, tmp_path / "a")
+
+
+def test_files_that_are_damaged_or_of_something_else(tmp_path):
+    index = sl.data.analyze([[5], [], [1]], "length", tmp_path / "a")
+    assert len(pickle.dumps(index)) < 500 and pickle.loads(pickle.dumps(index)).samples.tolist() == [1, 0, 2]
+    whole = index.path.read_bytes()
+    for bad, message in ((whole[:-1], "was cut"), (b"x" + whole[1:], "no index file")):
+        index.path.write_bytes(bad)
+        with pytest.raises(sl.data.IndexFileError, match=message):
+            sl.data.IndexFile(index.path)
+    index.path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(sl.data.IndexFileError, match="damaged: its checksum"):
+        sl.data.IndexFile(index.path).verify()
+
+
+@pytest.mark.parametrize(
+    "dataset, metric, message",
+    [
+        ([], "length", "has no samples"),
+        ([[1]], "depth", "metric='depth': use 'length' or 'rarity'"),
+        ([{"x": 1}], "length", r"sample 0 has no tokens that can be found \('x'\)"),
+        ([[1], [0.5]], "rarity", "sample 1 has no tokens"),
+        ([[1], [2]], lambda sample: None, "the metric of sample 0 is None: it must be a number"),
+        ([[1], [2]], lambda sample: math.nan, "the metric of sample 0 is nan, as of 2 samples"),
+    ],
+)
+def test_wrong_analyses_are_refused(tmp_path, dataset, metric, message):
+    with pytest.raises(BatchError, match=message):
+        sl.data.analyze(dataset, metric, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_loader_takes_an_index_file_of_its_dataset(tmp_path):
+    file = sl.data.write_tokens(tmp_path / "a.tokens", [bytes(range(64))])
+    windows = sl.data.tokens(file.path, 4)
+    path = sl.data.analyze(windows, lambda sample: -int(sample["tokens"][0]), tmp_path / "a.index").path
+    plan = sl.data.curriculum(2, difficulty=path, up_to=sl.data.constant_pace(-52))
+    for workers in (0, 1):
+        batch = next(iter(sl.data.loader(windows, sl.make_mesh(), plan, workers=workers)))
+        assert batch["tokens"].min() >= 52
+    with pytest.raises(BatchError, match="has 12: make an index of this dataset"):
+        sl.data.loader(sl.data.tokens(file.path, 5), sl.make_mesh(), plan)
+    other = sl.data.write_tokens(tmp_path / "b.tokens", [bytes(range(1, 65))])
+    with pytest.raises(BatchError, match=r"is an index of windows of 4 of .* analyse this dataset"):
+        sl.data.loader(sl.data.tokens(other.path, 4), sl.make_mesh(), plan)
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    sl.data.write_tokens("a.tokens", [b"to be or not to be"])
+    source = "def rows():\n    return [[1], [2, 2]]\n\ndef size(sample):\n    return len(sample)\n"
+    (tmp_path / "mine_to_analyze.py").write_text(source)
+    assert cli.main(["analyze", "a.tokens", "--sequence", "4", "--out", "a.rarity"]) == 0
+    printed = capsys.readouterr()
+    assert "rarity of 4 samples" in printed.out and "values: 1 of 1 parts" in printed.err
+    dataset = ["--dataset", "mine_to_analyze:rows", "--metric", "mine_to_analyze:size", "--out", "b"]
+    assert cli.main(["analyze", *dataset]) == 0
+    assert sl.data.IndexFile("b").values.tolist() == [1, 2]
+    assert cli.main(["analyze", "a.tokens", "--sequence", "4", "--packed", "--metric", "length", "--out", "c"]) == 0
+    assert sl.data.IndexFile("c").values.max() == 4
+    for arguments, message in (
+        ([], "a token file, or --dataset"),
+        (["none.tokens"], "No such file"),
+        (["a.tokens", "--metric", "mine_to_analyze:depth"], "mine_to_analyze:depth"),
+        (["a.tokens", "--sequence", "99"], "a window of sequence=99"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            cli.main(["analyze", *arguments, "--out", "d"])

@@ -1,0 +1,1 @@
+"""Plans that train apart, and where that is found."""

@@ -1,0 +1,203 @@
+"""`bisect` names the operation by which two plans differ."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+from mutation.defects import DEFECTS
+
+import shardlib as sl
+from shardlib.errors import BatchError, IllegalComposition
+
+from .cases import CASES, data, found, matrices, perceptron, transformer
+from .planted import PLANTED
+from .planting import planted
+
+FP8 = "fp8, a scale per 32 elements"
+FAST = (
+    "others' words look up the first row",
+    "copy without its dual",
+    "a mean over one rank",
+    "residual of the first phase forgotten",
+)
+
+
+def check(expected):
+    defect = next(defect for defect in DEFECTS if defect.name == expected.name)
+    with planted(defect):
+        result = found(expected.case)
+    finding = result.finding
+    assert finding is not None, "nothing found"
+    assert re.fullmatch(expected.phase, finding.phase), result
+    assert re.search(expected.operation, finding.operation), result
+    assert re.search(expected.leaf, finding.leaf), result
+
+
+@pytest.mark.parametrize("expected", [each for each in PLANTED if each.name in FAST], ids=lambda each: each.name)
+def test_some_planted_defects_are_found_where_they_are(expected):
+    check(expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("expected", PLANTED, ids=lambda each: each.name)
+def test_every_planted_defect_is_found_where_it_is(expected):
+    check(expected)
+
+
+def test_there_are_forty_of_them():
+    assert len({each.name for each in PLANTED}) == len(PLANTED) >= 40
+    assert {each.name for each in PLANTED} <= {defect.name for defect in DEFECTS}
+    assert {each.case for each in PLANTED} <= CASES.keys()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_found_without_a_defect(case):
+    assert not found(case), found(case)
+
+
+@dataclass(frozen=True)
+class Half:
+    """A user's own codec, which returns half of every sum."""
+
+    wide, whole = True, False
+
+    def bind(self, rows):
+        return HalfBound(rows)
+
+    def exchange(self, mesh, axis, items, residuals):
+        return Sums(mesh, axis, items)
+
+
+class HalfBound:
+    keeps = ()
+
+    def __init__(self, rows):
+        self.rows, self.payload = rows, 2 * rows.elements * rows.dtype.itemsize * (rows.ways - 1) // rows.ways
+
+    def pad(self, x):
+        return x
+
+    def start(self, device):
+        return []
+
+
+class Sums:
+    def __init__(self, mesh, axis, items):
+        self.items = items
+        self.works = [sl.collectives.primitives.all_reduce(mesh, axis, item.buffer) for item in items]
+
+    def wait(self, out=None):
+        for work in self.works:
+            work.wait()
+        return [item.buffer / 2 for item in self.items]
+
+
+@dataclass(frozen=True)
+class Halved(sl.plan.Transform):
+    name = "halved()"
+
+    def claims(self, sizes, leaves):
+        yield sl.plan.Reduce("data", codec=Half())
+
+
+def test_a_users_own_codec():
+    loss_fn, params, batch = matrices()
+    result = sl.debug.bisect(loss_fn, params, None, ({"data": 2}, sl.chain(sl.zero(0), Halved())), batch)
+    assert result.finding.phase == "reduction" and "in Half()" in result.finding.operation
+    assert result.finding.note == "it is 0.5 times the sum of what the ranks send"
+    assert "float64 too" in result.verdict and "plan_b, step 0, reduction" in str(result)
+
+
+@pytest.mark.parametrize("codec", [sl.onebit(feedback=False), sl.quantize(gradients="int4", feedback=False)], ids=repr)
+def test_what_a_codec_loses_is_no_finding(codec):
+    (loss_fn, params, batch), plan, optimizer, _ = data(sl.chain(sl.zero(0), codec))
+    assert not sl.debug.bisect(loss_fn, params, None, plan, batch, optimizer=optimizer)
+
+
+class Mirrored(torch.autograd.Function):
+    """A user's own kernel, which is wrong for few rows: as in tiles that are not filled."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.few = len(x) < 5
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2 if ctx.few else grad
+
+
+def test_a_users_own_operation_that_is_wrong_for_few_rows_is_the_losses_own():
+    """It is as wrong on one device, for as few rows: no plan is to blame."""
+    _, params, batch = matrices()
+    result = sl.debug.bisect(mirrored, params, None, ({"data": 4}, sl.zero(1)), batch)
+    assert result.finding.operation.startswith("the loss function: its mean over 4 micro-batches")
+
+
+def mirrored(params, batch):
+    x, y = batch
+    return perceptron(params, (Mirrored.apply(x @ params["layers"][0]["weight"].T @ params["layers"][0]["weight"]), y))
+
+
+def test_a_users_own_optimizer_that_forgets_the_other_ranks():
+    loss_fn, params, batch = matrices()
+
+    def update(updates, state, params, *, shards):
+        norm = sum(leaf.square().sum() for leaf in torch.utils._pytree.tree_leaves(updates)).sqrt()
+        return torch.utils._pytree.tree_map(lambda leaf: -leaf / norm, updates), state
+
+    own = sl.optim.GradientTransformation(lambda params, shards: (), update, sl.optim.Locality.ELEMENTWISE)
+    tx = sl.optim.chain(sl.optim.clip_by_global_norm(1.0), own)
+    plans = [({"data": 2}, sl.zero(stage)) for stage in (0, 1)]
+    finding = sl.debug.bisect(loss_fn, params, *plans, batch, optimizer=tx).finding
+    assert finding.phase == "update" and finding.plan == "plan_b"
+    assert finding.operation == "test_a_users_own_optimizer_that_forgets_the_other_ranks, from the same gradients"
+
+
+def test_rounding_is_no_finding_and_a_plan_of_make_plan_is_taken():
+    loss_fn, params, batch = transformer(dtype=torch.bfloat16)
+    plan = sl.make_plan(params, sl.abstract_mesh(data=2), sl.zero(2))
+    result = sl.debug.bisect(loss_fn, params, None, plan, batch)
+    assert not result and str(result).startswith("nothing differs")
+
+
+def test_what_float64_passes_by_is_found_in_the_plans_own_dtypes():
+    (loss_fn, params, batch), plan, optimizer, _steps = data(
+        sl.chain(sl.zero(2), sl.quantize(gradients="fp8", block=32))
+    )
+    defect = next(defect for defect in DEFECTS if defect.name == "the scale of the first block for all")
+    with planted(defect):
+        result = sl.debug.bisect(loss_fn, params, None, plan, batch, optimizer=optimizer, steps=1)
+    assert "It does not differ in float64" in result.verdict
+    assert "fp8" in result.finding.operation and result.notes == ("in float64, gradients over axis 'data' in " + FP8,)
+
+
+def test_wrong_arguments():
+    loss_fn, params, batch = matrices()
+    plan = {"data": 2}, sl.zero(1)
+    with pytest.raises(TypeError, match=r"plan_b is a Zero; give a plan of sl.make_plan, or a pair"):
+        sl.debug.bisect(loss_fn, params, None, sl.zero(1), batch)
+    with pytest.raises(ValueError, match="both None"):
+        sl.debug.bisect(loss_fn, params, None, None, batch)
+    with pytest.raises(ValueError, match="steps=0"):
+        sl.debug.bisect(loss_fn, params, None, plan, batch, steps=0)
+    with pytest.raises(TypeError, match="gradient transformations"):
+        sl.debug.bisect(loss_fn, params, None, plan, batch, optimizer=0.1)
+    with pytest.raises(BatchError, match=r"3 micro-batches of 3 ranks × 1:\n.*16 rows"):
+        sl.debug.bisect(loss_fn, params, None, ({"data": 3}, sl.zero(1)), batch)
+    with pytest.raises(IllegalComposition, match="for 512 ranks, and 64 at most"):
+        sl.debug.bisect(loss_fn, params, None, ({"data": 512}, sl.zero(1)), batch)
+    with pytest.raises(IllegalComposition, match="no transform uses axis 'model'"):
+        sl.debug.bisect(loss_fn, params, None, ({"data": 2, "model": 2}, sl.zero(1)), batch)
+
+
+def test_what_makes_another_loss_is_left_out_and_told():
+    loss_fn, params, batch = transformer()
+    chain = sl.chain(sl.zero(3), sl.quantize(weights="int8"), sl.progressive_layer_drop(gamma=10.0))
+    result = sl.debug.bisect(loss_fn, params, None, ({"data": 2}, chain), batch, steps=2)
+    assert not result, result
+    assert [note.partition(" ")[0] for note in result.notes] == ["gathers", "layers"]

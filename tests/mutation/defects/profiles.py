@@ -1,0 +1,44 @@
+"""Defects of profiles."""
+
+from ..planting import Defect
+
+_PROFILE = "tests/report/test_profile.py"
+
+DEFECTS = (
+    Defect(
+        "scores that are nobody's",
+        "count",
+        "execute/flops.py",
+        "the scores that fused attention computes again in backward are taken for operations of the model",
+        "done // 5 if attends",
+        "0 if attends",
+        ("tests/report/test_flops.py::test_selective_recompute",),
+    ),
+    Defect(
+        "time counted twice",
+        "sum",
+        "report/profile/timeline.py",
+        "a part's own time holds that of the parts of its parts",
+        "own[around[-1]] -= end - start",
+        "own[around[0]] -= end - start",
+        (f"{_PROFILE}::test_own_times_of_nested_parts",),
+    ),
+    Defect(
+        "bytes since the step began",
+        "sum",
+        "report/profile/exchanges.py",
+        "each exchange has the bytes of all before it too",
+        "        self._before = sent\n",
+        "",
+        (f"{_PROFILE}::test_times_add_up_and_bytes_are_the_plans",),
+    ),
+    Defect(
+        "freed by nobody",
+        "memory",
+        "report/profile/memory.py",
+        "a named value is added under its new name and stays under the old one",
+        "self._change(before, -count, part), self._change(after, count, part)",
+        "self._change(after, count, part)",
+        ("tests/report/test_memory_by_name.py::test_every_byte_has_a_name",),
+    ),
+)

@@ -1,0 +1,81 @@
+"""The memory of a step by name: no byte without one, and the peak that is counted from outside and planned."""
+
+import pytest
+import torch
+from helpers.measure import WatchPeak, stored_bytes
+
+import shardlib as sl
+from shardlib.models import gpt
+from shardlib.report.profile.memory import KINDS
+
+CONFIG = gpt.GPTConfig(vocab=256, layers=2, width=64, heads=4, sequence=32)
+CHAINS = {
+    "stage 0": lambda: [sl.zero(0)],
+    "stage 1, dots": lambda: [sl.zero(1), sl.remat("dots")],
+    "stage 2, accumulated": lambda: [sl.zero(2), sl.accumulate(2), sl.precision("bf16")],
+    "stage 3, recomputed": lambda: [sl.zero(3), sl.remat()],
+    "stage 3, by name": lambda: [sl.zero(3), sl.remat(save=["mlp/hidden"])],
+    "offloaded": lambda: [sl.zero(1), sl.offload()],
+}
+
+
+def measured(mesh, chain):
+    drawn = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()}
+    loss_fn, params, parallel, tx = gpt.make_loss(CONFIG), gpt.init(CONFIG), sl.chain(*chain()), sl.optim.adamw(1e-3)
+    plan = sl.make_plan(params, mesh, parallel, loss_fn=loss_fn, batch=batch, optimizer=tx)
+    state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, parallel), tx)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    stored = stored_bytes((state.params.buffers, state.opt, batch), counters=True)
+    with WatchPeak() as watch:
+        found = sl.report.memory(step, state, batch, warm=0, plan=plan)
+    return found, watch.peak() + stored, plan
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_every_byte_has_a_name(chain):
+    for found, peak, plan in sl.simulate(measured, CHAINS[chain], mesh={"data": 2}):
+        assert found.peak == pytest.approx(peak, rel=0.01)
+        assert sum(found.held.values()) == sum(found.by_kind.values()) == found.peak
+        assert found.by_kind.get("other", 0) < 0.01 * found.peak
+        assert found.by_kind["parameters"] == plan.bytes("param")
+        assert found.by_kind["optimizer"] == pytest.approx(plan.bytes("optimizer"), abs=64)
+        paths = {name.of for name in found.held if name.kind == "parameters"}
+        assert paths == {path for bucket in plan.buckets for path in bucket.paths}
+        assert all(name.kind in KINDS and name.of for name in found.held)
+
+
+def test_the_peak_is_the_plans():
+    """In bytes, and in the part of the step. At stage 3 the plan's network takes as long as it may, and this one no time."""
+    for chain, part, above in (("stage 0", "outside of blocks", 0.001), ("stage 3, recomputed", "blocks/1", 0.05)):
+        for found, _, _ in sl.simulate(measured, CHAINS[chain], mesh={"data": 2}):
+            assert (1 - above) * found.planned[0] <= found.peak <= 1.001 * found.planned[0]
+            assert (found.when.way, found.when.name) == ("backward", part)
+            assert found.planned[1].startswith("in backward of")
+            assert "planned" in str(found) and "blocks/1: mlp/hidden" in str(found)
+
+
+def test_units_are_gathered_and_given_back():
+    """At most two neighbours at once, and none in the end."""
+    for found, _, plan in sl.simulate(measured, CHAINS["stage 3, recomputed"], mesh={"data": 2}):
+        gathered = {}
+        for change in found.changes:
+            if change.name.kind == "gathered":
+                gathered[change.name.of] = gathered.get(change.name.of, 0) + change.bytes
+                assert sum(count > 0 for count in gathered.values()) <= 2
+        assert gathered == dict.fromkeys(plan.units, 0)
+
+
+def test_a_picture_of_memory(tmp_path):
+    pytest.importorskip("matplotlib")
+    found, _, _ = sl.simulate(measured, CHAINS["stage 0"], mesh={"data": 1})[0]
+    found.plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_donated_memory_is_not_counted_twice():
+    """An update in place makes no second copy of parameters or moments."""
+    found, _, _ = sl.simulate(measured, CHAINS["stage 0"], mesh={"data": 1})[0]
+    level = sum(change.bytes for change in found.changes if change.name.kind in ("parameters", "optimizer"))
+    assert level <= found.by_kind["parameters"] + found.by_kind["optimizer"]
