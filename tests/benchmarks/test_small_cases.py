@@ -3,14 +3,16 @@
 import pytest
 import torch
 
-from benchmarks.cases import data, disk, generating, optimizer_kernels, planned_experts
+from benchmarks.cases import data, disk, generating, optimizer_kernels, planned_experts, thinned
 from benchmarks.harness.case import Setting
 
 SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
 
 
 @pytest.mark.parametrize(
-    "case", [*data.CASES, disk.CASE, *generating.CASES, optimizer_kernels.CASE], ids=lambda case: case.name
+    "case",
+    [*data.CASES, disk.CASE, *generating.CASES, optimizer_kernels.CASE, thinned.CASE],
+    ids=lambda case: case.name,
 )
 def test_a_case_runs_to_its_end(case):
     result = case.measure(SMALL)

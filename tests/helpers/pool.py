@@ -22,6 +22,7 @@ import cloudpickle
 from helpers import gpu
 
 TIMEOUT = 40.0  # seconds for one collective
+_HARDLY = 1 / 60  # of the patience, as processor time of all
 _IMPORTED_ONCE = ("shardlib", "helpers.decoders")  # which take most of a process's start
 
 
@@ -29,7 +30,8 @@ class Pool:
     """``run(fn, *args, mesh=...)`` is like `shardlib.simulate`, on some or all of the processes."""
 
     def __init__(self, size, timeout=TIMEOUT, patience=TIMEOUT + 20, device="cpu"):
-        """``timeout`` is that of a collective; after ``patience`` a function that has not come back is stopped.
+        """``timeout`` is that of a collective; a function that has not come back is stopped after ``patience`` seconds in
+        which the processes hardly computed: on a busy machine they may take longer, and do not hang.
 
         ``device`` is that of the meshes: "cpu", "cuda" (all processes share the GPUs), or "rig" for `helpers.rig`.
         """
@@ -65,14 +67,27 @@ class Pool:
         threads = [threading.Thread(target=ask, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + self._patience
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        late = [rank for rank, answer in enumerate(answers) if answer is None]
+        least = _HARDLY * self._patience
+        computed, late = -least, [*range(self.size)]
+        while late and (now := self._computed()) >= computed + least:
+            computed, deadline = now, time.monotonic() + self._patience
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            late = [rank for rank, answer in enumerate(answers) if answer is None]
         if late:
             self.stop()
-            raise TimeoutError(f"ranks {late} of {self.size} did not answer within {self._patience:g} s: a hang")
+            raise TimeoutError(
+                f"ranks {late} of {self.size} did not answer, and hardly computed for {self._patience:g} s: a hang"
+            )
         return [answer for answer in answers if answer != "not part of the mesh"]
+
+    def _computed(self):
+        """Seconds of processor time of all processes."""
+        children = Path(f"/proc/{self._parent.pid}/task/{self._parent.pid}/children")
+        times = (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in children.read_text().split()
+        )
+        return sum(int(fields[11]) + int(fields[12]) for fields in times) / os.sysconf("SC_CLK_TCK")
 
     def stop(self):
         if self._parent:

@@ -27,27 +27,29 @@ def drawn(counts, inner, outer, dtype, seed=0, spare=0):
 
 
 def masked(offsets):
-    """All rows times every matrix, of which an expert's own rows are kept."""
+    """All rows times every matrix, plus its bias if there is one, of which an expert's own rows are kept."""
 
-    def product(x, weight):
+    def product(x, weight, bias=None):
         experts = torch.searchsorted(offsets, torch.arange(len(x)), right=True)
-        return sum((x @ w.t()) * (experts == expert)[:, None] for expert, w in enumerate(weight))
+        biases = weight.new_zeros(weight.shape[:2]) if bias is None else bias
+        return sum((x @ w.t() + b) * (experts == expert)[:, None] for expert, (w, b) in enumerate(zip(weight, biases)))
 
     return product
 
 
-def computed(name, x, weight, offsets, seed=0):
+def computed(name, x, weight, offsets, seed=0, bias=()):
     with served_by(name) if name in (*WITH_AMX, CUT) else nullcontext(name) as using:
         return outputs_and_gradients(
-            lambda x, w: grouped_matmul(x, w, offsets, using=using), (x, weight), x.dtype, seed
+            lambda x, w, *b: grouped_matmul(x, w, offsets, *b, using=using), (x, weight, *bias), x.dtype, seed
         )
 
 
-def check(name, counts, inner, outer, dtype, seed=0, spare=0, laid_out=lambda x, weight: (x, weight)):
+def check(name, counts, inner, outer, dtype, seed=0, spare=0, laid_out=lambda x, weight: (x, weight), biased=False):
     """Against float64; ``laid_out`` lays the inputs out in memory."""
     x, weight, offsets = drawn(counts, inner, outer, dtype, seed, spare)
-    found = computed(name, *laid_out(x, weight), offsets, seed)
-    doubles = (x.double(), weight.double())
+    bias = (torch.randn(len(counts), outer, generator=torch.Generator().manual_seed(seed)).to(dtype),) * biased
+    found = computed(name, *laid_out(x, weight), offsets, seed, bias)
+    doubles = (x.double(), weight.double(), *(b.double() for b in bias))
     wanted = outputs_and_gradients(masked(offsets), doubles, dtype, seed)
     # The magnitudes that are summed: of products of absolute values, whose cotangents are absolute too.
     generator = torch.Generator().manual_seed(seed + 1)
@@ -56,11 +58,14 @@ def check(name, counts, inner, outer, dtype, seed=0, spare=0, laid_out=lambda x,
     size = masked(offsets)(*leaves)
     sizes = [size, *torch.autograd.grad(size, leaves, dy)]
     unit = rounding(dtype)
-    for mine, exact, summed in zip(found, wanted, sizes, strict=True):
+    bounds = [unit.stored(exact, unit.summed * summed) for exact, summed in zip(wanted, sizes, strict=True)]
+    if bias and name == "cuda":  # torch's call of all products takes no bias: what is added to is rounded
+        bounds[0] = bounds[0] + unit.stored(masked(offsets)(*doubles[:2]), 0 * sizes[0])
+    for mine, exact, bound in zip(found, wanted, bounds, strict=True):
         assert mine.dtype == dtype and mine.shape == exact.shape and mine.is_contiguous()
-        assert ((mine.double() - exact).abs() <= unit.stored(exact, unit.summed * summed)).all()
+        assert ((mine.double() - exact).abs() <= bound).all()
     for expert, count in enumerate(counts):
-        assert count or not found[2][expert].any()
+        assert count or not any(gradient[expert].any() for gradient in found[2:])
     assert not found[0][offsets[-1] :].any() and not found[1][offsets[-1] :].any()
 
 
@@ -91,15 +96,16 @@ LAYOUTS = (lambda x, weight: (x, weight), cut, turned, sparse)
     spare=st.sampled_from((0, 0, 3)),
     seed=st.integers(0, 2**30),
     layout=st.sampled_from(LAYOUTS),
+    biased=st.booleans(),
 )
-@example([0, 0, 0], 3, 5, torch.float32, 0, 0, cut)  # no row at all
-@example([0, 9, 0], 17, 5, torch.bfloat16, 0, 0, turned)  # one expert has all
-@example([4, 0, 5], 17, 33, torch.bfloat16, 3, 0, sparse)
-@example([1], 1, 1, torch.bfloat16, 0, 0, cut)
-@example([2, 0, 3], 16, 24, torch.bfloat16, 2, 0, sparse)  # rows of multiples of 16 bytes
-@example([32, 33, 16, 17], 32, 48, torch.bfloat16, 1, 0, LAYOUTS[0])  # of whole tiles, and one more row
-def test_drawn(name, counts, inner, outer, dtype, spare, seed, layout):
-    check(name, counts, inner, outer, dtype, seed, spare, layout)
+@example([0, 0, 0], 3, 5, torch.float32, 0, 0, cut, True)  # no row at all
+@example([0, 9, 0], 17, 5, torch.bfloat16, 0, 0, turned, False)  # one expert has all
+@example([4, 0, 5], 17, 33, torch.bfloat16, 3, 0, sparse, True)
+@example([1], 1, 1, torch.bfloat16, 0, 0, cut, False)
+@example([2, 0, 3], 16, 24, torch.bfloat16, 2, 0, sparse, True)  # rows of multiples of 16 bytes
+@example([32, 33, 16, 17], 32, 48, torch.bfloat16, 1, 0, LAYOUTS[0], True)  # of whole tiles, and one more row
+def test_drawn(name, counts, inner, outer, dtype, spare, seed, layout, biased):
+    check(name, counts, inner, outer, dtype, seed, spare, layout, biased)
 
 
 @given(
@@ -108,9 +114,10 @@ def test_drawn(name, counts, inner, outer, dtype, spare, seed, layout):
     outer=st.integers(1, 20),
     spare=st.sampled_from((0, 3)),
     seed=st.integers(0, 2**30),
+    biased=st.booleans(),
 )
-def test_float64(counts, inner, outer, spare, seed):
-    check(None, counts, inner, outer, torch.float64, seed, spare)
+def test_float64(counts, inner, outer, spare, seed, biased):
+    check(None, counts, inner, outer, torch.float64, seed, spare, biased=biased)
 
 
 @pytest.mark.parametrize("layout", (cut, turned))
@@ -169,9 +176,9 @@ def test_numbers_without_end_stay_in_their_rows():
 
 def test_second_derivatives():
     x, weight, offsets = drawn([2, 0, 3], 3, 2, torch.float64, spare=1)
-    leaves = [x.requires_grad_(), weight.requires_grad_()]
-    assert torch.autograd.gradcheck(lambda x, w: grouped_matmul(x, w, offsets), leaves)
-    assert torch.autograd.gradgradcheck(lambda x, w: grouped_matmul(x, w, offsets), leaves)
+    leaves = [x.requires_grad_(), weight.requires_grad_(), torch.ones(3, 2, dtype=x.dtype, requires_grad=True)]
+    assert torch.autograd.gradcheck(lambda x, w, b: grouped_matmul(x, w, offsets, b), leaves)
+    assert torch.autograd.gradgradcheck(lambda x, w, b: grouped_matmul(x, w, offsets, b), leaves)
 
 
 def test_every_way_to_a_gradient_is_the_same():
@@ -194,16 +201,17 @@ def test_autocast_is_that_of_a_product():
     x, weight, offsets = drawn([2, 3], 8, 4, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         found = grouped_matmul(x, weight, offsets)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, grouped_matmul(x.bfloat16(), weight.bfloat16(), offsets))
+        biased = grouped_matmul(x, weight, offsets, torch.zeros(2, 4))
+    assert found.dtype == biased.dtype == torch.bfloat16
+    assert torch.equal(found, grouped_matmul(x.bfloat16(), weight.bfloat16(), offsets)) and torch.equal(found, biased)
 
 
 def test_opcheck():
     x, weight, offsets = drawn([2, 0, 3], 7, 5, torch.float32)
     library = torch.ops.shardlib
-    torch.library.opcheck(library.grouped_matmul.default, (x, weight, offsets, None))
+    torch.library.opcheck(library.grouped_matmul.default, (x, weight, offsets, None, None))
     dy = torch.randn(5, 5)
-    torch.library.opcheck(library.grouped_matmul_backward.default, (x, weight, offsets, None, dy))
+    torch.library.opcheck(library.grouped_matmul_backward.default, (x, weight, offsets, None, None, dy))
 
 
 def test_wrong_arguments():
@@ -213,6 +221,10 @@ def test_wrong_arguments():
             grouped_matmul(*wrong)
     with pytest.raises(ValueError, match=r"x is torch.float32, and weight torch.float64: they must agree"):
         grouped_matmul(x, weight.double(), offsets)
+    with pytest.raises(ValueError, match=r"weight torch.float32, bias torch.float64: they must agree"):
+        grouped_matmul(x, weight, offsets, torch.zeros(2, 5).double())
+    with pytest.raises(ValueError, match=r"bias is \(5,\), and weight \(2, 5, 7\): it must be \[experts, outer\]"):
+        grouped_matmul(x, weight, offsets, torch.zeros(5))
     for ends in ([3, 2], [2, 6], [-1, 5]):
         with pytest.raises(ValueError, match=r"must not fall, and lie in 0 to the 5 rows of x"):
             grouped_matmul(x, weight, torch.tensor(ends))

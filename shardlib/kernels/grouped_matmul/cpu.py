@@ -13,7 +13,7 @@ from shardlib.kernels.grouped_matmul import reference
 
 _MATRICES, _SIZES = "plli", "pllll"
 _SIGNATURES = {
-    "grouped_matmul": f"pl{_MATRICES}{_SIZES}ppi",
+    "grouped_matmul": f"pl{_MATRICES}{_SIZES}pppi",
     "grouped_matmul_backward": f"ppl{_MATRICES}{_SIZES}pppi",
     "grouped_matmul_room": "p",
 }
@@ -26,12 +26,14 @@ def load(device: torch.device) -> str:
     return f"torch's products (bf16 has a kernel for AMX tiles: {described})"
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if not _tiled(x):
-        return reference.forward(x, weight, offsets)
+        return reference.forward(x, weight, offsets, bias)
     reference.ranges(offsets, len(x))
     y = results.empty(x, (len(x), weight.shape[1]))
-    _library().grouped_matmul(*lines.strided(x), *_matrices(weight), *_sizes(weight, offsets, x), y, *_scratch())
+    bias = None if bias is None else bias.contiguous()
+    factors = (*lines.strided(x), *_matrices(weight), *_sizes(weight, offsets, x))
+    _library().grouped_matmul(*factors, bias, y, *_scratch())
     return y
 
 

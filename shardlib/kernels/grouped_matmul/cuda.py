@@ -18,11 +18,13 @@ def load(device: torch.device) -> str:
     return "F.grouped_mm for bf16 with rows of multiples of 16 bytes, torch's products else"
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if not grouped(x, weight):
-        return reference.forward(x, weight, offsets)
+        return reference.forward(x, weight, offsets, bias)
     last, ends = _ends(offsets, len(x))
     y = F.grouped_mm(x.contiguous(), weight.contiguous().transpose(1, 2), offs=ends)
+    if bias is not None:
+        y[:last] += bias.repeat_interleave(offsets.diff(prepend=offsets.new_zeros(1)), 0, output_size=last)
     y[last:] = 0
     return y
 

@@ -31,16 +31,17 @@ inline void clear(uint16_t* out, int64_t first, int64_t last, int64_t columns) {
 
 }  // namespace
 
-// x: [rows][inner], its rows x_stride apart; ends: [experts]; y: [rows][outer]; scratch: [threads][ROOM].
+// x: [rows][inner], its rows x_stride apart; ends: [experts]; bias: [experts][outer] or null; y: [rows][outer];
+// scratch: [threads][ROOM].
 EXPORT(grouped_matmul)(const uint16_t* x, int64_t x_stride, const uint16_t* weight, int64_t apart, int64_t stride,
                        int inner_along, const int64_t* ends, int64_t experts, int64_t rows, int64_t inner, int64_t outer,
-                       uint16_t* y, uint32_t* scratch, int threads) {
+                       const uint16_t* bias, uint16_t* y, uint32_t* scratch, int threads) {
     const Rows of{ends, experts};
     const Matrices matrices{weight, apart, stride, inner_along != 0};
     multiply_all(experts, scratch, threads, [&](int64_t expert) {
         const int64_t first = of.first(expert);
         return Product{{x + first * x_stride, x_stride, true}, matrices.outer(expert), of.count(expert), outer, inner,
-                       y + first * outer};
+                       y + first * outer, bias ? bias + expert * outer : nullptr};
     });
     clear(y, ends[experts - 1], rows, outer);
 }

@@ -1,4 +1,5 @@
-// A product of matrices of bf16 by AMX tiles, summed in fp32: out = left · rightᵀ, both factors by their lines.
+// A product of matrices of bf16 by AMX tiles, summed in fp32: out = left · rightᵀ, both factors by their lines, plus a line that
+// is added to each of the result's where there is one.
 //
 // A block of right lines is packed once, to fit the second-level cache, and multiplied by all left lines; these are packed a
 // group at a time. Results are computed 32 by 32, in four tiles. Longer sums than DEEPEST are cut, and partial sums kept in
@@ -46,12 +47,19 @@ inline void multiply(const uint32_t* left, const uint32_t* right, int64_t deep, 
     if constexpr (lower && second) tile_store<3>(across, SIDE * 4);
 }
 
-// Rounds sums[32][32] to rows of the result, past the caches where they are whole cache lines: the result is rarely small
+// 16 numbers of bf16 as fp32.
+inline Floats widened(__m256i numbers) {
+    return bitcast<Floats>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+}
+
+// Rounds sums[32][32], plus `added` where it is not null, to rows of the result, past the caches where they are whole cache lines: the result is rarely small
 // enough to be found there.
-inline void put(const float* sums, int64_t rows, int64_t columns, uint16_t* to, int64_t stride) {
+inline void put(const float* sums, const uint16_t* added, int64_t rows, int64_t columns, uint16_t* to, int64_t stride) {
     const uint32_t mask = lowest(columns);
+    const __m512i pairs = added ? _mm512_maskz_loadu_epi16(mask, added) : _mm512_setzero_si512();
+    const Floats low = widened(_mm512_castsi512_si256(pairs)), high = widened(_mm512_extracti64x4_epi64(pairs, 1));
     for (int64_t i = 0; i < rows; ++i, to += stride, sums += SIDE) {
-        const __m512i y = bitcast<__m512i>(_mm512_cvtne2ps_pbh(load<Floats>(sums + LINES), load<Floats>(sums)));
+        const __m512i y = bitcast<__m512i>(_mm512_cvtne2ps_pbh(load<Floats>(sums + LINES) + high, load<Floats>(sums) + low));
         if (mask == ~0u && reinterpret_cast<uintptr_t>(to) % 64 == 0)
             _mm512_stream_si512(reinterpret_cast<__m512i*>(to), y);
         else
@@ -68,7 +76,8 @@ struct Share {
 struct Product {
     Factor left, right;
     int64_t height, width, depth;
-    uint16_t* out;  // [height][width], contiguous
+    uint16_t* out;                    // [height][width], contiguous
+    const uint16_t* added = nullptr;  // [width], or null
 
     // Right lines of a block.
     int64_t block() const {
@@ -114,8 +123,8 @@ struct Product {
                                                                : (count - j > LINES ? multiply<1, 2> : multiply<1, 1>);
                         function(lefts + i / LINES * panel, rights + j / LINES * panel, deep, number > 0, sums);
                         if (number + numbers == depth)
-                            put(sums, smaller(SIDE, rows - i), smaller(SIDE, count - j), out + (row + i) * width + column + j,
-                                width);
+                            put(sums, added ? added + column + j : nullptr, smaller(SIDE, rows - i), smaller(SIDE, count - j),
+                                out + (row + i) * width + column + j, width);
                     }
             }
             number += numbers;

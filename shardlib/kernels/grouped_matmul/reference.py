@@ -11,12 +11,16 @@ def load(device: torch.device) -> str:
     return "reference"
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     y = results.empty(x, (len(x), weight.shape[1]))
     parts = ranges(offsets, len(x))
     for expert, (first, end) in enumerate(parts):
-        if first < end:
+        if first == end:
+            continue
+        if bias is None:
             torch.mm(x[first:end], weight[expert].t(), out=y[first:end])
+        else:
+            torch.addmm(bias[expert], x[first:end], weight[expert].t(), out=y[first:end])
     y[parts[-1][1] :] = 0
     return y
 
@@ -34,14 +38,26 @@ def backward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, dy: t
     return [dx, dweight]
 
 
+def add(y: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Add each expert's bias to its rows, in place."""
+    for expert, (first, end) in enumerate(ranges(offsets, len(y))):
+        y[first:end] += bias[expert]
+
+
+def sums(dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The sum of each expert's rows, ``[E, outer]``."""
+    return torch.stack([dy[first:end].sum(0) for first, end in ranges(offsets, len(dy))])
+
+
 def plain_backward(
-    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, dy: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None, dy: torch.Tensor
 ) -> list[torch.Tensor]:
     """`backward`, which can be differentiated."""
     parts = ranges(offsets, len(x))
     products = [dy[first:end] @ weight[expert] for expert, (first, end) in enumerate(parts)]
     dx = torch.cat([*products, torch.zeros_like(x[parts[-1][1] :])])
-    return [dx, torch.stack([dy[first:end].t() @ x[first:end] for first, end in parts])]
+    dweight = torch.stack([dy[first:end].t() @ x[first:end] for first, end in parts])
+    return [dx, dweight, *([] if bias is None else [sums(dy, offsets)])]
 
 
 def ranges(offsets: torch.Tensor, count: int) -> list[tuple[int, int]]:

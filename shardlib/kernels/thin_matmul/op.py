@@ -21,6 +21,7 @@ import torch
 
 from shardlib.kernels.common.arguments import FLOATS, check_tensors
 from shardlib.kernels.common.dispatch import serving
+from shardlib.kernels.grouped_matmul.reference import add
 from shardlib.kernels.thin_matmul.arguments import Matrix
 
 IMPLEMENTATIONS = {"cpu": ("cpu",)}
@@ -63,7 +64,12 @@ def thin_matmul(
 
 
 def grouped_thin_matmul(
-    x: torch.Tensor, weight: Matrix, offsets: torch.Tensor, *, using: str | None = None
+    x: torch.Tensor,
+    weight: Matrix,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    using: str | None = None,
 ) -> torch.Tensor:
     """`shardlib.kernels.grouped_matmul` with quantised weights, without gradients: ``[R, outputs]``.
 
@@ -71,6 +77,7 @@ def grouped_thin_matmul(
         x: ``[R, inputs]``, sorted by expert, of the dtype of ``weight``.
         weight: ``[experts, outputs, inputs]``.
         offsets: int64 ``[experts]``, the end of each expert's rows. Rows behind the last one give 0.
+        bias: ``[experts, outputs]``, of the dtype of ``x``.
 
     Raises:
         ValueError: shapes, dtypes or offsets do not fit, or ``x`` needs gradients where they are recorded.
@@ -87,7 +94,10 @@ def grouped_thin_matmul(
         raise ValueError(
             "grouped_thin_matmul has no gradients: call it under torch.no_grad(), or keep the weights plain"
         )
-    return serving("thin_matmul", x, using).grouped(x, weight, offsets)
+    y = serving("thin_matmul", x, using).grouped(x, weight, offsets)
+    if bias is not None:
+        add(y, bias, offsets)
+    return y
 
 
 def _refuse(

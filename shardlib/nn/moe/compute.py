@@ -67,5 +67,4 @@ def expert_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     tensors = (weight, bias) if isinstance(weight, torch.Tensor) else (bias,)
     if has_torch_function(tensors):
         return handle_torch_function(expert_linear, tensors, rows, weight, bias, groups)
-    y = grouped_matmul(rows, weight, groups.ends)
-    return y if bias is None else y + bias[groups.experts]
+    return grouped_matmul(rows, weight, groups.ends, bias)
