@@ -17,7 +17,7 @@ from shardlib.execute.stages.runner import runner_of
 from shardlib.mesh.mesh import rank_of
 from shardlib.models.decoding import Decoder, Sampling, decode, decoder_of
 from shardlib.models.decoding.loop import Run
-from shardlib.optim.train_state import TrainState
+from shardlib.sharded.given import given_params
 from shardlib.sharded.local import Local
 from shardlib.sharded.reads import Reads
 from shardlib.sharded.tree import Sharded
@@ -51,7 +51,7 @@ def generate(
             Qwen2, Qwen3, Qwen3-MoE), of which only the configuration is read, or a `shardlib.models.decoding.Decoder` of
             your own.
         params: the model's parameters, a plain tree (of `shardlib.from_module` for transformers' models), `Sharded`, or a
-            `TrainState`; or what `shardlib.models.decoding` makes of the first two, by `quantized` or `experts_on_host`.
+            `TrainState`; or what `shardlib.models.decoding` makes of these, by `quantized` or `experts_on_host`.
         prompts: the tokens of each prompt, at least one; lists or tensors of one dimension. The same on every rank.
         max_new: the most new tokens of each prompt.
         temperature: divides the logits; at 0 the most likely token is taken.
@@ -65,7 +65,7 @@ def generate(
 
     Raises:
         ValueError: a prompt without tokens, or of others than the model's; options out of range.
-        TreeError: a model that is not supported.
+        TreeError: a model that is not supported; gradients or a module in the place of parameters.
         NonFiniteError: logits that are NaN or infinite; the prompts after which they came are listed.
         RankMismatch: ranks were given different prompts or options.
         IllegalComposition: a plan with several stages, with padded exchanges of experts, or one that cuts sequences.
@@ -83,7 +83,7 @@ def generate(
     sampling, decoder = Sampling(temperature, top_k, top_p, seed), decoder_of(model)
     texts = [_tokens(prompt, f"prompt {index}", decoder.vocab) for index, prompt in enumerate(prompts)]
     ends = frozenset(_tokens([*stop], "stop", decoder.vocab) if stop else ())
-    current = params.params if isinstance(params, TrainState) else params
+    current = given_params("generate", params)
     if not isinstance(current, (Sharded, Local)):
         device = next(
             (leaf.device for leaf in leaves_of(current) if isinstance(leaf, torch.Tensor)), torch.device("cpu")

@@ -46,7 +46,6 @@ def _rank(mesh: sl.Mesh, config: Config, stage: int, rounds: int) -> Times:
     params = sl.shard(gpt.init(model), mesh, sl.chain(sl.zero(stage), sl.remat()))
     state, train_step = sl.make_train_step(gpt.make_loss(model), params, sl.optim.adamw(ADAMW["lr"]))
     states: list[Any] = [state]
-    names: dict[int, str] = {}
 
     def batch(number: int) -> dict[str, torch.Tensor]:
         tokens, targets = random_batch(config, number * mesh.size + mesh.rank)
@@ -56,7 +55,7 @@ def _rank(mesh: sl.Mesh, config: Config, stage: int, rounds: int) -> Times:
         states.append(train_step(states.pop(), batch(number))[0])
 
     def recorded(number: int) -> None:
-        states.append(stepped(train_step, states.pop(), batch(number), names)[0])
+        states.append(stepped(train_step, states.pop(), batch(number))[0])
 
     return interleave({_RECORDED: recorded, _PLAIN: plain}, rounds, warm=WARM, barrier=dist.barrier)
 

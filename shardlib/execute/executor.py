@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.units import BucketState, UnitState
+from shardlib.execute.watch import Watch
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import block_runner
 from shardlib.nn.tiled_modules import TiledModules
@@ -99,7 +100,9 @@ class Executor:
         self.blocks = Blocks(plan, trained, self._surroundings, self.record, mesh.device)
         self._halves: Halves | None = None
         self._phases: Phases | None = None  # of the micro-batch, where somebody follows it
+        self._units_of: dict[int, str] = {}  # identity of the storage of whole parameters -> their unit, for names
         self._on_disk: BuffersOnDisk | None = None  # this step's parameters, if they are there
+        self._called = False  # whether the function has returned once
         self._held: frozenset[int] = frozenset()  # the storages of all of this rank's parameters
 
     @property
@@ -198,9 +201,10 @@ class Executor:
         """The unit of a parameter, as the function sees it; "" for other tensors."""
         if isinstance(leaf, Handle):
             return self.plan.bucket_of[self.plan.placement_of[leaf._path].bucket].unit
-        storage = storage_id(leaf.untyped_storage())
-        held = (state for state in self._buckets if state.whole is not None)
-        return next((s.bucket.unit for s in held if storage_id(s.whole.untyped_storage()) == storage), "")  # type: ignore[union-attr]
+        if not self._units_of:
+            wholes = ((state.bucket.unit, state.whole) for state in self._buckets)
+            self._units_of = {storage_id(w.untyped_storage()): unit for unit, w in wholes if w is not None}
+        return self._units_of.get(storage_id(leaf.untyped_storage()), "")
 
     def rest(self) -> None:
         """Release all gathered parameters until the backward starts."""
@@ -287,7 +291,11 @@ class Executor:
     def _call(self, fn: Callable[[Tree], Any]) -> Any:
         """``fn(parameters)``. Raises `HandleError` for uses of parameters that are not supported."""
         try:
-            result = fn(self._tree())
+            leaves = self._leaves()
+            in_order = [leaves.get(leaf.path) for leaf in self.plan.leaves]
+            self.blocks.layers.know(in_order)
+            with self._watched(leaves):
+                result = fn(unflatten(self.plan.shape.treedef, in_order))
             require_unwritten(self._buckets, self.gathers)
             self.blocks.layers.require_some()
             if self._surroundings.modules is not None and self._trained:
@@ -300,7 +308,18 @@ class Executor:
                 raise explained from error
             raise
 
-    def _tree(self) -> Tree:
+    @contextmanager
+    def _watched(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """The context of the function's first call."""
+        if self._called or not (self._surroundings.parts or self.plan.styles):
+            yield
+            return
+        with Watch(leaves, self.plan.styles, self._slices, self._surroundings.parts):
+            yield
+        self._called = True
+
+    def _leaves(self) -> dict[str, torch.Tensor]:
+        """Path -> what the function is given for each parameter of this rank's stage."""
         leaves: dict[str, torch.Tensor] = {}
         for unit in self._units.values():
             if unit.name not in self._handles:
@@ -313,9 +332,7 @@ class Executor:
         for path, leaf in leaves.items():
             if isinstance(leaf, Handle) and (axes := self.plan.placement_of[path].dealt):
                 leaves[path] = DealtHandle.make(leaf, axes)
-        in_order = [leaves.get(leaf.path) for leaf in self.plan.leaves]
-        self.blocks.layers.know(in_order)
-        return unflatten(self.plan.shape.treedef, in_order)
+        return leaves
 
     def _bind(self, params: Sharded, gradients: Gradients | None, thinned: Thinned | None = None) -> None:
         """Bind this step's parameters and gradients to the buckets."""
@@ -324,7 +341,7 @@ class Executor:
         agreeing = self.record.agreeing and not self.mesh.abstract
         self.blocks.begin()
         self.blocks.layers.begin(thinned, computes=agreeing)
-        follow = phases_of.get()
+        self._units_of, follow = {}, phases_of.get()
         self._phases = None if follow is None else follow(self)
         if self._phases is not None:
             self._phases.begin()

@@ -25,6 +25,9 @@ class SequenceParts:
         self.kind, self._mesh = kind, mesh
         self._axis, self._size, self._rank = kind.axis, mesh.shape[kind.axis], mesh.coords[kind.axis]
         self._done = done
+        self._entered: set[tuple[int, int]] = (
+            set()
+        )  # batch and length of whole sequences of which this rank took its part
 
     def note(self, what: str) -> None:
         """Note that the loss function took the step ``what``."""
@@ -32,11 +35,17 @@ class SequenceParts:
 
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         self.note("enter")
+        self._entered.add((x.shape[0], x.shape[dim]))
         chunks = [x.narrow(dim, start, length) for start, length in self.chunks(x.shape[dim])]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
 
     def chunks(self, length: int) -> list[tuple[int, int]]:
         return self.kind.chunks(self._rank, self._size, length)
+
+    def is_part(self, x: torch.Tensor, dim: int) -> bool:
+        """Whether ``x`` (batch, ...) has the length of a part of a sequence along ``dim``, and of no whole one."""
+        batch, length = x.shape[0], x.shape[dim]
+        return (batch, length * self._size) in self._entered and (batch, length) not in self._entered
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         self.note("leave")

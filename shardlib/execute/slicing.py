@@ -158,8 +158,7 @@ def _embedding(
         raise HandleError(f"{weight._path}: scale_grad_by_freq needs the whole embedding; do not slice it")
     parts = current_parts.get()
     if parts is not None and _cuts_sequence(weight):  # ``ids`` are whole, the result is this rank's sequence part
-        parts.note("enter")
-        parts.chunks(ids.shape[1])
+        parts.shard(ids, 1)
     return weight._style.embedding(_slice(weight), ids, padding_idx, sparse)
 
 

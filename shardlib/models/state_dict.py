@@ -13,6 +13,7 @@ from shardlib.models.from_module import Blocks, flat
 from shardlib.models.meta import reset_buffers
 from shardlib.models.refusals import require_all_used, require_module
 from shardlib.models.skeleton import Buffers, Skeleton, buffers_of, hollow
+from shardlib.sharded.given import given_params
 from shardlib.sharded.tree import Sharded
 from shardlib.sharded.unshard import unshard
 from shardlib.tree import Tree
@@ -29,7 +30,7 @@ def state_dict(
 
     Args:
         module: the argument of `from_module`.
-        params: as `from_module` returned them: a tree, or `Sharded` (``state.params``).
+        params: as `from_module` returned them: a tree, or `Sharded`, or a `TrainState` of them.
         buffers: as ``apply`` returned them (``state.buffers``); by default the buffers of ``module``.
         blocks: the argument of `from_module`, or blocks made of the module in the same way.
 
@@ -37,6 +38,7 @@ def state_dict(
         TreeError: ``params`` are those of another module, or of other blocks.
     """
     require_module(module)
+    params = given_params("state_dict", params)
     named = flat(unshard(params) if isinstance(params, Sharded) else params)
     if blocks is not None:
         require_all_used(module, blocks)

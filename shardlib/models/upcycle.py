@@ -8,6 +8,7 @@ from shardlib import init
 from shardlib.models.experts import Experts
 from shardlib.models.layers import Params
 from shardlib.rng import Key, require_key
+from shardlib.sharded.given import whole_params
 
 
 def upcycle(params: Params, experts: Experts, key: Key, *, noise: float = 0.0, std: float = 0.02) -> Params:
@@ -26,6 +27,7 @@ def upcycle(params: Params, experts: Experts, key: Key, *, noise: float = 0.0, s
 
     Raises:
         ValueError: experts of another kind or width, a model that has experts already, or a pattern that does not fit.
+        TreeError: sharded parameters, or a module in their place.
         TypeError: a ``key`` that is no key.
 
     >>> from shardlib.models import gpt
@@ -37,6 +39,7 @@ def upcycle(params: Params, experts: Experts, key: Key, *, noise: float = 0.0, s
     torch.Size([4, 64, 16])
     """
     require_key("upcycle", "key", key)
+    params = whole_params("upcycle", params)
     blocks = params["blocks"]
     if len(blocks) % len(experts.per_layer):
         raise ValueError(

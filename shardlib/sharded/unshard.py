@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -12,18 +13,26 @@ from shardlib.mesh.specs import Leaf
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import gathers
 from shardlib.sharded.gather import Gather
+from shardlib.sharded.given import sharded_params
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, unflatten
 
 
-def unshard(params: Sharded) -> Tree:
+def unshard(params: Any) -> Tree:
     """Gather the full pytree on every rank, in the memory that the shards lie in. Tied leaves come back as one tensor;
     gradients of frozen leaves as None.
+
+    Args:
+        params: `Sharded` parameters or gradients; or a `TrainState`, whose parameters are gathered.
+
+    Raises:
+        TreeError: anything else.
 
     >>> params = {"w": torch.ones(8, 4)}
     >>> sl.simulate(lambda mesh: sl.unshard(sl.shard(params, mesh, stage=3))["w"].shape, mesh=dict(data=2))
     [torch.Size([8, 4]), torch.Size([8, 4])]
     """
+    params = sharded_params("unshard", params)
     whole: dict[str, torch.Tensor] = {}
     plan = params.plan.everywhere
     compute = {placement.path: placement.compute for placement in plan.placements}

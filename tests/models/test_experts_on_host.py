@@ -209,9 +209,7 @@ def test_parameters_that_are_gathered_or_sliced_are_refused():
         experts_on_host(CONFIG, experts_on_host(CONFIG, PARAMS, 2)[0], 2)
     with pytest.raises(TreeError, match="quantized takes parameters before experts_on_host"):
         quantized(CONFIG, experts_on_host(CONFIG, PARAMS, 2)[0])
-    with pytest.raises(
-        TreeError, match=r"lies in host memory: bring it back with sl.to_device before it is used \(\['blocks'\]"
-    ):
+    with pytest.raises(TreeError, match=r"lies in host memory: bring it back with sl.to_device before it is used"):
         experts_on_host(CONFIG, sl.to_host(sl.shard(PARAMS, sl.make_mesh(), stage=0)), 2)
     dense = dataclasses.replace(CONFIG, moe=None)
     with pytest.raises(TreeError, match="GPT names no layers of experts of this model"):

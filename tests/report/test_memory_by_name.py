@@ -46,6 +46,19 @@ def test_every_byte_has_a_name(chain):
         assert all(name.kind in KINDS and name.of for name in found.held)
 
 
+REMAT = {"none": [], "full": [sl.remat()], "dots": [sl.remat("dots")], "names": [sl.remat(save=["attn/out"])]}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("others", [[], [sl.offload()], [sl.accumulate(2)], [sl.precision("bf16")]])
+def test_every_byte_has_a_name_in_every_combination(stage, remat, others):
+    for found, peak, _ in sl.simulate(measured, lambda: [sl.zero(stage), *REMAT[remat], *others], mesh={"data": 2}):
+        assert found.peak == pytest.approx(peak, rel=0.01)
+        assert found.by_kind.get("other", 0) < 0.01 * found.peak
+
+
 def test_the_peak_is_the_plans():
     """In bytes, and in the part of the step. At stage 3 the plan's network takes as long as it may, and this one no time."""
     for chain, part, above in (("stage 0", "outside of blocks", 0.001), ("stage 3, recomputed", "blocks/1", 0.05)):

@@ -10,8 +10,9 @@ import shardlib as sl
 from shardlib.common.clock import current_clock
 from shardlib.execute.phases import phases_of
 from shardlib.models import gpt
-from shardlib.report.profile.recording import OUTSIDE, Recording, stepped
-from shardlib.report.profile.timeline import Part, Timeline
+from shardlib.report.profile.recording import OUTSIDE, Recording, Step, stepped
+from shardlib.report.profile.stragglers import Stragglers
+from shardlib.report.profile.timeline import REST, Part, Span, Timeline
 
 CONFIG = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=4, sequence=16)
 
@@ -97,7 +98,7 @@ def test_the_wall_time_is_the_steps():
     state, step = sl.make_train_step(loss_fn, {"w": torch.ones(4, 4)}, sl.optim.sgd(0.1))
     state, _ = step(state, torch.ones(2, 4))
     start = time.perf_counter()
-    state, record = stepped(step, state, torch.ones(2, 4), {})
+    state, record = stepped(step, state, torch.ones(2, 4))
     assert record.seconds == pytest.approx(time.perf_counter() - start, rel=0.03)
     forward = Part("compute", "forward", OUTSIDE)
     assert record.own()[forward] == pytest.approx(record.seconds, rel=0.2)
@@ -117,7 +118,7 @@ def test_steps_without_a_profile_have_no_clock():
         found = sl.report.comm(step, state, batch())
         assert mesh._groups == groups and current_clock.get() is None and phases_of.get() is None
         with pytest.raises(RuntimeError, match="stop"):
-            stepped(lambda *_: (_ for _ in ()).throw(RuntimeError("stop")), found.state, None, {})
+            stepped(lambda *_: (_ for _ in ()).throw(RuntimeError("stop")), found.state, None)
         assert mesh._groups == groups and current_clock.get() is None and phases_of.get() is None
 
     sl.simulate(run, mesh={"data": 2})
@@ -158,10 +159,12 @@ def test_a_late_rank_is_found_among_processes(pool):
         from test_profile import slow_on
 
         params = sl.shard({"w": torch.ones(4, 4)}, mesh, stage=2)
+        payload = params.plan.payload()
         state, step = sl.make_train_step(slow_on(mesh, 1, 0.2), params, sl.optim.sgd(0.1))
         late = sl.report.stragglers(step, state, torch.ones(2, 4), steps=3, warm=1)
         comm = sl.report.comm(step, late.state, torch.ones(2, 4))
         scattered = next(line for line in comm.lines if line.op == "reduce_scatter")
+        assert comm.payload == payload
         return late.late, late.ranks, scattered.last, scattered.late, str(late)
 
     for late, ranks, last, seconds, text in pool.run(run, mesh={"data": 3}):
@@ -247,4 +250,17 @@ def test_what_cannot_be_recorded_is_refused():
 
 
 def test_a_recording_knows_its_rank():
-    assert Recording({"data": 2}, 1, [["a"], ["b"]]).steps == ["b"]
+    assert Recording({"data": 2}, (), 1, [["a"], ["b"]]).steps == ["b"]
+
+
+def test_ranks_are_compared_within_their_stage():
+    """Stages differ in what they compute, and nobody is late for that."""
+
+    def steps(seconds):
+        return [Step(0.0, [Span(REST, 0.0, seconds, 0, seconds)], [])]
+
+    ranks = [steps(1.0), steps(1.0), steps(3.0), steps(5.0)]
+    found = Stragglers(Recording({"pipe": 2, "data": 2}, ("pipe",), 0, ranks), None)
+    assert [rank.behind for rank in found.ranks] == [0.0, 0.0, -2.0, 2.0] and found.late.rank == 3
+    alone = Stragglers(Recording({"pipe": 2}, ("pipe",), 0, ranks[::2]), None)
+    assert alone.late is None and "no rank is late" in str(alone)

@@ -35,6 +35,7 @@ class Slices:
         self._last: dict[str, tuple[weakref.ref[torch.Tensor], tuple[int, bool], torch.Tensor]] = {}
         # Path -> description of the share of a layer's outputs, of layers since the last `leave`.
         self._shares: dict[str, str] = {}
+        self._last_share: tuple[weakref.ref[torch.Tensor], str] | None = None  # and its layer's path
 
     def cuts_sequence(self, axis: str) -> bool:
         """Whether activations outside the slices over ``axis`` are parts of the sequence."""
@@ -77,8 +78,13 @@ class Slices:
             return pairs.all_to_all(self._with_sequence(x), axis, split_dim=-1, concat_dim=1, mesh=self.mesh)
         return pairs.split(x, axis, dim=-1, mesh=self.mesh)
 
-    def note_share(self, path: str, axis: str, share: int, outputs: int) -> None:
-        self._shares[path] = f"{share} of {outputs} outputs (axis {axis!r} of size {self.mesh.shape[axis]})"
+    def note_share(self, path: str, axis: str, y: torch.Tensor, outputs: int) -> None:
+        self._shares[path] = f"{y.shape[-1]} of {outputs} outputs (axis {axis!r} of size {self.mesh.shape[axis]})"
+        self._last_share = weakref.ref(y), path
+
+    def layer_of(self, y: torch.Tensor) -> str | None:
+        """The path of the layer's weight, if ``y`` is what the last layer returned as this rank's share of its outputs."""
+        return self._last_share[1] if self._last_share is not None and self._last_share[0]() is y else None
 
     def explain(self, error: Exception) -> HandleError | None:
         """An error to raise for ``error``, if it is about a shape that may not fit because layers returned shares of
@@ -98,6 +104,7 @@ class Slices:
     def clear(self) -> None:
         self._last.clear()
         self._shares.clear()
+        self._last_share = None
 
     def _with_sequence(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() < 3:
@@ -152,6 +159,7 @@ class Slice:
         return self._run.input_share(x, self.axis)
 
     def share(self, y: torch.Tensor, outputs: int) -> torch.Tensor:
-        """``y``, recorded as this rank's share of ``outputs`` outputs, to explain a shape that does not fit later."""
-        self._run.note_share(self.path, self.axis, y.shape[-1], outputs)
+        """``y``, recorded as this rank's share of ``outputs`` outputs, to explain a shape that does not fit later, and to
+        refuse parts of it."""
+        self._run.note_share(self.path, self.axis, y, outputs)
         return y

@@ -10,6 +10,7 @@ from shardlib.errors import TreeError
 from shardlib.kernels.thin_matmul import QuantizedMatrix
 from shardlib.models.decoding.kinds import decoder_of
 from shardlib.nn.moe.stored import Stored
+from shardlib.sharded.given import given_params
 from shardlib.sharded.local import Local
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import flatten, matches, unflatten
@@ -24,13 +25,14 @@ def quantized(model: Any, params: Any, bits: int = 8, block: int = 128) -> Any:
 
     Args:
         model: as `shardlib.generate` takes it.
-        params: a plain tree; or a `Sharded` one, of which each rank quantises what it holds, if ranks hold what they compute
-            with (ZeRO stages 0 to 2).
+        params: a plain tree; or `Sharded`, or a `TrainState`, of which each rank quantises what it holds, if ranks hold what
+            they compute with (ZeRO stages 0 to 2).
         bits: 8 or 4, of integers with one fp32 scale per block.
         block: the most elements of a block, a power of two from 16 to 4096.
 
     Raises:
-        TreeError: a model without such weights (GPT-2 of transformers has them transposed).
+        TreeError: a model without such weights (GPT-2 of transformers has them transposed); gradients or a module in the
+            place of parameters.
         IllegalComposition: a plan under which parameters are gathered for their use.
         ValueError: other bits or blocks.
 
@@ -40,6 +42,7 @@ def quantized(model: Any, params: Any, bits: int = 8, block: int = 128) -> Any:
     [torch.Size([5])]
     """
     decoder = decoder_of(model)
+    params = given_params("quantized", params)
     local = Local.of(params, "quantized") if isinstance(params, (Sharded, Local)) else None
     paths, leaves, treedef = flatten(params if local is None else local.tree)
     if any(isinstance(leaf, Stored) for leaf in leaves):

@@ -183,7 +183,7 @@ def memory(train_step: TrainStep, state: TrainState, batch: Any, *, warm: int = 
     mesh = state.params.mesh
     for _ in range(warm):
         state, _ = train_step(state, batch)
-    follower = Follower(mesh, {})
+    follower = Follower(mesh)
     names = _Names(follower.timeline, mesh.device, {bucket.label for bucket in state.params.plan.tiled.buckets})
     names.know(_of_state(state))
     names.know(("batch", path, leaf, leaf.nbytes) for path, leaf in _tensors(batch))

@@ -47,7 +47,7 @@ class Operators:
 def operators_of(train_step: TrainStep, state: Any, batch: Any) -> tuple[Any, Operators]:
     """The state after one more step, and what its operators did."""
     mesh = state.params.mesh
-    follower = Follower(mesh, {})
+    follower = Follower(mesh)
     with follower.installed(), _Timed(follower.timeline, mesh.device) as work:
         state, _ = train_step(state, batch)
     follower.timeline.end()

@@ -58,11 +58,13 @@ class Recording:
 
     Attributes:
         sizes: axis name -> size of the mesh.
+        stages: the axes along which ranks compute different stages.
         rank: this rank.
         ranks: the steps of each rank.
     """
 
     sizes: dict[str, int]
+    stages: tuple[str, ...]
     rank: int
     ranks: Sequence[Sequence[Step]]
 
@@ -73,15 +75,15 @@ class Recording:
 
 
 class Follower:
-    """What is noted of one step while it runs.
+    """What is noted of one step of a mesh's rank while it runs.
 
     Attributes:
         timeline: its parts.
         exchanges: its exchanges.
     """
 
-    def __init__(self, mesh: Mesh, names: dict[int, str]) -> None:
-        self._mesh, self._names = mesh, names
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
         self.timeline = Timeline(mesh.device)
         self.exchanges: list[Exchange] = []
 
@@ -94,21 +96,18 @@ class Follower:
             return Heard(axis, group, mesh.traffic, self.timeline, self.exchanges)
 
         try:
-            with mesh.through(heard), followed(lambda executor: _Clocked(executor, self.timeline, self._names)):
+            with mesh.through(heard), followed(lambda executor: _Clocked(executor, self.timeline)):
                 yield
         finally:
             current_clock.reset(clock)
 
 
 class _Clocked(Phases):
-    """The phases of a micro-batch on a timeline.
+    """The phases of a micro-batch on a timeline."""
 
-    Args:
-        names: number of a block -> its unit, which is filled in.
-    """
-
-    def __init__(self, executor: Any, timeline: Timeline, names: dict[int, str]) -> None:
-        self._executor, self._timeline, self._named = executor, timeline, names
+    def __init__(self, executor: Any, timeline: Timeline) -> None:
+        self._executor, self._timeline = executor, timeline
+        self._named: dict[int, str] = {}  # number of a block -> its unit
         self._place, self._back = 0, False
         plan = executor.plan
         (stage, *_) = plan.local_stages
@@ -128,10 +127,9 @@ class _Clocked(Phases):
         self._timeline.turn(self._place, self._part())
 
     def meets(self, number: int, args: tuple[Any, ...]) -> None:
-        if number not in self._named:
-            tensors = (leaf for leaf in leaves_of(args) if isinstance(leaf, torch.Tensor))
-            units = (self._executor.unit_of(tensor) for tensor in tensors)
-            self._named[number] = next(filter(None, units), f"block {number}")
+        tensors = (leaf for leaf in leaves_of(args) if isinstance(leaf, torch.Tensor))
+        units = (self._executor.unit_of(tensor) for tensor in tensors)
+        self._named[number] = next(filter(None, units), f"block {number}")
 
     def _part(self) -> Part:
         way = "recompute" if self.recomputing else "backward" if self._back else "forward"
@@ -155,9 +153,9 @@ def require_steps(verb: str, state: Any, steps: int = 1, warm: int = 0) -> None:
         raise ValueError(f"{verb}: steps={steps}, warm={warm}; record at least one step, after none or more others")
 
 
-def stepped(train_step: TrainStep, state: Any, batch: Any, names: dict[int, str]) -> tuple[Any, Step]:
+def stepped(train_step: TrainStep, state: Any, batch: Any) -> tuple[Any, Step]:
     """One step with its record: the next state, and what was noted."""
-    follower = Follower(state.params.mesh, names)
+    follower = Follower(state.params.mesh)
     with follower.installed():
         state, _ = train_step(state, batch)
     return state, Step(follower.timeline.began, follower.timeline.end(), follower.exchanges)
@@ -166,17 +164,16 @@ def stepped(train_step: TrainStep, state: Any, batch: Any, names: dict[int, str]
 def record(train_step: TrainStep, state: Any, batch: Any, steps: int, warm: int) -> tuple[Any, Recording]:
     """Record some steps, after ``warm`` ones that are not recorded; returns the state after them. Collective."""
     mesh = state.params.mesh
-    names: dict[int, str] = {}
     for _ in range(warm):
-        state, _ = stepped(train_step, state, batch, names)
+        state, _ = stepped(train_step, state, batch)
     taken = []
     for _ in range(steps):
-        state, step = stepped(train_step, state, batch, names)
+        state, step = stepped(train_step, state, batch)
         taken.append(step)
-    return state, gathered(mesh, taken)
+    return state, gathered(mesh, state.params.plan.stages.axes, taken)
 
 
-def gathered(mesh: Mesh, steps: Sequence[Step]) -> Recording:
+def gathered(mesh: Mesh, stages: tuple[str, ...], steps: Sequence[Step]) -> Recording:
     """The steps of all ranks, by one clock. Collective."""
     ahead = _ahead(mesh)
     for step in steps:
@@ -184,7 +181,7 @@ def gathered(mesh: Mesh, steps: Sequence[Step]) -> Recording:
             exchange.start -= ahead
             exchange.end = exchange.end and exchange.end - ahead
     moved = [Step(step.began - ahead, step.spans, step.exchanges) for step in steps]
-    return Recording(dict(mesh.shape), mesh.rank, primitives.all_gather_object(mesh, list(mesh.shape), moved))
+    return Recording(dict(mesh.shape), stages, mesh.rank, primitives.all_gather_object(mesh, list(mesh.shape), moved))
 
 
 _MEETINGS = 9

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from shardlib.mesh.mesh import coordinates
 from shardlib.plan.tables import table
 from shardlib.report.profile.recording import Recording, Step, TrainStep, record, require_steps
 
@@ -22,7 +23,7 @@ class Lateness:
     Attributes:
         busy: not waiting.
         waited: for other ranks, copies or disks.
-        behind: by how much it was busy for longer than the median of the other ranks; below 0 where it was faster.
+        behind: by how much it was busy for longer than the median of the other ranks of its stage; below 0 if shorter.
         most: the part in which it exceeds them most: "forward", "backward", "recompute", "optimizer", ….
     """
 
@@ -49,7 +50,14 @@ class Stragglers:
     def ranks(self) -> Sequence[Lateness]:
         """Every rank, in order."""
         parts = [_medians(steps) for steps in self.recording.ranks]
-        return [_compared(rank, parts) for rank in range(len(parts))]
+        places = [coordinates(self.recording.sizes, rank) for rank in range(len(parts))]
+        stages = [[place[axis] for axis in self.recording.stages] for place in places]
+        return [
+            _compared(
+                rank, mine, [of for other, of in enumerate(parts) if other != rank and stages[other] == stages[rank]]
+            )
+            for rank, mine in enumerate(parts)
+        ]
 
     @property
     def late(self) -> Lateness | None:
@@ -100,11 +108,14 @@ def _medians(steps: Sequence[Step]) -> Mapping[str, float]:
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
-def _compared(rank: int, parts: Sequence[Mapping[str, float]]) -> Lateness:
-    mine, others = parts[rank], [of for other, of in enumerate(parts) if other != rank] or [parts[rank]]
+def _compared(rank: int, mine: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> Lateness:
+    """A rank beside the others that compute what it does; without any it is like itself."""
+    others = others or [mine]
     # Starting an exchange may wait too: a transport's own threads take turns with the sender.
     busy = [
-        name for name in dict.fromkeys(name for of in parts for name in of) if name not in ("wait", "communication")
+        name
+        for name in dict.fromkeys(name for of in (mine, *others) for name in of)
+        if name not in ("wait", "communication")
     ]
     excess = {name: mine.get(name, 0.0) - statistics.median(of.get(name, 0.0) for of in others) for name in busy}
     total = sum(mine.get(name, 0.0) for name in busy)

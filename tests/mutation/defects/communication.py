@@ -11,6 +11,24 @@ _DERIVATIVES = (f"{_COLLECTIVES}::test_values_and_two_derivatives",)
 
 DEFECTS = (
     Defect(
+        "attention within a part",
+        "sequence",
+        "execute/sequence.py",
+        "parts of a sequence are taken for whole ones",
+        "(batch, length * self._size) in self._entered",
+        "(batch, length + self._size) in self._entered",
+        ("tests/training/test_attention_of_parts.py::test_layers_of_attention_that_are_whole",),
+    ),
+    Defect(
+        "half of a share",
+        "layout",
+        "execute/watch.py",
+        "where heads are not given, every cut of a share passes",
+        "if cuts > 1 and cuts != heads:",
+        "if cuts > 1 and heads and cuts != heads:",
+        ("tests/transforms/test_parts_of_shares.py::test_parts_of_a_share_are_refused",),
+    ),
+    Defect(
         "the window of the next rank",
         "offset",
         "mesh/specs.py",

@@ -17,6 +17,7 @@ from shardlib.models.decoding.residence.slots import Slots
 from shardlib.models.decoding.residence.store import Ahead, LayerStore
 from shardlib.models.decoding.residence.tally import Tally
 from shardlib.nn.moe.stored import Stored
+from shardlib.sharded.given import given_params
 from shardlib.sharded.local import Local
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import leaves_of, tree_map
@@ -55,9 +56,9 @@ def experts_on_host(
 
     Args:
         model: as `shardlib.generate` takes it, with layers of experts.
-        params: a plain tree, also of `quantized`; or a `Sharded` one whose ranks hold what they compute with (ZeRO stages 0
-            to 2), best in host memory, ``sl.offload(params="host")``. It is used where it is: do not train it meanwhile.
-            Under `shardlib.experts` each rank brings up its own experts, and guesses by its own tokens.
+        params: a plain tree, also of `quantized`; or `Sharded`, or a `TrainState`, whose ranks hold what they compute with
+            (ZeRO stages 0 to 2), best in host memory, ``sl.offload(params="host")``. They are used where they are: do not
+            train them meanwhile. Under `shardlib.experts` each rank brings up its own experts, and guesses by its own tokens.
         slots: at least 1; with 2 an expert comes while another computes.
         ahead: whether experts are fetched ahead of their layer.
         device: of a plain tree; by default that of its leaves, and for leaves on the CPU the process's accelerator.
@@ -66,7 +67,8 @@ def experts_on_host(
         parameters for `shardlib.generate`, and what counts hits and bytes.
 
     Raises:
-        TreeError: a model without layers of experts, or one whose experts are in host memory so already.
+        TreeError: a model without layers of experts, or one whose experts are in host memory so already; gradients or a
+            module in the place of parameters.
         IllegalComposition: a plan that gathers parameters, or slices each expert.
         ValueError: fewer than one slot.
 
@@ -81,6 +83,7 @@ def experts_on_host(
     if slots < 1:
         raise ValueError(f"experts_on_host(slots={slots}): a layer computes with one expert at least; give it a slot")
     decoder = decoder_of(model)
+    params = given_params("experts_on_host", params)
     local = Local.of(params, "experts_on_host") if isinstance(params, (Sharded, Local)) else None
     tree = params if local is None else local.tree
     layers = decoder.layers_of_experts(tree)

@@ -1,0 +1,68 @@
+"""What functions take as a model's parameters: one rule for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardlib.errors import TreeError
+from shardlib.sharded.local import Local
+from shardlib.sharded.tree import Sharded
+
+
+def given_params(what: str, given: Any) -> Any:
+    """The parameters that a function was given: a plain tree, `Sharded` or `Local` ones, or those of a train state.
+
+    Args:
+        what: the function, for the message.
+
+    Raises:
+        TreeError: gradients, a module, or a tuple that has parameters in it.
+    """
+    if isinstance(given, tuple) and any(isinstance(_sharded(each), Sharded) for each in given):
+        raise TreeError(
+            f"{what}: a tuple of {', '.join(type(each).__name__ for each in given)}, where parameters are due; give one of "
+            "them, such as the state of state, metrics = train_step(state, batch)"
+        )
+    if isinstance(given, torch.nn.Module):
+        raise TreeError(
+            f"{what}: {type(given).__name__} is a module, where parameters are due; take its own, "
+            "apply, params = sl.from_module(module)"
+        )
+    given = _sharded(given)
+    if isinstance(given, Sharded) and given.role != "param":
+        raise TreeError(f"{what}: these are gradients, where parameters are due; give state.params")
+    return given
+
+
+def whole_params(what: str, given: Any) -> Any:
+    """The parameters that a function was given, if they are a plain tree.
+
+    Raises:
+        TreeError: they are sharded, or as `given_params`.
+    """
+    params = given_params(what, given)
+    if isinstance(params, Sharded | Local):
+        raise TreeError(f"{what} takes whole parameters, and these are sharded; give sl.unshard(params)")
+    return params
+
+
+def sharded_params(what: str, given: Any) -> Sharded:
+    """The parameters that a function was given, if they are sharded, of a train state too.
+
+    Raises:
+        TreeError: they are a plain tree, or as `given_params`; gradients are taken.
+    """
+    params = given if isinstance(given, Sharded) else given_params(what, given)
+    if not isinstance(params, Sharded):
+        raise TreeError(
+            f"{what}: {type(params).__name__}, where what sl.shard returned is due, or a train state; plain trees are whole"
+        )
+    return params
+
+
+def _sharded(given: Any) -> Any:
+    """The parameters of a train state, which is of a floor above; anything else unchanged."""
+    params = None if isinstance(given, Sharded) else getattr(given, "params", None)
+    return params if isinstance(params, Sharded) else given

@@ -1,0 +1,104 @@
+"""Layers that are several in one: parts of a rank's share of their outputs are refused, and what is right is not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.trees import assert_close
+from models.test_huggingface_slicing import made, parts_of
+
+import shardlib as sl
+from shardlib.errors import HandleError
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(2, 3, 6, generator=GENERATOR, dtype=torch.float64)
+PARAMS = {
+    "up": {"weight": torch.randn(16, 6, generator=GENERATOR, dtype=torch.float64)},
+    "down": {"weight": torch.randn(6, 16, generator=GENERATOR, dtype=torch.float64)},
+    "half": {"weight": torch.randn(6, 8, generator=GENERATOR, dtype=torch.float64)},
+}
+
+
+def up(params, x):
+    return F.linear(x, params["up"]["weight"])
+
+
+def after(params, y, name="half"):
+    return F.linear(y, params[name]["weight"]).square().sum()
+
+
+def chunked(params, x):
+    gate, value = up(params, x).chunk(2, dim=-1)
+    return after(params, gate.sigmoid() * value)
+
+
+def sliced(params, x):
+    y = up(params, x)
+    return after(params, y[..., :8].sigmoid() * y[:, :, 8:] if y.shape[-1] == 16 else y[..., :4] * y[:, :, 4:])
+
+
+def by_glu(params, x):
+    return after(params, F.glu(up(params, x)))
+
+
+def cut_by_torch(params, x):
+    gate, value = torch.tensor_split(up(params, x), 2, -1)
+    return after(params, gate * value)
+
+
+@pytest.mark.parametrize("loss_fn", [chunked, sliced, by_glu, cut_by_torch])
+def test_parts_of_a_share_are_refused(loss_fn):
+    plan = sl.tensor_slicing({"up": "column", "half": "row"})
+    message = (
+        r"up/weight is sliced \(column over axis 'model'\), .* takes its 8 outputs .* in 2 parts(.|\n)*gather=True"
+    )
+    with pytest.raises(HandleError, match=message):
+        sl.simulate(lambda mesh: sl.value_and_grad(loss_fn)(sl.shard(PARAMS, mesh, plan), X), mesh={"model": 2})
+
+
+def in_heads(params, x):
+    """Heads of four, each one chunk."""
+    y = up(params, x)
+    return after(params, torch.cat([head.softmax(-1) for head in y.chunk(y.shape[-1] // 4, dim=-1)], -1), "down")
+
+
+def interleaved(params, x):
+    y = up(params, x)
+    return after(params, y[..., ::2].sigmoid() * y[..., 1::2])
+
+
+def along_another_dimension(params, x):
+    first, *rest = up(params, x).chunk(3, dim=1)
+    return after(params, first * torch.stack(rest).sum(0), "down")
+
+
+RIGHT = {
+    "heads": (in_heads, {"up": sl.column(heads=4), "down": sl.row(heads=4)}),
+    "interleaved": (interleaved, {"up": "column", "half": "row"}),
+    "positions": (along_another_dimension, {"up": "column", "down": "row"}),
+    "gathered": (chunked, {"up": sl.column(gather=True), "half": sl.row(split=True)}),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_other_parts_train_as_on_one_device(case):
+    loss_fn, rules = RIGHT[case]
+
+    def run(mesh):
+        loss, grads = sl.value_and_grad(loss_fn)(sl.shard(PARAMS, mesh, sl.tensor_slicing(rules)), X)
+        return loss, sl.unshard(grads)
+
+    loss, grads = sl.value_and_grad(loss_fn)(PARAMS, X)
+    for found in sl.simulate(run, mesh={"model": 2}):
+        torch.testing.assert_close(found[0], loss, rtol=1e-10, atol=0)
+        assert_close(found[1], grads, 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "glm", "glm4"])
+def test_a_users_rules_for_gate_and_up_in_one(kind):
+    """The model's own plan gathers their outputs."""
+    loss_fn, params = parts_of(made(kind))
+    rules = {"*/gate_up_proj": "column", "*/down_proj": "row"}
+    with pytest.raises(HandleError, match=r"layers/0/mlp/gate_up_proj/weight is sliced(.|\n)*in 2 parts"):
+        sl.make_plan(
+            params, sl.abstract_mesh(model=2), sl.tensor_slicing(rules), loss_fn=loss_fn, batch=torch.ones(2, 4).long()
+        )
