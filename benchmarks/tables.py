@@ -38,7 +38,7 @@ from benchmarks.learning import compressed as learning
 from benchmarks.learning import curricula, expert_report, large_batch, less, rates
 from benchmarks.learning import experts as learning_experts
 from benchmarks.network import compressed as slow_network
-from benchmarks.network import link, report, tokens
+from benchmarks.network import link, planner, report, tokens
 
 _OF_THE_CPU = (
     Table(
@@ -70,6 +70,7 @@ _OF_THE_CPU = (
     Table("thinned", "Steps that leave out layers or tokens", (thinned.CASE,), plots.ratios),
     Table("learning_less", "Learning with less", (less.CASE,)),
     Table("experts", "A layer of experts on one core", (experts.CASE,), plots.ratios),
+    Table("planner", "The search for a plan against brute force", planner.CASES),
     Table("slow_network", "Slow networks", slow_network.CASES, report.plot),
     Table("tokens", "Tokens on their way to experts over slow links", tokens.CASES),
     Table("learning", "Learning", (learning.CASE,)),

@@ -27,6 +27,7 @@ from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
 
 _log = logging.getLogger("shardlib.plan")
+_KEY = Key(0)
 _UNEVEN = "if values decide which units a rank uses, all ranks gather the units that any rank uses"
 
 
@@ -46,8 +47,8 @@ class Tracing:
     batch: Tree
     buffers: Tree
     device: torch.device
-    step: int | None
-    key: Key
+    step: int | None = None
+    key: Key = _KEY
 
     def traced(self, plan: Plan) -> Plan:
         """The plan with its traces, from one micro-batch. If tracing fails, a note in the log says so."""

@@ -4,6 +4,7 @@ from ..planting import Defect
 from . import (
     checkpoints,
     communication,
+    debug,
     disk,
     experts,
     hangs,
@@ -36,5 +37,6 @@ DEFECTS: tuple[Defect, ...] = (
     *reproducible.DEFECTS,
     *tiles.DEFECTS,
     *experts.DEFECTS,
+    *debug.DEFECTS,
     *thinning.DEFECTS,
 )
