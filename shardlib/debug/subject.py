@@ -89,10 +89,9 @@ def in_float64(plan: Plan) -> Plan:
 
 
 def like_one_device(plan: Plan) -> Plan:
-    """The same plan without what makes its ranks compute another loss: gathers in few bits, layers that are left out."""
-    return replace(
-        plan, reductions=replace(plan.reductions, packings={}), step=replace(plan.step, layer_drop=None), traces=None
-    )
+    """The same plan without what makes its ranks compute another loss: gathers in few bits, layers or tokens left out."""
+    reductions, step = replace(plan.reductions, packings={}), replace(plan.step, layer_drop=None, token_drop=None)
+    return replace(plan, reductions=reductions, step=step, traces=None)
 
 
 def is_float64(plan: Plan) -> bool:
@@ -105,7 +104,8 @@ def left_out(plan: Plan, optimizer: GradientTransformation | None = None) -> lis
     codecs, packings = plan.reductions.codecs, plan.reductions.packings
     sums = [f"in float64, gradients over axis {axis!r} in {codec}" for axis, codec in codecs.items() if not codec.wide]
     gathers = [f"gathers over axis {axis!r} in {packing}" for axis, packing in packings.items()]
-    layers = [f"layers that steps leave out: {plan.step.layer_drop}"] if plan.step.thins else []
+    drops = plan.step.layer_drop, plan.step.token_drop
+    layers = [f"what steps leave out of layers: {drop}" for drop in drops if drop is not None]
     owned = [f"the sums and updates of {optimizer.owns.name}"] if optimizer and optimizer.owns else []
     return [*sums, *gathers, *layers, *owned]
 

@@ -147,12 +147,18 @@ def test_wrong_arguments():
         sl.debug.bisect(loss_fn, params, None, ({"data": 2, "model": 2}, sl.zero(1)), batch)
 
 
+def four(step):
+    return 4
+
+
 def test_what_makes_another_loss_is_left_out_and_told():
-    loss_fn, params, batch = transformer()
-    chain = sl.chain(sl.zero(3), sl.quantize(weights="int8"), sl.progressive_layer_drop(gamma=10.0))
+    loss_fn, params, batch = transformer(layers=3)
+    chain = sl.chain(
+        sl.zero(3), sl.quantize(weights="int8"), sl.progressive_layer_drop(gamma=10.0), sl.random_ltd(four)
+    )
     result = sl.debug.bisect(loss_fn, params, None, ({"data": 2}, chain), batch, steps=2)
     assert not result, result
-    assert [note.partition(" ")[0] for note in result.notes] == ["gathers", "layers"]
+    assert [note.partition(" ")[0] for note in result.notes] == ["gathers", "what", "what"]
 
 
 def test_an_optimizer_that_sums_itself_is_told():
