@@ -4,6 +4,7 @@ from ..planting import Defect
 from . import (
     checkpoints,
     communication,
+    curricula,
     disk,
     experts,
     hangs,
@@ -33,6 +34,7 @@ DEFECTS: tuple[Defect, ...] = (
     *checkpoints.DEFECTS,
     *disk.DEFECTS,
     *runs.DEFECTS,
+    *curricula.DEFECTS,
     *reproducible.DEFECTS,
     *tiles.DEFECTS,
     *experts.DEFECTS,
