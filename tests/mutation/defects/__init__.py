@@ -5,6 +5,7 @@ from . import (
     checkpoints,
     communication,
     curricula,
+    debug,
     disk,
     experts,
     hangs,
@@ -38,5 +39,6 @@ DEFECTS: tuple[Defect, ...] = (
     *reproducible.DEFECTS,
     *tiles.DEFECTS,
     *experts.DEFECTS,
+    *debug.DEFECTS,
     *thinning.DEFECTS,
 )
