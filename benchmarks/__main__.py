@@ -40,7 +40,11 @@ def main(arguments: list[str]) -> int:
     options.add_argument(
         "--processes", type=int, help="runs side by side where many are trained; one a core by default"
     )
-    options.add_argument("--work", type=Path, help="a folder from which learning_experts goes on after it was stopped")
+    options.add_argument(
+        "--work",
+        type=Path,
+        help="a folder from which learning_experts or learning_curricula goes on after it was stopped",
+    )
     options.add_argument("--out", type=Path, default=results.FOLDER, help="where full tables are written")
     survives = commands.add_parser("soak", help="kill ranks of a run at random times (results/soak.md)")
     survives.add_argument("--seconds", type=float, default=3600.0, help="how long; an uninterrupted run follows")

@@ -7,6 +7,7 @@ import torch
 from benchmarks.cases import (
     budget,
     checkpoints,
+    claims,
     communication,
     data,
     disk,
@@ -34,10 +35,10 @@ from benchmarks.cases import (
 from benchmarks.harness import plots
 from benchmarks.harness.case import CPU, Table
 from benchmarks.learning import compressed as learning
-from benchmarks.learning import expert_report, large_batch, less, rates
+from benchmarks.learning import curricula, expert_report, large_batch, less, rates
 from benchmarks.learning import experts as learning_experts
 from benchmarks.network import compressed as slow_network
-from benchmarks.network import link, report, tokens
+from benchmarks.network import link, planner, report, tokens
 
 _OF_THE_CPU = (
     Table(
@@ -61,6 +62,7 @@ _OF_THE_CPU = (
     Table("offload_values", "Offload against DeepSpeed's", (offload_values.CASE,)),
     Table("data", "Reading data", data.CASES),
     Table("largest_gpt", "The largest GPT that a plan fits into a budget", (planned_gpt.CASE,)),
+    Table("claims", "Published claims, planned", (claims.CASE,)),
     Table("planned_experts", "Plans of models with experts", (planned_experts.CASE,)),
     Table("generating", "Generating on one core", generating.CASES),
     Table("reproducible", "The same bits on every mesh", reproducible.CASES),
@@ -68,11 +70,13 @@ _OF_THE_CPU = (
     Table("thinned", "Steps that leave out layers or tokens", (thinned.CASE,), plots.ratios),
     Table("learning_less", "Learning with less", (less.CASE,)),
     Table("experts", "A layer of experts on one core", (experts.CASE,), plots.ratios),
+    Table("planner", "The search for a plan against brute force", planner.CASES),
     Table("slow_network", "Slow networks", slow_network.CASES, report.plot),
     Table("tokens", "Tokens on their way to experts over slow links", tokens.CASES),
     Table("learning", "Learning", (learning.CASE,)),
     Table("learning_rates", "Learning at several rates", (rates.CASE,)),
     Table("large_batch", "Large batches", (large_batch.CASE,)),
+    Table("learning_curricula", "Learning with curricula", (curricula.CASE,)),
     Table("learning_experts", "Learning with experts", (learning_experts.CASE,), expert_report.plot),
 )
 _OF_A_GPU = (

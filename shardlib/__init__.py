@@ -30,6 +30,7 @@ from shardlib.optim.train_state import TrainState, replace_params
 from shardlib.plan.transform import chain
 from shardlib.report.profile import profile
 from shardlib.rng import Key
+from shardlib.search import search_plan
 from shardlib.shard import shard
 from shardlib.sharded.tree import Sharded
 from shardlib.sharded.unshard import unshard
@@ -67,6 +68,7 @@ __all__ = [
     "make_eval_step",
     "generate",
     "make_plan",
+    "search_plan",
     "profile",
     "value_and_grad",
     "replace_params",

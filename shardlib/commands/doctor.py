@@ -9,32 +9,39 @@ import platform
 import re
 import subprocess
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from shardlib.commands.measure import measure_machine
 from shardlib.kernels.common import build, dispatch
+from shardlib.mesh.launch import launch
+from shardlib.mesh.mesh import make_mesh
 from shardlib.plan.tables import table
-from shardlib.report.launches import measure_launches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--measure", action="store_true", help="also measure how many operators per second each device begins"
-    )
+    parser.add_argument("--measure", action="store_true", help="measure what ranks of this machine do per second")
+    parser.add_argument("--ranks", type=int, default=1, help="that measure at once")
+    parser.add_argument("--out", type=Path, help="JSON file for what is measured, for `shardlib plan --search`")
 
 
 def run(args: argparse.Namespace) -> int:
-    measured = [("Launches", _launches())] if args.measure else []
     for title, rows in (
         ("Versions", _versions()),
         ("Devices", _devices()),
         ("Communication", _backends()),
         ("Compilers", _compilers()),
         ("Kernels", _kernels()),
-        *measured,
     ):
         print(table((title, ""), rows), end="\n\n")
+    if args.measure:
+        alone = args.ranks == 1
+        machine = measure_machine(make_mesh()) if alone else launch(measure_machine, mesh={"data": args.ranks})[0]
+        print(machine)
+        if args.out:
+            machine.write(args.out)
     return 0
 
 
@@ -99,10 +106,6 @@ def _kernels() -> list[tuple[str, str]]:
         for operation in dispatch.operations()
         for device in _each_device()
     ]
-
-
-def _launches() -> list[tuple[str, str]]:
-    return [(device.type, f"{measure_launches(device):,.0f} operators per second") for device in _each_device()]
 
 
 def _each_device() -> list[torch.device]:

@@ -1,4 +1,4 @@
-"""Print the plan of a GPT on a mesh, without running it."""
+"""Print the plan of a GPT on a mesh, without running it; or search for the quickest plan on a machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shardlib import optim, schedules
-from shardlib.commands import model, pictures
+from shardlib.commands import model, pictures, search
 from shardlib.errors import ShardlibError
 from shardlib.make_plan import make_plan
 from shardlib.mesh.mesh import abstract_mesh
@@ -27,10 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-host", type=model.positive, metavar="N", help="ranks that share a host; by default all"
     )
     parser.add_argument("--timeline", type=Path, help="PNG file for a drawing of the pipeline's schedule")
+    search.add_arguments(parser)
     model.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.search:
+        return search.run(args)
     config = model.config(args)
     tokens = torch.zeros((args.batch, config.sequence), dtype=torch.int64)
     try:

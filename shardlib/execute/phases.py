@@ -168,7 +168,7 @@ class Work(TorchDispatchMode):
     Attributes:
         done: phase -> "flops", floating-point operations of matrix products (`shardlib.execute.flops`), and "again", how many
             of these fused attention computes again; "launches", operators that compute tensors: neither views nor memory
-            without values; and the others.
+            without values; "streamed", bytes that those which are no products read and write; and the others.
     """
 
     def __init__(
@@ -183,6 +183,11 @@ class Work(TorchDispatchMode):
     def flops(self) -> tuple[int, int]:
         """Floating-point operations: of forward; of backward, with what it recomputes."""
         return self.both("flops")
+
+    @property
+    def streamed(self) -> tuple[int, int]:
+        """Bytes that other operators read and write: of forward; of backward, with what it recomputes."""
+        return self.both("streamed")
 
     @property
     def launches(self) -> tuple[int, int]:
@@ -201,11 +206,16 @@ class Work(TorchDispatchMode):
             return func(*args)
         result = self._run(func, args, kwargs or {})
         done = self._now()
-        if count := flops_of(func, args, kwargs or {}, result):
+        count = flops_of(func, args, kwargs or {}, result)
+        if count:
             done["flops"] += count.done
             done["again"] += count.again
         if not (func.is_view or func.overloadpacket in _WITHOUT_VALUES):
-            done["launches"] += any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(result))
+            made = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
+            done["launches"] += bool(made)
+            if made and not count:
+                read = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                done["streamed"] += sum(leaf.nbytes for leaf in (*read, *made))
         return result
 
     def _run(self, operator: Any, args: Any, kwargs: Any) -> Any:

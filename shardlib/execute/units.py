@@ -174,7 +174,8 @@ class BucketState:
 
     def fetch(self) -> None:
         if self.gathers:
-            self._coming = self._gather()
+            with naming(self.bucket.label):
+                self._coming = self._gather()
 
     def arrive(self) -> None:
         if self._coming is not None:

@@ -38,6 +38,7 @@ class Traffic:
         scalars: axis -> bytes of a step's own scalars (losses, norms, flags), which the payload excludes.
         activations: axis -> bytes of the payload that the loss function sent.
         calls: axis -> number of exchanges.
+        activation_calls: axis -> number of those that the loss function made.
     """
 
     def __init__(self) -> None:
@@ -45,16 +46,19 @@ class Traffic:
         self.scalars: dict[str, int] = {}
         self.activations: dict[str, int] = {}
         self.calls: dict[str, int] = {}
+        self.activation_calls: dict[str, int] = {}
 
     @contextmanager
     def by_the_loss(self) -> Iterator[None]:
         """Count the payload of the enclosed code among the activations too."""
-        before = dict(self.payload)
+        totals = ((self.payload, self.activations), (self.calls, self.activation_calls))
+        before = [dict(total) for total, _ in totals]
         try:
             yield
         finally:
-            for axis, sent in self.payload.items():
-                self.activations[axis] = self.activations.get(axis, 0) + sent - before.get(axis, 0)
+            for (total, by_loss), old in zip(totals, before, strict=True):
+                for axis, number in total.items():
+                    by_loss[axis] = by_loss.get(axis, 0) + number - old.get(axis, 0)
 
     def add(self, axis: str, sent_bytes: int, scalars: bool = False) -> None:
         table = self.scalars if scalars else self.payload
@@ -66,6 +70,7 @@ class Traffic:
         self.scalars.clear()
         self.activations.clear()
         self.calls.clear()
+        self.activation_calls.clear()
 
 
 class Mesh:

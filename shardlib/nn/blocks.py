@@ -44,9 +44,15 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class Sequential:
-    """A loss function made of blocks: see `sequential`."""
+    """A loss function made of blocks: see `sequential`.
+
+    Attributes:
+        functions: as they were given.
+        blocks: the same, marked.
+    """
 
     def __init__(self, blocks: Sequence[Callable[..., Any]]) -> None:
+        self.functions = list(blocks)
         self.blocks = [block(fn) for fn in blocks]
         rngs = [_rng_of(fn) for fn in blocks]
         self._wants_rng = [rng is not None for rng in rngs]

@@ -13,6 +13,7 @@ To write a transform, derive a frozen dataclass from `Transform` and define
 from shardlib.plan import conditions
 from shardlib.plan.claims import SECOND, AxisOwner, Claim, LeafInfo, Live, Reduce, Step, Use
 from shardlib.plan.loss_scale import LossScale
+from shardlib.plan.machine import Link, Machine, Overheads
 from shardlib.plan.plan import Plan
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
@@ -28,6 +29,10 @@ __all__ = [
     "Step",
     # the plan itself
     "Plan",
+    # what it runs on
+    "Link",
+    "Machine",
+    "Overheads",
     # values of claims, and checks
     "AxisOwner",
     "LeafInfo",

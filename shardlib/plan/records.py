@@ -52,6 +52,9 @@ class Trace:
         blocks: how many blocks run, those within blocks not counted, which could be recomputed.
         flops: floating-point operations of matrix products: of forward; of backward, with what it recomputes.
         launches: operators that compute, whatever their size: of forward; of backward, with what it recomputes.
+        streamed: bytes that operators without such operations read and write: of forward; of backward, with what it
+            recomputes.
+        collectives: axis -> number of the collectives inside the loss.
         live_in: the phase that ``live`` is reached in, such as "backward of block 3".
         peak_in: the phase that ``peak`` is reached in.
     """
@@ -70,6 +73,8 @@ class Trace:
     blocks: int = 0
     flops: tuple[int, int] = (0, 0)
     launches: tuple[int, int] = (0, 0)
+    streamed: tuple[int, int] = (0, 0)
+    collectives: Mapping[str, int] = field(default_factory=dict)
     live_in: str = ""
     peak_in: str = ""
 

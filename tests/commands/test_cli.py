@@ -266,7 +266,7 @@ def test_a_range_test_needs_a_range():
 
 
 def test_doctor_names_versions_devices_and_kernels(capsys):
-    assert cli.main(["doctor", "--measure"]) == 0
+    assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     for part in (
         "torch",
@@ -276,7 +276,6 @@ def test_doctor_names_versions_devices_and_kernels(capsys):
         "C++",
         "onebit on cpu",
         "quantize on cpu",
-        "operators per second",
     ):
         assert part in out
 

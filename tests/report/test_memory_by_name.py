@@ -46,6 +46,19 @@ def test_every_byte_has_a_name(chain):
         assert all(name.kind in KINDS and name.of for name in found.held)
 
 
+REMAT = {"none": [], "full": [sl.remat()], "dots": [sl.remat("dots")], "names": [sl.remat(save=["attn/out"])]}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("others", [[], [sl.offload()], [sl.accumulate(2)], [sl.precision("bf16")]])
+def test_every_byte_has_a_name_in_every_combination(stage, remat, others):
+    for found, peak, _ in sl.simulate(measured, lambda: [sl.zero(stage), *REMAT[remat], *others], mesh={"data": 2}):
+        assert found.peak == pytest.approx(peak, rel=0.01)
+        assert found.by_kind.get("other", 0) < 0.01 * found.peak
+
+
 def test_the_peak_is_the_plans():
     """In bytes, and in the part of the step. At stage 3 the plan's network takes as long as it may, and this one no time."""
     for chain, part, above in (("stage 0", "outside of blocks", 0.001), ("stage 3, recomputed", "blocks/1", 0.05)):
@@ -72,6 +85,13 @@ def test_a_picture_of_memory(tmp_path):
     found, _, _ = sl.simulate(measured, CHAINS["stage 0"], mesh={"data": 1})[0]
     found.plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_batch_that_is_a_view_is_counted_whole():
+    whole = torch.ones(8, 4)
+    state, step = sl.make_train_step(lambda p, x: (x @ p["w"]).sum(), {"w": torch.ones(2, 2)}, sl.optim.sgd(0.1))
+    found = sl.report.memory(step, state, {"x": whole[:, :2]}["x"])
+    assert found.by_kind["batch"] == whole.nbytes
 
 
 def test_donated_memory_is_not_counted_twice():

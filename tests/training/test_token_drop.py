@@ -258,14 +258,15 @@ def test_a_plan_of_one_step_has_its_tokens():
     ran = sl.simulate(lambda mesh: trained(mesh, transform, loss_fn, params, batch), mesh=mesh)
     rows = {name: value[:4] for name, value in batch.items()}
     flops = []
-    for step in range(STEPS):
+    steps = (0, 2, 4)
+    for step in steps:
         plan = sl.make_plan(
             params, sl.abstract_mesh(**mesh), transform, loss_fn=loss_fn, batch=rows, optimizer=sl.optim.sgd(RATE),
             step=step, rng=SEED,
         )  # fmt: skip
         assert plan.payload() == ran[0][2][step]
         flops.append(sum(plan.traces[0].flops))
-    assert flops == sorted(flops) and len(set(flops)) == 5
+    assert flops == sorted(flops) and len(set(flops)) == len(steps)
     whole = sl.make_plan(params, sl.abstract_mesh(**mesh), transform, loss_fn=loss_fn, batch=rows)
     assert sum(whole.traces[0].flops) == flops[-1]
 

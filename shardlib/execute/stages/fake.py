@@ -16,6 +16,7 @@ from shardlib.execute.stages.tracing import trace, walk
 from shardlib.execute.stages.walk import Walk
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
+from shardlib.nn.blocks import Sequential
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
 from shardlib.plan.reductions import Reductions
@@ -26,6 +27,7 @@ from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
 
 _log = logging.getLogger("shardlib.plan")
+_KEY = Key(0)
 _UNEVEN = "if values decide which units a rank uses, all ranks gather the units that any rank uses"
 
 
@@ -45,8 +47,8 @@ class Tracing:
     batch: Tree
     buffers: Tree
     device: torch.device
-    step: int | None
-    key: Key
+    step: int | None = None
+    key: Key = _KEY
 
     def traced(self, plan: Plan) -> Plan:
         """The plan with its traces, from one micro-batch. If tracing fails, a note in the log says so."""
@@ -98,23 +100,30 @@ class Shortly:
 
     def __call__(self, plan: Plan) -> tuple[Trace, ...] | None:
         """The traces of a plan; None where no short form shows them."""
-        short = short_form(plan)
-        walk = None if short is None else self._walk(short.plan)
-        if (
-            short is None
-            or walk is None
-            or walk.blocks != len(short.stands)
-            or not all(map(walk.steady, short.repeats))
-        ):
+        loss_fn = self._tracing.loss_fn
+        sequential = isinstance(loss_fn, Sequential)
+        short = short_form(plan, sequential=sequential)
+        if short is None:
+            return None
+        tracing = self._tracing
+        if isinstance(loss_fn, Sequential):
+            functions = loss_fn.functions
+            gone = set(range(len(functions))).difference(short.kept)
+            if any(functions[number] is not functions[number - 1] for number in gone):
+                return None
+            tracing = replace(tracing, loss_fn=Sequential([functions[number] for number in short.kept]))
+        walk = self._walk(short.plan, tracing)
+        blocks = len(short.stands) + (short.others if sequential else 0)
+        if walk is None or walk.blocks != blocks or not all(map(walk.steady, short.repeats)):
             return None
         return (walk.trace(short.repeats, short.stands),)
 
-    def _walk(self, plan: Plan) -> Walk | None:
+    def _walk(self, plan: Plan, tracing: Tracing) -> Walk | None:
         seen = seen_in_traces(plan)
         known = next((each for each in self._walks if each[0] == seen), None)
         if known is None:
             try:
-                known = seen, self._tracing.walk(plan)
+                known = seen, tracing.walk(plan)
             except Exception as error:  # the function's own: it may need all of its parameters
                 _log.debug("no short form: %s", error)
                 known = seen, None

@@ -18,12 +18,13 @@ from shardlib.execute.live import LiveBytes, Stretch
 from shardlib.execute.losses import read_loss
 from shardlib.execute.phases import Phases, Work, followed
 from shardlib.execute.sequence import require_whole_loss
+from shardlib.execute.stages.alike import as_another, kinds_of
 from shardlib.execute.stages.base import Call, keys_of
 from shardlib.execute.stages.entry import entered
 from shardlib.execute.stages.interpreter import Run, differentiable, fresh_leaf
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.stages.pipe import require_blocks
-from shardlib.execute.stages.walk import Peak, Sent, Walk, peak_of
+from shardlib.execute.stages.walk import Called, Peak, Sent, Walk, peak_of
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
@@ -82,8 +83,11 @@ def walk(
 
 def _moved(executor: Executor, mesh: Mesh) -> dict[Any, int]:
     """Bytes that the loss has sent, and those of blocks' inputs moved to host memory and back, and held there."""
-    host, sent = executor.host, {Sent(axis): count for axis, count in mesh.traffic.activations.items()}
-    return sent if host is None else {**sent, "down": host.down, "up": host.up, "host": host.held}
+    host = executor.host
+    sent = {Sent(axis): count for axis, count in mesh.traffic.activations.items()}
+    called = {Called(axis): count for axis, count in mesh.traffic.activation_calls.items()}
+    done: dict[Any, int] = {**sent, **called}
+    return done if host is None else {**done, "down": host.down, "up": host.up, "host": host.held}
 
 
 def _trace_stages(
@@ -93,13 +97,35 @@ def _trace_stages(
     runs: list[Run] = []
     carry: Any = None
     passed: list[tuple[int, int]] = []
-    sent: list[dict[str, int]] = [{} for _ in spans]
-    phases = [Phases(start) for start, _ in spans]
-    alive = [LiveBytes(lambda phase=phase: phase.now) for phase in phases]  # type: ignore[misc]
-    work = [Work() for _ in spans]
+    sent: list[dict[str, int]] = []
+    called: list[dict[str, int]] = []
+    phases: list[Phases] = []
+    alive: list[LiveBytes] = []
+    work: list[Work] = []
     memory: list[tuple[int, int]] = []  # bytes that a stage keeps, and bytes of the incoming carry
     gradients: list[Gradients] = []
-    for stage, (start, stop) in enumerate(spans):
+    known: list[
+        tuple[Any, Tree]
+    ] = []  # of each stage that is traced: its kind, with its carry's form, and the next carry
+    firsts: list[int] = []  # the first block of each of them
+    stands: list[int] = []  # for each stage the number of the one that is traced for it
+    thinned = plan.step.thinned(step, rng)
+    kinds = (
+        kinds_of(plan, blocks) if thinned is None else range(len(spans))
+    )  # a step leaves out some layers, not others
+    for stage, (kind, (start, stop)) in enumerate(zip(kinds, spans, strict=True)):
+        seen = kind, [_form(leaf) for leaf in leaves_of(carry)]
+        number = next((number for number, (other, _) in enumerate(known) if other == seen), len(known))
+        stands.append(number)
+        if number < len(known):
+            carry = tree_map(_another, known[number][1])
+            continue
+        firsts.append(start)
+        sent.append({})
+        called.append({})
+        work.append(Work())
+        phases.append(Phases(start))
+        alive.append(LiveBytes(lambda phase=phases[-1]: phase.now))  # type: ignore[misc]
         given, inputs = entered(carry)
         arrived = [leaf.untyped_storage() for leaf in leaves_of(given) if isinstance(leaf, torch.Tensor)]
         arriving, storages = sum(storage.nbytes() for storage in arrived), [*map(ref, arrived)]
@@ -113,24 +139,24 @@ def _trace_stages(
 
         executor = Executor(plan.of_stage(stage), mesh, trained=True)
         gradients.append(executor.gradients(default_options(mesh)))
-        follow = followed(lambda _, phases=phases[stage]: phases)  # type: ignore[misc]
-        with _counting(mesh, sent[stage]), alive[stage], work[stage], follow:
-            result = executor.open(params, gradients[stage], compute, plan.step.thinned(step, rng))
+        follow = followed(lambda _, phases=phases[-1]: phases)  # type: ignore[misc]
+        with _counting(mesh, sent[-1], called[-1]), alive[-1], work[-1], follow:
+            result = executor.open(params, gradients[-1], compute, thinned)
         executor.rest()
         stays = sum(storage.nbytes() for each in storages if (storage := each()) is not None)
-        memory.append((alive[stage].now + stays, arriving))
+        memory.append((alive[-1].now + stays, arriving))
         runs.append(Run(executor, inputs, differentiable(result)))
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
         passed.append((sum(leaf.nbytes for leaf in tensors), sum(leaf.nbytes for leaf in runs[-1].outputs)))
-        # As from another rank: in memory of its own.
-        carry = tree_map(lambda leaf: fresh_leaf(leaf.clone()) if isinstance(leaf, torch.Tensor) else leaf, result)
+        carry = tree_map(_another, result)
+        known.append((seen, tree_map(_another, result)))
     if plan.step.sequence:
         require_whole_loss(plan.step.sequence, mesh, {step for run in runs for step in run.executor.record.done}, None)
     if plan.step.remat:
         require_known(plan.step.remat.save, {name for run in runs for name in run.executor.record.names})
-    for run, grads, counts, watch, done in list(zip(runs, gradients, sent, alive, work))[::-1]:
+    for run, grads, counts, calls, watch, done in list(zip(runs, gradients, sent, called, alive, work))[::-1]:
         seeds = [torch.ones_like(output) for output in run.outputs]
-        with _counting(mesh, counts), watch, done:
+        with _counting(mesh, counts, calls), watch, done:
             if plan.stages.schedule.splits and run.inputs and run.outputs:
                 run.executor.inputs_gradient(run.outputs, seeds, run.inputs)
                 run.executor.rest()
@@ -142,19 +168,33 @@ def _trace_stages(
         (peak_of(watch.stretches(without=grads.held)), peak_of(watch.stretches()))
         for watch, grads in zip(alive, gradients)
     ]
-    return tuple(
+    traced = [
         Trace(
             run.executor.touches, counts, live.bytes + carry_bytes, peak.bytes + carry_bytes, kept,
-            out, back, **_noted(done, live, peak), **_kept(run.executor, phase),
+            out, back, collectives=calls, **_noted(done, live, peak), **_kept(run.executor, phase),
         )
-        for run, (out, back), counts, (kept, carry_bytes), (live, peak), done, phase
-        in zip(runs, passed, sent, memory, peaks, work, phases)
-    )  # fmt: skip
+        for run, (out, back), counts, calls, (kept, carry_bytes), (live, peak), done, phase
+        in zip(runs, passed, sent, called, memory, peaks, work, phases)
+    ]  # fmt: skip
+    return tuple(as_another(traced[n], start - firsts[n]) for n, (start, _) in zip(stands, spans, strict=True))
+
+
+def _form(leaf: Any) -> Any:
+    """What a carry's leaf is to the stage that it enters."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad
+
+
+def _another(leaf: Any) -> Any:
+    """A leaf of a carry as from another rank: in memory of its own."""
+    return fresh_leaf(leaf.clone()) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _noted(work: Work, live: Peak, peak: Peak) -> dict[str, Any]:
     """The operations that were counted, and the phases of the peaks."""
-    return {"flops": work.flops, "launches": work.launches, "live_in": live.phase, "peak_in": peak.phase}
+    counted = {"flops": work.flops, "launches": work.launches, "streamed": work.streamed}
+    return counted | {"live_in": live.phase, "peak_in": peak.phase}
 
 
 def _kept(executor: Executor, phases: Phases) -> dict[str, Any]:
@@ -164,9 +204,12 @@ def _kept(executor: Executor, phases: Phases) -> dict[str, Any]:
 
 
 @contextmanager
-def _counting(mesh: Mesh, counts: dict[str, int]) -> Iterator[None]:
-    """Add the payload bytes of activations sent in this context to ``counts``, by axis."""
-    before = dict(mesh.traffic.activations)
+def _counting(mesh: Mesh, counts: dict[str, int], calls: dict[str, int]) -> Iterator[None]:
+    """Add the payload bytes of activations sent in this context to ``counts``, and their collectives to ``calls``."""
+    traffic = mesh.traffic
+    totals = ((traffic.activations, counts), (traffic.activation_calls, calls))
+    before = [dict(total) for total, _ in totals]
     yield
-    for axis, sent in mesh.traffic.activations.items():
-        counts[axis] = counts.get(axis, 0) + sent - before.get(axis, 0)
+    for (total, added), old in zip(totals, before, strict=True):
+        for axis, number in total.items():
+            added[axis] = added.get(axis, 0) + number - old.get(axis, 0)

@@ -84,6 +84,8 @@ class Walk:
             peak.bytes,
             flops=_pair(totals.get("flops")),
             launches=_pair(totals.get("launches")),
+            streamed=_pair(totals.get("streamed")),
+            collectives={name.axis: sum(both) for name, both in totals.items() if isinstance(name, Called)},
             live_in=live.phase,
             peak_in=peak.phase,
             blocks=self.blocks + sum(repeats.values()),
@@ -131,8 +133,16 @@ class Walk:
                 yield from (_moved(part, number) for part in parts)
 
 
-class Sent(NamedTuple):
+@dataclass(frozen=True)
+class Sent:
     """The name of payload bytes that the loss function sends along an axis."""
+
+    axis: str
+
+
+@dataclass(frozen=True)
+class Called:
+    """The name of collectives that the loss function calls along an axis."""
 
     axis: str
 

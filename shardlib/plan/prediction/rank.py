@@ -10,8 +10,24 @@ from shardlib.common.disk import whole_blocks
 from shardlib.mesh.memories import AHEAD, MEMORIES
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, Op
+from shardlib.plan.machine import Overheads
 from shardlib.plan.transfers import fetched
 from shardlib.plan.value import PlanValue
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What things take on a rank.
+
+    Attributes:
+        bandwidth: link -> bytes per second; "launches" -> operators per second.
+        latency: axis -> seconds of the hops of one collective that is no all-reduce.
+        overheads: of Python.
+    """
+
+    bandwidth: Mapping[str, float]
+    latency: Mapping[str, float] = field(default_factory=dict)
+    overheads: Overheads = field(default_factory=Overheads)
 
 
 @dataclass
@@ -19,7 +35,6 @@ class Rank:
     """The clocks of one rank.
 
     Attributes:
-        bandwidth: link -> bytes per second; "launches" -> operators per second.
         owned: the axis that the optimizer sums over itself, or None.
         now: the time on the processor.
         computed: seconds that the processor has computed.
@@ -28,7 +43,7 @@ class Rank:
         landed: bucket, or a tile of one -> when its last gradient is in the memory of its optimizer.
     """
 
-    bandwidth: Mapping[str, float]
+    rates: Rates
     owned: str | None = None
     now: float = 0.0
     computed: float = 0.0
@@ -47,13 +62,12 @@ class Rank:
         self,
         plan: PlanValue,
         seconds: Mapping[str, float],
-        factor: float,
         last: bool | None = None,
         whole: bool = True,
         first: bool = False,
         launches: float = 0.0,
     ) -> None:
-        """Compute ``factor * seconds`` of each unit in turn, with the unit's gathers, activations and reductions.
+        """Compute each unit's ``seconds`` in turn, with the unit's gathers, activations and reductions.
 
         Args:
             launches: operators that the walk begins, of which units have equal shares.
@@ -62,6 +76,7 @@ class Rank:
             first: whether this is the micro-batch's first walk.
         """
         units = list(seconds)
+        self.compute(self.rates.overheads.walk)
         (stage,) = plan.local_stages
         trace = plan.traces[stage] if whole and plan.traces else None
         sent = trace.activations if trace else {}
@@ -87,10 +102,12 @@ class Rank:
                 self.now = max(self.now, self._kept[unit])
                 if after is not None:
                     self._kept[after] = self.send("up", up, self.now)
-            self.compute(factor * seconds[unit])
+            self.compute(seconds[unit])
             self.launch(launches / len(units))
             for axis, count in sent.items():
-                self.now = self.send(axis, count / 2 / len(units), self.now)
+                collectives = trace.collectives.get(axis, 0) / 2 / len(units) if trace else 0.0
+                self.compute(collectives * self.rates.overheads.exchange)
+                self.now = self.send(axis, count / 2 / len(units), self.now, 2 * collectives)
             if first and after is not None:
                 self.now = max(self.now, self._kept[unit])
             if last is not None:
@@ -103,15 +120,19 @@ class Rank:
 
     def launch(self, count: float) -> None:
         """Begin operators, each of which takes a fixed time beside that of its elements."""
-        if rate := self.bandwidth.get("launches"):
+        if rate := self.rates.bandwidth.get("launches"):
             self.compute(count / rate)
             self.busy["launches"] = self.busy.get("launches", 0.0) + count / rate
 
-    def send(self, link: str, count: float, ready: float) -> float:
-        """The time at which ``count`` bytes, ready at time ``ready``, have gone over a link."""
-        if link not in self.bandwidth or not count:
+    def send(self, link: str, count: float, ready: float, passes: float = 1.0) -> float:
+        """The time at which ``count`` bytes, ready at time ``ready``, have gone over a link.
+
+        Args:
+            passes: how often the hops of a collective are waited for.
+        """
+        if link not in self.rates.bandwidth or not count:
             return ready
-        seconds = count / self.bandwidth[link]
+        seconds = count / self.rates.bandwidth[link] + passes * self.rates.latency.get(link, 0.0)
         self._free[link] = max(ready, self._free.get(link, 0.0)) + seconds
         self.busy[link] = self.busy.get(link, 0.0) + seconds
         return self._free[link]
@@ -120,7 +141,11 @@ class Rank:
         """The time at which a bucket's exchanges are done that start at ``ready``; the optimizer's own sums take no time."""
         for exchange in route:
             owned = exchange.op is Op.SUM and exchange.axis == self.owned
-            ready = self.send(exchange.axis, 0 if owned else exchange.payload, ready)
+            if cost := 0.0 if owned else self.rates.overheads.exchange:
+                self.compute(cost)
+                ready = max(ready, self.now)
+            passes = 2.0 if exchange.op is Op.SUM else 1.0
+            ready = self.send(exchange.axis, 0 if owned else exchange.payload, ready, passes)
         return ready
 
     def _gather(self, plan: PlanValue, unit: str, first: bool, asked: float) -> None:
@@ -129,6 +154,8 @@ class Rank:
             return
         self._fetch(plan, unit, not first, asked)
         here = self._read.pop(unit)
+        if any(bucket.fetched for bucket in plan.buckets_of[unit]):
+            self.compute(self.rates.overheads.unit)
         self.now, asked = max(self.now, here), max(asked, here)  # the rank waits for its disks
         ready = []
         for bucket in plan.buckets_of[unit]:

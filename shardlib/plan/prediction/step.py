@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from shardlib.errors import MeshError, axes_named, listing
-from shardlib.plan.prediction.rank import Rank
+from shardlib.plan.machine import PRECISIONS, Machine
+from shardlib.plan.prediction.rank import Rank, Rates
 from shardlib.plan.prediction.update import run_update
 from shardlib.plan.transfers import WAYS
 from shardlib.plan.value import PlanValue
@@ -104,49 +107,114 @@ def predict_step(
         raise MeshError(f"the plan does not have\n{listing(unknown)}\nIt has axes {list(plan.sizes)} and units {units}")
     if owned and plan.reductions.owner is None:
         raise MeshError("no optimizer of this plan owns an axis; pass one that does to make_plan: optimizer=...")
-    ranks = _run(plan, _stages(plan, forward), bandwidth, backward, update, owned)
-    links = {axis: max(rank.busy.get(axis, 0.0) for rank in ranks) for axis in bandwidth}
-    return StepTime(max(rank.now for rank in ranks), tuple(rank.computed for rank in ranks), links)
+    return _run(plan, _stages(plan, forward, backward), Rates(bandwidth), [update] * len(plan.views), owned)
+
+
+def predict_on(plan: PlanValue, machine: Machine, *, owned: bool = False) -> StepTime:
+    """The predicted time of one step of a traced plan on a machine.
+
+    A stage takes the time of its products at the rate of the precision that most parameters have, of the bytes that other
+    operators read and write, and of each operator's launch; an update that of the bytes of states, gradients and
+    parameters; a message what its link takes.
+
+    Args:
+        plan: made with ``loss_fn`` and ``batch``, and with the optimizer, whose states are counted.
+        owned: as for `predict_step`.
+
+    Raises:
+        ValueError: a plan without traces, or a precision that the machine has no rate for.
+        MeshError: as for `predict_step`; ranks of several hosts on a machine of one.
+
+    >>> from shardlib.models import gpt
+    >>> config = gpt.GPTConfig(layers=2, width=32, heads=2, sequence=16)
+    >>> batch = {name: torch.zeros(4, 16, dtype=torch.int64) for name in ("tokens", "targets")}
+    >>> job = dict(loss_fn=gpt.make_loss(config), batch=batch, optimizer=sl.optim.adamw(1e-3))
+    >>> plan = sl.make_plan(gpt.init(config), sl.abstract_mesh(data=4), sl.zero(2), **job)
+    >>> machine = sl.plan.Machine("1GiB", {"fp32": 1e11}, sl.plan.Link(1e9), ranks_per_host=4)
+    >>> sl.report.predict_on(plan, machine).total < 0.01
+    True
+    """
+    plan = plan.everywhere
+    if plan.traces is None:
+        raise ValueError("predict_on counts the operations of a traced plan: give make_plan loss_fn= and batch=")
+    links = {axis: machine.link(plan.sizes, axis) for axis, ways in plan.sizes.items() if ways > 1}
+    bandwidth = {**machine.ways, "launches": machine.launches, **{axis: link.bandwidth for axis, link in links.items()}}
+    rates = Rates(bandwidth, {axis: link.latency for axis, link in links.items()}, machine.overheads)
+    flops = _products(plan, machine)
+    stages = []
+    for stage, trace in zip(plan.stage_plans, plan.traces, strict=True):
+        forward, backward = (
+            products / flops + streamed / machine.streaming
+            for products, streamed in zip(trace.flops, trace.streamed, strict=True)
+        )
+        counts = _elements(stage.tiled)
+        whole = sum(counts.values()) or 1
+        both = ({unit: seconds * count / whole for unit, count in counts.items()} for seconds in (forward, backward))
+        stages.append(_Stage(stage.tiled, *both))
+    return _run(plan, stages, rates, [_updated(view) / machine.streaming for view in plan.views], owned)
+
+
+def _products(plan: PlanValue, machine: Machine) -> float:
+    """Operations per second of products, in the dtype that most elements of the parameters have."""
+    elements: dict[torch.dtype, int] = {}
+    for bucket in plan.buckets:
+        elements[bucket.dtype] = elements.get(bucket.dtype, 0) + sum(bucket.numels)
+    dtype = max(elements, key=lambda dtype: elements[dtype])
+    name = next((name for name, known in PRECISIONS.items() if known == dtype), str(dtype))
+    if name not in machine.flops:
+        raise ValueError(f"the machine has no rate of products in {name}, only in {', '.join(machine.flops)}")
+    return machine.flops[name]
+
+
+def _updated(view: PlanValue) -> int:
+    """Bytes that a device reads and writes in the update: states and parameters both ways, gradients one."""
+    here = [bucket for bucket in view.trained if bucket.memory.optimizer == "device"]
+    states = sum(needs.states["device"] for needs in view.needs or ())
+    return 2 * states + sum(b.owned * (2 * b.dtype.itemsize + b.reduce_dtype.itemsize) for b in here)
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage's part of the plan, and seconds of forward by unit, in the order of forward."""
+    """A stage's part of the plan, and seconds of forward and backward by unit, in the order of forward."""
 
     plan: PlanValue
     forward: Mapping[str, float]
+    backward: Mapping[str, float]
 
-    @property
-    def backward(self) -> dict[str, float]:
-        return {unit: self.forward[unit] for unit in reversed(list(self.forward))}
+    def back(self, share: float = 1.0) -> dict[str, float]:
+        """A share of the seconds of backward, in its order."""
+        return {unit: share * self.backward[unit] for unit in reversed(list(self.backward))}
 
 
-def _stages(plan: PlanValue, forward: float | Mapping[str, float]) -> list[_Stage]:
+def _stages(plan: PlanValue, forward: float | Mapping[str, float], backward: float) -> list[_Stage]:
     """The stages with their units' times. A unit that several stages use (of a tied leaf) computes in each of them."""
     plans = [stage.tiled for stage in plan.stage_plans]
     if isinstance(forward, Mapping):
-        return [_Stage(stage, {unit: forward.get(unit, 0.0) for unit in stage.units}) for stage in plans]
-    elements = [
-        {unit: sum(b.size(0) for b in buckets) for unit, buckets in stage.buckets_of.items()} for stage in plans
-    ]
-    whole = sum(sum(counts.values()) for counts in elements) or 1
+        seconds = [{unit: forward.get(unit, 0.0) for unit in stage.units} for stage in plans]
+    else:
+        elements = [_elements(stage) for stage in plans]
+        whole = sum(sum(counts.values()) for counts in elements) or 1
+        seconds = [{unit: forward * count / whole for unit, count in counts.items()} for counts in elements]
     return [
-        _Stage(stage, {unit: forward * count / whole for unit, count in counts.items()})
-        for stage, counts in zip(plans, elements)
+        _Stage(stage, each, {unit: backward * time for unit, time in each.items()})
+        for stage, each in zip(plans, seconds, strict=True)
     ]
+
+
+def _elements(stage: PlanValue) -> dict[str, int]:
+    return {unit: sum(bucket.size(0) for bucket in buckets) for unit, buckets in stage.buckets_of.items()}
 
 
 def _run(
     plan: PlanValue,
     stages: Sequence[_Stage],
-    bandwidth: Mapping[str, float],
-    backward: float,
-    update: float,
+    rates: Rates,
+    updates: Sequence[float],
     owned: bool,
-) -> list[Rank]:
-    """The ranks along the stages' axis, as they are at the end of the step."""
+) -> StepTime:
+    """The time of a step; ``updates`` has the seconds of the update for each of the plan's views."""
     schedule, owner = plan.stages.schedule, plan.reductions.owner
-    ranks = [Rank(bandwidth, owner.axis if owned and owner else None) for _ in range(schedule.ranks)]
+    ranks = [Rank(rates, owner.axis if owned and owner else None) for _ in range(schedule.ranks)]
     last = {a.stage: a.microbatch for order in schedule.orders for a in order if a.kind in (Kind.B, Kind.W)}
     ready: dict[Action | None, float] = {None: 0.0}  # an action -> when its result has arrived where it is needed
 
@@ -156,13 +224,13 @@ def _run(
         first, later = plan.traces[number].launches if plan.traces else (0, 0)
         rank.now = max(rank.now, ready[need])
         if kind is Kind.F:
-            rank.walk(stage.plan, stage.forward, 1.0, first=True, launches=first)
+            rank.walk(stage.plan, stage.forward, first=True, launches=first)
         elif kind is Kind.I:
-            rank.walk(stage.plan, stage.backward, backward / 2, launches=later / 2)
+            rank.walk(stage.plan, stage.back(0.5), launches=later / 2)
         elif kind is Kind.W:
-            rank.walk(stage.plan, stage.backward, backward / 2, final, whole=False, launches=later / 2)
+            rank.walk(stage.plan, stage.back(0.5), final, whole=False, launches=later / 2)
         else:
-            rank.walk(stage.plan, stage.backward, backward, final, launches=later)
+            rank.walk(stage.plan, stage.back(), final, launches=later)
         if kind is not Kind.W:
             result = Action(number, Kind.B if kind is Kind.I else kind, microbatch)
             ready[result] = pass_on(rank, number, kind is Kind.F)
@@ -177,8 +245,10 @@ def _run(
             return rank.now
         count = plan.traces[stage].forward if forwards else plan.traces[other].backward
         (axis,) = plan.stages.axes
-        return rank.send(axis, count, rank.now)
+        rank.compute(rates.overheads.exchange)
+        return rank.send(axis, count, rank.now, 1 / (schedule.ranks - 1))
 
     run(schedule, visit)
-    run_update(plan, ranks, update)
-    return ranks
+    run_update(plan, ranks, updates)
+    links = {axis: max(rank.busy.get(axis, 0.0) for rank in ranks) for axis in rates.bandwidth}
+    return StepTime(max(rank.now for rank in ranks), tuple(rank.computed for rank in ranks), links)

@@ -17,8 +17,12 @@ from shardlib.plan.value import PlanValue
 _SLOTS = 2  # groups of new parameters that are on their way at once
 
 
-def run_update(plan: PlanValue, ranks: Sequence[Rank], seconds: float) -> None:
-    """The update, which starts when every rank has its gradients, and the gathers after it."""
+def run_update(plan: PlanValue, ranks: Sequence[Rank], seconds: Sequence[float]) -> None:
+    """The update, which starts when every rank has its gradients, and the gathers after it.
+
+    Args:
+        seconds: of the update on each rank's device.
+    """
     for rank in ranks:
         rank.now = max(rank.now, rank.reduced)
     for axis in plan.stages.axes:
@@ -27,14 +31,17 @@ def run_update(plan: PlanValue, ranks: Sequence[Rank], seconds: float) -> None:
             for rank in (ranks[home] for home in bucket.homes):
                 rank.now = rank.send(axis, count, rank.now)
     start = max(rank.now for rank in ranks)
-    for view, rank in zip(plan.views, ranks, strict=True):
+    for view, rank, taken in zip(plan.views, ranks, seconds, strict=True):
         rank.now = start
+        rank.compute(rank.rates.overheads.step + len(view.trained) * rank.rates.overheads.bucket)
+        for axis in view.loss_axes:  # the loss, the norm and the flags, in one message
+            rank.now += 2 * rank.rates.latency.get(axis, 0.0)
         if rank.owned is not None:
             means = [view.routes[bucket.name].mean for bucket in view.trained]
             rank.now = rank.send(rank.owned, sum(mean.payload for mean in means if mean), rank.now)
         for axis, sent in view.needs[0].payload.items() if view.needs else ():
             rank.now = rank.send(axis, sent, rank.now)
-        rank.compute(seconds)
+        rank.compute(taken)
         here = [bucket for bucket in view.trained if bucket.memory.optimizer == "device"]
         read = [rank.send("read", files(bucket).get("read", 0), start) for bucket in here]
         rank.now = max([rank.now, *read])

@@ -27,27 +27,37 @@ class Short(NamedTuple):
         plan: for parameters with fewer blocks.
         repeats: number of a block, from 1 -> how many like it are left out right after it.
         stands: path of each block -> paths of the blocks that it is in the whole plan: one, or those that it stands for.
+        kept: numbers of the elements that the list of blocks still has.
+        others: elements of that list beside the blocks.
     """
 
     plan: Plan
     repeats: dict[int, int]
     stands: dict[str, tuple[str, ...]]
+    kept: tuple[int, ...]
+    others: int
 
 
-def short_form(plan: Plan) -> Short | None:
-    """The short form of a plan; None if it has none that is shorter."""
+def short_form(plan: Plan, *, sequential: bool = False) -> Short | None:
+    """The short form of a plan; None if it has none that is shorter.
+
+    Args:
+        sequential: whether every element of the parameters, which are a list, is a block: those before and after the blocks
+            that are alike, too.
+    """
     stack = None if plan.stages.axes else _stack(plan.shape.treedef)
     if stack is None:
         return None
-    at, length = stack
-    blocks = [path_name((*at, number)) for number in range(length)]
+    at, start, length, whole = stack
+    before = start if sequential else 0
+    blocks = [path_name((*at, start + number)) for number in range(length)]
     kinds = _kinds(plan, blocks)
     if kinds is None:
         return None
     remat = plan.step.remat
     recomputed = 0 if remat is None else length if remat.blocks is None else remat.blocks
     groups: list[tuple[int, ...]] = []  # the blocks that each one of the short form stands for
-    for _, run in itertools.groupby(range(length), key=lambda number: (number < recomputed, kinds[number])):
+    for _, run in itertools.groupby(range(length), key=lambda number: (before + number < recomputed, kinds[number])):
         numbers = list(run)
         groups += _grouped(numbers, max(_LAST, _leaving(plan, kinds[numbers[0]], length)))
     if len(groups) == length:
@@ -55,15 +65,19 @@ def short_form(plan: Plan) -> Short | None:
     # Where nothing but recompute differs, the first blocks serve any number of recomputed ones.
     alike = all(kind == kinds[0] for kind in kinds)
     present = list(range(len(groups))) if alike else [group[0] for group in groups]
-    short = _without(plan, at, present, {path for n, path in enumerate(blocks) if n not in present})
+    kept = (*range(start), *(start + number for number in present), *range(start + length, whole))
+    short = _without(plan, at, kept, {path for n, path in enumerate(blocks) if n not in present})
     if short is None:
         return None
     if remat is not None and remat.blocks is not None:
-        again = replace(remat, blocks=sum(group[0] < recomputed for group in groups))
+        after = max(0, recomputed - before - length)
+        again = replace(
+            remat, blocks=min(before, recomputed) + after + sum(before + group[0] < recomputed for group in groups)
+        )
         short = replace(short, step=replace(short.step, remat=again))
-    repeats = {position: len(group) - 1 for position, group in enumerate(groups, 1) if len(group) > 1}
+    repeats = {position: len(group) - 1 for position, group in enumerate(groups, 1 + before) if len(group) > 1}
     stands = {blocks[number]: tuple(blocks[n] for n in group) for number, group in zip(present, groups, strict=True)}
-    return Short(short, repeats, stands)
+    return Short(short, repeats, stands, kept, whole - length)
 
 
 def _grouped(run: list[int], end: int) -> list[tuple[int, ...]]:
@@ -86,20 +100,31 @@ def _leaving(plan: Plan, kind: list[Any], length: int) -> int:
     return 0 if blocks > length + _LAST else blocks
 
 
-def _stack(treedef: Any) -> tuple[tuple[Any, ...], int] | None:
-    """The way to the longest list whose elements have equal structures, and its length."""
+class _Stack(NamedTuple):
+    """Neighbours in a list that have equal structures: the way to the list, the first one, their number, and the list's."""
+
+    at: tuple[Any, ...]
+    start: int
+    length: int
+    whole: int
+
+
+def _stack(treedef: Any) -> _Stack | None:
+    """The longest stack."""
     found = _stacks(unflatten(treedef, range(treedef.num_leaves)), ())
-    return max(found, key=lambda stack: stack[1], default=None)
+    return max(found, key=lambda stack: stack.length, default=None)
 
 
-def _stacks(node: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], int]]:
+def _stacks(node: Any, at: tuple[Any, ...]) -> Iterator[_Stack]:
     if optree.tree_is_leaf(node):
         return
     children, _, entries, _ = optree.tree_flatten_one_level(node)
     if isinstance(node, (list, tuple)) and len(node) > _FIRST + _LAST and not any(map(optree.tree_is_leaf, children)):
-        first, *others = map(optree.tree_structure, children)
-        if all(other == first for other in others):
-            yield at, len(node)
+        forms = [optree.tree_structure(child) for child in node]
+        runs = [list(run) for _, run in itertools.groupby(range(len(node)), key=forms.__getitem__)]
+        longest = max(runs, key=len)
+        if len(longest) > _FIRST + _LAST:
+            yield _Stack(at, longest[0], len(longest), len(node))
             return
     for child, entry in zip(children, entries, strict=True):
         yield from _stacks(child, (*at, entry))
@@ -134,7 +159,7 @@ def _kinds(plan: Plan, blocks: list[str]) -> list[list[Any]] | None:
     return kinds
 
 
-def _without(plan: Plan, at: tuple[Any, ...], kept: list[int], gone: set[str]) -> Plan | None:
+def _without(plan: Plan, at: tuple[Any, ...], kept: tuple[int, ...], gone: set[str]) -> Plan | None:
     """A plan for parameters of which the list at ``at`` has only the elements ``kept``; those at the paths ``gone`` have
     none."""
     depth = len(at) + 1
@@ -159,7 +184,7 @@ def _without(plan: Plan, at: tuple[Any, ...], kept: list[int], gone: set[str]) -
     )
 
 
-def _with(node: Any, at: tuple[Any, ...], kept: list[int]) -> Tree:
+def _with(node: Any, at: tuple[Any, ...], kept: tuple[int, ...]) -> Tree:
     if not at:
         return type(node)(node[number] for number in kept)
     children, how, entries, build = optree.tree_flatten_one_level(node)

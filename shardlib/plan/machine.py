@@ -1,0 +1,176 @@
+"""`Machine`: what ranks compute and send per second, by which steps are predicted and plans are searched for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from shardlib.errors import MeshError
+from shardlib.plan.tables import parse_size, size, table
+
+# Precisions as `shardlib.precision` calls them -> dtype of the products.
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection.
+
+    Attributes:
+        bandwidth: bytes per second, each way.
+        latency: seconds of one hop, however little is sent. A collective over n ranks has n − 1 hops, an all-reduce twice
+            as many.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds of a rank's processor that Python takes beside operators.
+
+    Attributes:
+        step: of a step, with its loss and metrics.
+        walk: of a micro-batch's forward, and of its backward.
+        unit: of a unit that is gathered for a use.
+        bucket: of a bucket in the update.
+        exchange: of a collective that a rank takes part in.
+    """
+
+    step: float = 0.0
+    walk: float = 0.0
+    unit: float = 0.0
+    bucket: float = 0.0
+    exchange: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hosts with equal ranks: what a rank has, and does per second. `shardlib doctor --measure` measures it.
+
+    Attributes:
+        memory: bytes of a rank's device. As text too: "80GiB".
+        flops: precision ("fp32", "bf16", "fp16") -> floating-point operations per second, in products of matrices. Plans
+            compute in no other precision.
+        inside: the link of one rank to others of its host.
+        between: the link of one host to others, which its ranks share; None where there is one host.
+        ranks_per_host: ranks of a host, which are neighbours in the mesh.
+        streaming: bytes per second that operators other than products read and write on the device.
+        launches: operators per second that a device begins, however small they are.
+        host_memory: bytes of a host, which its ranks share; None where no states are to be kept there. As text too.
+        disk: bytes of a host's disks for states; None where none are to be kept there. As text too.
+        ways: bytes per second of one rank: "down" to the host and "up" from it, "read" and "written" on its share of the
+            disks, and "update", of states that the host updates. What is left out takes no time.
+        overheads: of Python.
+
+    Raises:
+        ValueError: a size that is none, a rate that is not above 0, an unknown precision.
+
+    >>> machine = sl.plan.Machine("80GiB", {"bf16": 4e14}, sl.plan.Link(2e11), sl.plan.Link(4e11), ranks_per_host=8)
+    >>> machine.link({"data": 16, "model": 8}, "data").bandwidth  # each of a host's ranks is in a group of its own
+    50000000000.0
+    """
+
+    memory: int
+    flops: Mapping[str, float]
+    inside: Link
+    between: Link | None = None
+    ranks_per_host: int = 1
+    streaming: float = math.inf
+    launches: float = math.inf
+    host_memory: int | None = None
+    disk: int | None = None
+    ways: Mapping[str, float] = field(default_factory=dict)
+    overheads: Overheads = Overheads()
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "host_memory", "disk"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, parse_size(given))
+        if unknown := [name for name in self.flops if name not in PRECISIONS]:
+            raise ValueError(f"Machine(flops=) names {', '.join(map(repr, unknown))}: use {', '.join(PRECISIONS)}")
+        links = {f"{name}.bandwidth": link.bandwidth for name, link in self._links.items()}
+        rates = {**self.flops, **links, **self.ways, "streaming": self.streaming, "launches": self.launches}
+        if wrong := [f"{name}={rate}" for name, rate in rates.items() if not rate > 0]:
+            raise ValueError(f"Machine has rates that are not above 0: {', '.join(wrong)}")
+        if self.ranks_per_host < 1:
+            raise ValueError(f"Machine(ranks_per_host={self.ranks_per_host}): give at least 1")
+
+    @property
+    def _links(self) -> dict[str, Link]:
+        return {"inside": self.inside} | ({"between": self.between} if self.between else {})
+
+    def link(self, sizes: Mapping[str, int], axis: str) -> Link:
+        """The link of one rank along an axis of a mesh, with the latency of the n − 1 hops of a collective over its ranks.
+
+        Of a group that spans hosts a ring leaves each host once, and all groups with ranks on a host share its link.
+
+        Args:
+            sizes: axis -> size of the mesh, whose last axis varies fastest.
+
+        Raises:
+            MeshError: the mesh spans hosts, and the machine is one host.
+        """
+        names, ways = list(sizes), sizes[axis]
+        stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
+        together = max(1, min(ways, self.ranks_per_host // stride))  # ranks of a group on one host
+        hosts = math.ceil(ways / together)
+        inside = self.inside.latency * (ways - hosts)
+        if hosts == 1:
+            return Link(self.inside.bandwidth, inside)
+        if self.between is None:
+            ranks = math.prod(sizes.values())
+            raise MeshError(
+                f"a mesh of {ranks} ranks has several hosts of {self.ranks_per_host}: give the machine's link between= them"
+            )
+        groups = min(self.ranks_per_host, math.prod(sizes.values())) // together
+        bandwidth = self.between.bandwidth / max(1, groups)
+        bandwidth = min(bandwidth, self.inside.bandwidth) if together > 1 else bandwidth
+        return Link(bandwidth, inside + self.between.latency * (hosts - 1))
+
+    def write(self, path: str | Path) -> None:
+        """Writes the machine to a JSON file."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Machine:
+        """The machine that `write`, or a person, has written; what a file leaves out is as by default.
+
+        Raises:
+            ValueError: the file describes no machine.
+        """
+        try:
+            given = json.loads(Path(path).read_text())
+            links = {name: Link(**given.pop(name)) for name in ("inside", "between") if given.get(name)}
+            overheads = Overheads(**given.pop("overheads", {}))
+            return cls(**{**given, **links, "overheads": overheads})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} describes no machine: {error}. `shardlib doctor --measure` writes one") from error
+
+    def __str__(self) -> str:
+        rows = [("a rank's memory", size(self.memory)), ("ranks per host", str(self.ranks_per_host))]
+        rows += [(f"products, {name}", f"{rate:.3g} FLOP/s") for name, rate in self.flops.items()]
+        rows += [("other operators", _rate(self.streaming))] if self.streaming < math.inf else []
+        rows += [("launches", f"{self.launches:,.0f} operators per second")] if self.launches < math.inf else []
+        rows += [
+            (f"link {name}", f"{_rate(link.bandwidth)}, {link.latency * 1e6:.3g} µs a hop")
+            for name, link in self._links.items()
+        ]
+        rows += [
+            (what, size(held)) for what, held in (("a host's memory", self.host_memory), ("disk", self.disk)) if held
+        ]
+        rows += [(name, _rate(rate)) for name, rate in self.ways.items()]
+        rows += [
+            (f"Python, a {name}", f"{value * 1e6:.3g} µs") for name, value in asdict(self.overheads).items() if value
+        ]
+        return table(("machine", ""), rows)
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{size(int(bandwidth))}/s" if bandwidth < math.inf else "no limit"

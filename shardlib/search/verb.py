@@ -1,0 +1,95 @@
+"""`search_plan`: the quickest plan that fits a machine, of all meshes and chains of a space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardlib.init.deferred import defer
+from shardlib.optim.wrapping import require_transformations
+from shardlib.plan.machine import Machine
+from shardlib.search.model import Model
+from shardlib.search.searching import Searching
+from shardlib.search.space import Space, choices
+from shardlib.search.value import Search
+from shardlib.tree import Tree
+
+
+def search_plan(
+    loss_fn: Callable[..., Any],
+    params: Tree | Callable[[], Tree],
+    machine: Machine,
+    batch: Any,
+    *,
+    optimizer: Any,
+    ranks: int,
+    rules: Mapping[str, Any] | None = None,
+    space: Space | None = None,
+    within: float = 0.02,
+) -> Search:
+    """Search all meshes, stages, slices, pipelines, recompute, precisions and micro-batches for the quickest step that fits.
+
+    Nothing runs. Choices are taken in the order of a bound of their time, which is refined as they come up: by products
+    alone; by traces of single blocks; by the virtual clock; at last by the exact plan. The first whose exact plan has come
+    up is the result, as all others take longer by what is known of them. What cannot fit by a bound of its memory is
+    rejected when it comes up, and no plan is returned that holds more than there is. Recompute and offload, which only take
+    time, are tried where a choice does not fit without.
+
+    Args:
+        loss_fn: an `sl.sequential` is cut into stages too, with ``params`` a list of trees.
+        params: as for `make_plan`.
+        machine: what ranks have and do per second.
+        batch: of all ranks together, shapes alone, such as tensors on the meta device.
+        optimizer: a gradient transformation.
+        ranks: number of ranks, all of which are used.
+        rules: of `tensor_slicing`; without them no layer is sliced.
+        space: what is tried; by default `Space` with its own values.
+        within: a share of time: what may be quicker by no more is left.
+
+    Raises:
+        TypeError: an optimizer that is not a gradient transformation.
+        ValueError: fewer than one rank, or no precision of the space that the machine has a rate for.
+
+    >>> from shardlib.models import gpt
+    >>> config = gpt.GPTConfig(layers=2, width=32, heads=2, sequence=16)
+    >>> machine = sl.plan.Machine("8MiB", {"fp32": 1e11}, sl.plan.Link(1e9, 1e-5), ranks_per_host=4, launches=1e5)
+    >>> batch = {name: torch.empty(8, 16, dtype=torch.int64, device="meta") for name in ("tokens", "targets")}
+    >>> job = dict(optimizer=sl.optim.adamw(1e-3), ranks=4, rules=gpt.slicing_rules(config, blocks=True))
+    >>> params = gpt.to_blocks(gpt.init(config, device="meta"))
+    >>> found = sl.search_plan(gpt.make_sequential(config), params, machine, batch, **job)
+    >>> found.winner.bytes <= machine.memory and found.winner.code.startswith("sl.make_plan(params, sl.abstract_mesh(")
+    True
+    """
+    require_transformations("search_plan", optimizer)
+    if ranks < 1:
+        raise ValueError(f"search_plan(ranks={ranks}): give at least 1")
+    space = space or Space()
+    known = tuple(name for name in space.precisions if name in machine.flops)
+    if not known:
+        raise ValueError(
+            f"the machine has no rate for {', '.join(space.precisions)}, only for {', '.join(machine.flops)}: give "
+            "search_plan(space=Space(precisions=...))"
+        )
+    tree = defer(params).tree if callable(params) else params
+    model = Model(loss_fn, tree, batch, optimizer, rules)
+    memories = {"host": machine.host_memory, "disk": machine.disk}
+    there = frozenset(name for name, held in memories.items() if held is not None)
+    tried = choices(
+        replace(space, precisions=known),
+        ranks,
+        model.rows,
+        blocks=model.count,
+        slices=rules is not None,
+        experts=model.experts,
+        memories=there,
+    )
+    searching = Searching(model, machine, ranks, list(tried), within)
+    front = list(searching.front())
+    return Search(
+        tuple(replace(found, rules=rules) for found in front),
+        tuple(searching.rejected.values()),
+        len(searching.choices) - len(searching.rejected) - len(searching.timed),
+        len(searching.timed),
+        within,
+    )

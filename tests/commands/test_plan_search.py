@@ -1,0 +1,51 @@
+"""The commands that measure a machine and search for a plan on it."""
+
+import pytest
+
+from shardlib.commands import __main__ as cli
+from shardlib.commands.measure import _least_squares
+from shardlib.plan import Link, Machine
+
+SIZES = ["--layers", "1", "--width", "32", "--heads", "2", "--sequence", "16", "--batch", "2"]
+
+
+@pytest.fixture
+def machine(tmp_path):
+    path = tmp_path / "machine.json"
+    Machine("1GiB", {"fp32": 1e10}, Link(1e9, 1e-5), ranks_per_host=2, launches=1e5).write(path)
+    return path
+
+
+def test_the_search_prints_what_it_found_and_verifies_it(machine, tmp_path, capsys):
+    picture = tmp_path / "front.png"
+    job = ["plan", "--search", "--machine", str(machine), "--ranks", "2", "--front", str(picture), "--verify", "1"]
+    assert cli.main([*job, *SIZES]) == 0
+    out = capsys.readouterr().out
+    assert "sl.make_plan(params, sl.abstract_mesh(data=2), sl.chain(sl.zero(" in out
+    assert "predicted" in out and "measured" in out and picture.stat().st_size > 1000
+
+
+def test_the_search_says_why_nothing_fits(machine, capsys):
+    assert (
+        cli.main(["plan", "--search", "--machine", str(machine), "--ranks", "2", "--device-memory", "1kB", *SIZES]) == 1
+    )
+    assert "parameters and states exceed device memory" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--search needs a machine: --machine FILE"):
+        cli.main(["plan", "--search", *SIZES])
+
+
+def test_what_doctor_measures_is_a_machine(tmp_path, capsys):
+    path = tmp_path / "machine.json"
+    assert cli.main(["doctor", "--measure", "--out", str(path)]) == 0
+    assert str(Machine.read(path)) in capsys.readouterr().out
+
+
+def test_overheads_are_not_negative():
+    import numpy as np
+
+    rows = np.array([[1.0, 2.0, 1.0], [1.0, 4.0, 3.0], [1.0, 8.0, 2.0], [1.0, 1.0, 5.0]])
+    exact = _least_squares(["a", "b", "c"], rows, rows @ np.array([3.0, 0.5, 2.0]))
+    assert exact == pytest.approx({"a": 3.0, "b": 0.5, "c": 2.0})
+    found = _least_squares(["a", "b", "c"], rows, rows @ np.array([3.0, -0.5, 2.0]))
+    assert found and all(value >= 0 for value in found.values())
+    assert _least_squares(["a"], np.array([[1.0]]), np.array([-1.0])) == {}

@@ -1,0 +1,151 @@
+"""Machines: their links along the axes of meshes, their files, and steps predicted on them."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib.errors import MeshError
+from shardlib.plan import Link, Machine, Overheads
+
+MACHINE = Machine("16GiB", {"fp32": 1e9}, Link(100.0, 1.0), Link(40.0, 10.0), ranks_per_host=4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis", "bandwidth", "latency"),
+    [
+        ({"data": 4}, "data", 100.0, 3.0),  # on one host
+        ({"data": 8}, "data", 40.0, 2 * 3.0 + 10.0),  # one ring, which leaves each host once
+        ({"data": 2, "model": 4}, "data", 10.0, 10.0),  # four groups leave each host
+        ({"data": 2, "model": 4}, "model", 100.0, 3.0),
+        ({"data": 4, "model": 2}, "data", 20.0, 2 * 1.0 + 10.0),  # two groups, each with two ranks a host
+        ({"pipe": 2, "data": 2, "model": 2}, "pipe", 10.0, 10.0),
+        ({"data": 2, "model": 1}, "data", 100.0, 1.0),
+    ],
+)
+def test_links_follow_from_the_order_of_ranks(sizes, axis, bandwidth, latency):
+    assert MACHINE.link(sizes, axis) == Link(bandwidth, latency)
+
+
+def test_hosts_without_a_link_between_them():
+    alone = Machine("16GiB", {"fp32": 1e9}, Link(100.0), ranks_per_host=4)
+    with pytest.raises(MeshError, match=r"8 ranks has several hosts of 4: give the machine's link between="):
+        alone.link({"data": 8}, "data")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"flops": {"int8": 1.0}}, "'int8': use fp32, bf16"),
+        ({"flops": {"fp32": 0.0}}, "fp32=0.0"),
+        ({"inside": Link(-1.0)}, "inside.bandwidth=-1.0"),
+        ({"memory": "16 hands"}, "'16 hands' is not a size"),
+        ({"ranks_per_host": 0}, "ranks_per_host=0"),
+    ],
+)
+def test_what_is_no_machine(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        Machine(**{"memory": 1, "flops": {"fp32": 1.0}, "inside": Link(1.0)} | wrong)
+
+
+def test_a_file_holds_the_machine(tmp_path):
+    whole = Machine(
+        1 << 30, {"bf16": 1e14}, Link(1e9, 1e-6), Link(2e9), 8, 1e12, 1e5, 1 << 40, None, {"up": 1e9}, Overheads(1e-3)
+    )
+    for machine in (whole, MACHINE):
+        machine.write(tmp_path / "machine.json")
+        assert Machine.read(tmp_path / "machine.json") == machine
+    (tmp_path / "machine.json").write_text(json.dumps({"memory": "1GiB", "flops": {}, "inside": {"speed": 1}}))
+    with pytest.raises(ValueError, match=r"machine.json describes no machine: .*speed"):
+        Machine.read(tmp_path / "machine.json")
+    assert str(whole).count("\n") > 8 and "products, bf16" in str(whole)
+
+
+WIDTH, ROWS = 64, 16
+
+
+def loss_fn(params, x):
+    for layer in params:
+        x = x @ layer["w"]
+    return x.sum()
+
+
+def planned(mesh=None, *transforms, ranks=1, **options):
+    params = [{"w": torch.ones(WIDTH, WIDTH)} for _ in range(3)]
+    mesh = sl.abstract_mesh(**(mesh or {"data": ranks}))
+    parallel = sl.chain(*(transforms or [sl.zero(0)]))
+    batch, tx = torch.ones(ROWS, WIDTH), sl.optim.adamw(1e-3)
+    return sl.make_plan(params, mesh, parallel, loss_fn=loss_fn, batch=batch, optimizer=tx, **options)
+
+
+def machine(**options):
+    return Machine(**{"memory": 1 << 30, "flops": {"fp32": math.inf}, "inside": Link(math.inf)} | options)
+
+
+def test_products_take_their_time():
+    """Three products forward; in backward two each, but for the gradient of the batch."""
+    plan = planned()
+    one = 2 * ROWS * WIDTH * WIDTH
+    assert sl.report.predict_on(plan, machine(flops={"fp32": 1.0})).total == 8 * one
+    with pytest.raises(ValueError, match="no rate of products in fp32, only in bf16"):
+        sl.report.predict_on(plan, machine(flops={"bf16": 1.0}))
+
+
+def test_other_operators_and_the_update_take_the_time_of_their_bytes():
+    plan = planned()
+    stream = sum(map(sum, (trace.streamed for trace in plan.traces)))
+    activation, elements = ROWS * WIDTH * 4, 3 * WIDTH * WIDTH
+    numbers = plan.traces[0].streamed[0] - activation  # the sum reads its input; what follows are single numbers
+    assert 4 <= numbers < 64
+    assert sl.report.predict_on(plan, machine(streaming=1.0)).total == stream + elements * 4 * (2 * 2 + 2 + 1)
+
+
+def test_python_takes_its_time():
+    ranks, stage_3 = 4, planned(None, sl.zero(3), sl.accumulate(2), ranks=4)
+    steps = {
+        name: sl.report.predict_on(stage_3, machine(ranks_per_host=ranks, overheads=Overheads(**{name: 1.0}))).total
+        for name in ("step", "walk", "unit", "bucket", "exchange")
+    }
+    gathers, reductions = 2 * 2 * len(stage_3.units), 2 * len(stage_3.trained)
+    assert steps == {
+        "step": 1.0,
+        "walk": 4.0,
+        "unit": gathers,
+        "bucket": len(stage_3.trained),
+        "exchange": gathers + reductions,
+    }
+
+
+def test_hops_take_their_time():
+    """All-reduces of the gradients wait for twice as many hops; and so does the one of loss and norm."""
+    plan = planned(None, sl.zero(0), ranks=4)
+    messages = len(plan.trained) + 1
+    found = sl.report.predict_on(plan, machine(inside=Link(1e30, 1.0), ranks_per_host=4)).total
+    assert found == pytest.approx(messages * 2 * 3)
+
+
+def test_collectives_of_slices_are_counted():
+    from shardlib.models import gpt
+
+    config = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=2, sequence=16)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    plan = sl.make_plan(
+        gpt.init(config),
+        sl.abstract_mesh(data=1, model=2),
+        sl.chain(sl.zero(0), sl.tensor_slicing(gpt.slicing_rules(config))),
+        loss_fn=gpt.make_loss(config),
+        batch={"tokens": tokens, "targets": tokens},
+        optimizer=sl.optim.adamw(1e-3),
+    )
+    (trace,) = plan.traces
+    assert trace.collectives["model"] >= 4 * config.layers + 1
+    slow = machine(inside=Link(1e30, 1.0), ranks_per_host=2)
+    assert sl.report.predict_on(plan, slow).total == pytest.approx(2 * trace.collectives["model"])
+
+
+def test_a_plan_without_a_trace_has_no_operations():
+    plan = sl.make_plan({"w": torch.ones(4)}, sl.abstract_mesh(data=1), sl.zero(0))
+    with pytest.raises(ValueError, match="give make_plan loss_fn= and batch="):
+        sl.report.predict_on(plan, machine())

@@ -1,0 +1,209 @@
+"""The search for plans: its result against brute force, its reasons against the plans that they are about."""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib.errors import ShardlibError
+from shardlib.models import gpt
+from shardlib.plan import Link, Machine
+from shardlib.plan.tiers.limits import Limits
+from shardlib.search import Space
+from shardlib.search.model import Model
+from shardlib.search.searching import Searching
+from shardlib.search.space import choices
+
+CONFIG = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=2, sequence=16)
+RULES = gpt.slicing_rules(CONFIG, blocks=True)
+LOSS, OPTIMIZER = gpt.make_sequential(CONFIG), sl.optim.adamw(1e-3)
+SPACE = Space(stages=(0, 3), precisions=("bf16",), schedules=("1f1b",), offloads=(None,))
+MACHINE = Machine(
+    "1GiB",
+    {"bf16": 1e9},
+    Link(3e7, 1e-5),
+    Link(1e7, 1e-4),
+    ranks_per_host=2,
+    streaming=1e9,
+    launches=1e5,
+    host_memory="1GiB",
+    ways={"down": 1e7, "up": 1e7, "update": 1e8},
+)
+
+
+def batch(rows):
+    return {
+        name: torch.empty(rows, CONFIG.sequence, dtype=torch.int64, device="meta") for name in ("tokens", "targets")
+    }
+
+
+def params():
+    return gpt.to_blocks(gpt.init(CONFIG, device="meta"))
+
+
+def searched(machine=MACHINE, space=SPACE, rows=4, ranks=4, **options):
+    job = {"optimizer": OPTIMIZER, "ranks": ranks, "rules": RULES} | options
+    return sl.search_plan(LOSS, params(), machine, batch(rows), space=space, **job)
+
+
+def planned(choice):
+    """The plan that a user makes of a choice."""
+    return sl.make_plan(
+        params(),
+        sl.abstract_mesh(**choice.mesh),
+        choice.transform(RULES),
+        loss_fn=LOSS,
+        batch=batch(choice.rows * choice.microbatches),
+        optimizer=OPTIMIZER,
+    )
+
+
+@functools.cache
+def everything():
+    """Choice -> its plan, for all choices of the space that make one."""
+    plans = {}
+    for choice in choices(SPACE, 4, 4, blocks=4, slices=True, experts=0, memories=frozenset({"host"})):
+        try:
+            plans[choice] = planned(choice)
+        except ShardlibError:
+            continue
+    return plans
+
+
+def peak(plan, choice):
+    """The peak of a rank's device with its batch."""
+    size = sum(leaf.nbytes for leaf in batch(choice.rows * choice.microbatches).values())
+    return Limits.given("1TiB", None, None, 4, size).peak(plan)
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "400kB", "250kB"])
+def test_nothing_that_fits_is_quicker(memory):
+    machine = replace(MACHINE, memory=memory)
+    found = searched(machine, within=0.0)
+    fitting = {c: plan for c, plan in everything().items() if peak(plan, c) <= machine.memory}
+    best = min(sl.report.predict_on(plan, machine).total for plan in fitting.values())
+    winner = found.winner
+    assert winner.bytes == peak(planned(winner.choice), winner.choice) <= machine.memory
+    assert winner.seconds == sl.report.predict_on(planned(winner.choice), machine).total
+    assert winner.seconds <= best * (1 + 1e-9)
+
+
+def test_reasons_are_true():
+    machine = replace(MACHINE, memory="250kB")
+    found = searched(machine)
+    assert len(found.rejected) > 10
+    plans = everything()
+    kinds = set()
+    for choice, kind, reason in found.rejected:
+        kinds.add(kind)
+        if kind == "does not compose":
+            assert choice not in plans
+            continue
+        assert peak(plans[choice], choice) > machine.memory, (choice, reason)
+    assert {"activations exceed device memory", "parameters and states exceed device memory"} <= kinds
+
+
+def test_a_host_may_hold_too_little():
+    space = replace(SPACE, offloads=("host",), recompute=(None,), largest={"pipe": 1, "model": 1})
+    found = searched(replace(MACHINE, host_memory="400kB"), space)
+    assert {kind for _, kind, _ in found.rejected} == {"states exceed host memory"}
+    assert {choice.stage for choice, *_ in found.rejected} == {0} and found.winner.choice.offload == "host"
+
+
+def test_every_line_of_code_makes_its_plan():
+    found = searched(replace(MACHINE, memory="600kB"))
+    assert len(found.front) > 1
+    for each in found.front:
+        rows = batch(each.choice.rows * each.choice.microbatches)
+        names = {"sl": sl, "params": params(), "loss_fn": LOSS, "batch": rows, "optimizer": OPTIMIZER}
+        assert eval(each.code, names) == each.plan
+
+
+def test_the_front_is_one_and_all_choices_are_counted(tmp_path):
+    found = searched(replace(MACHINE, memory="600kB"))
+    for quicker, smaller in itertools.pairwise(found.front):
+        assert quicker.seconds <= smaller.seconds and quicker.bytes > smaller.bytes
+    everything_there = list(choices(SPACE, 4, 4, blocks=4, slices=True, experts=0, memories=frozenset({"host"})))
+    assert found.considered == len(everything_there) == len(set(everything_there))
+    assert found.winner.code in str(found) and "known to be slower" in str(found)
+    found.draw(tmp_path / "new" / "front.png")
+    assert (tmp_path / "new" / "front.png").stat().st_size > 1000
+
+
+def test_bounds_are_bounds():
+    """Of every choice: what is known of its seconds before it is planned is no more than the plan's."""
+    model = Model(LOSS, params(), batch(4), OPTIMIZER, RULES)
+    searching = Searching(model, MACHINE, 4, list(everything()), 0.0)
+    plain = searching._plain()
+    for choice, plan in everything().items():
+        exact = sl.report.predict_on(plan, MACHINE).total * (1 + 1e-9)
+        assert searching._bounds.soonest(choice, plain) <= exact
+        assert searching._bound(choice) <= exact
+        # Blocks alone gather nothing and pack nothing, so what is put together from them lacks some operators.
+        assert 0.85 * exact < searching._clocked(choice)[0] <= 1.01 * exact
+
+
+def test_many_micro_batches_are_timed_by_a_few():
+    space = replace(SPACE, recompute=(None,), offloads=(None,), stages=(0,))
+    model = Model(LOSS, params(), batch(256), OPTIMIZER, RULES)
+    for choice in choices(space, 4, 256, blocks=4, slices=True, experts=0, memories=frozenset()):
+        if choice.microbatches >= 64 and choice.size("model") < 4:
+            timed = Searching(model, MACHINE, 4, [choice], 0.0)
+            assert timed._clocked(choice)[0] == pytest.approx(
+                sl.report.predict_on(model.assembled(choice), MACHINE).total, rel=1e-3
+            )
+
+
+def test_a_loss_that_nothing_cuts():
+    """A loss that is no sequential gets no pipeline; without rules nothing is sliced."""
+    loss_fn, tree = gpt.make_loss(CONFIG), gpt.init(CONFIG, device="meta")
+    found = sl.search_plan(
+        loss_fn, lambda: gpt.init(CONFIG), MACHINE, batch(8), optimizer=OPTIMIZER, ranks=2, space=SPACE
+    )
+    assert found.winner.choice.mesh == {"data": 2}
+    names = {"sl": sl, "params": tree, "loss_fn": loss_fn, "batch": batch(4), "optimizer": OPTIMIZER}
+    assert eval(found.winner.code, names) == found.winner.plan
+
+
+def test_experts_are_dealt_out():
+    moe = gpt.Experts((0, 4), sl.nn.MoEConfig(sl.nn.routers.switch(), "gelu_tanh"))
+    config = replace(CONFIG, moe=moe)
+    space = replace(SPACE, recompute=(None,), offloads=(None,), largest={"pipe": 1})
+    loss_fn, tree = gpt.make_loss(config), gpt.init(config, device="meta")
+    slow = replace(MACHINE, memory="1GiB", inside=Link(1e5, 1e-5), ranks_per_host=4, flops={"bf16": 1e12})
+    found = sl.search_plan(loss_fn, tree, slow, batch(8), optimizer=OPTIMIZER, ranks=4, space=space)
+    assert found.winner.choice.size("expert") > 1
+
+
+def test_sequences_are_cut():
+    space = replace(SPACE, sequences=("ring",), recompute=(None,), offloads=(None,), largest={"model": 1, "pipe": 1})
+    found = searched(space=space, rows=1)
+    assert found.winner.choice.mesh == {"data": 1, "seq": 4} and "sl.sequence('seq', kind='ring')" in found.winner.code
+
+
+def test_nothing_fits():
+    found = searched(replace(MACHINE, memory="1kB", host_memory=None))
+    assert not found.front
+    with pytest.raises(ValueError, match=r"no choice fits:\n(.*\n)*.*parameters and states exceed device memory by"):
+        found.winner  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"ranks": 0}, "ranks=0"),
+        ({"space": Space(precisions=("fp16",))}, "no rate for fp16, only for bf16"),
+        ({"optimizer": 3}, "search_plan"),
+    ],
+)
+def test_what_cannot_be_searched_for(wrong, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        searched(**wrong)
+
+
+def test_a_space_of_unknown_values():
+    with pytest.raises(ValueError, match="'gpu': use"):
+        Space(offloads=("gpu",))
