@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from shardlib.debug.difference import difference
 from shardlib.debug.finding import PHASES, Finding
 from shardlib.debug.one_device import OneDevice, mean_gradient
 from shardlib.debug.replay import cells
-from shardlib.debug.subject import in_float64, is_float64, left_out, like_one_device, plan_of, widened
+from shardlib.debug.subject import eagerly, in_float64, is_float64, left_out, like_one_device, plan_of, widened
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.losses import wants
 from shardlib.optim import sgd
@@ -97,7 +97,7 @@ def bisect(
     if not plans:
         raise ValueError("plan_a and plan_b are both None, which is one device: give a plan to compare with it")
     key = rng if isinstance(rng, Key) else Key(rng)
-    notes = tuple(dict.fromkeys(note for plan in plans.values() for note in _unseen(plan)))
+    notes = tuple(dict.fromkeys(note for plan in plans.values() for note in left_out(plan, optimizer)))
 
     def first(exact: bool) -> Finding | None:
         values, rows = (widened(params), widened(batch)) if exact else (params, batch)
@@ -111,10 +111,26 @@ def bisect(
             found = [replace(found[0], plan="both plans")]
         return min(found, key=lambda each: (each.step, PHASES.index(each.phase)), default=None)
 
-    exact = first(exact=True)
+    with eagerly():
+        return _judged(first, plans, lambda plan: _cut(plan, loss_fn, params, batch, optimizer, key), notes)
+
+
+def _judged(
+    first: Callable[[bool], Finding | None],
+    plans: Mapping[str, Plan],
+    cut: Callable[[Plan], Finding | None],
+    notes: tuple[str, ...],
+) -> Bisection:
+    """What is found, and what it is.
+
+    Args:
+        first: ``first(exact)``: the first thing that differs, in float64 or in the plans' own dtypes.
+        cut: what differs where the loss function is no mean over rows.
+    """
+    exact = first(True)
     if exact and exact.operation != RAISED:
         return Bisection(exact, "It differs in float64 too, so it is no rounding.", notes)
-    if not all(map(is_float64, plans.values())) and (finding := first(exact=False)):
+    if not all(map(is_float64, plans.values())) and (finding := first(False)):
         return Bisection(
             finding,
             "It does not differ in float64: rounding, or a defect of what float64 passes by (kernels and codecs of narrower "
@@ -124,16 +140,11 @@ def bisect(
     if exact:
         return Bisection(exact, "Nothing differs before it.", notes)
     for name, plan in plans.items():
-        if finding := _cut(plan, loss_fn, params, batch, optimizer, key):
+        if finding := cut(plan):
             return Bisection(
                 replace(finding, plan=name), "The ranks compute what one device does on their rows.", notes
             )
     return Bisection(None, "nothing differs, in float64 and in the plans' own dtypes", notes)
-
-
-def _unseen(plan: Plan) -> list[str]:
-    owner = plan.reductions.owner
-    return left_out(plan) + ([f"what {owner} sums itself"] if owner else [])
 
 
 def _cut(

@@ -20,6 +20,7 @@ from shardlib.debug.view import StepView
 from shardlib.errors import IllegalComposition, ShardlibError
 from shardlib.execute.batches import as_tensors, cast
 from shardlib.optim.base import GradientTransformation
+from shardlib.plan.build import with_owner
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key
 from shardlib.tree import Tree, tree_map
@@ -80,6 +81,7 @@ def side_by_side(
     whole = tree_map(lambda leaf: cast(leaf, plan), as_tensors(batch, torch.device("cpu")))
     microbatches = cells(whole, plan)
     made = replay(plan, loss_fn, params, whole, optimizer, steps, rng)
+    made.plan = with_owner(plan, optimizer)
     if isinstance(made.error, ShardlibError) and not any(made.steps.values()):
         raise made.error
     device = OneDevice(plan, loss_fn, params, optimizer, rng)
@@ -88,6 +90,8 @@ def side_by_side(
         for number in range(max(map(len, made.steps.values()), default=0)):
             evaluated = [device.evaluate(number, cell, part) for cell, part in enumerate(microbatches)]
             yield StepView(number, made, device, microbatches, evaluated)
+            if made.plan.reductions.owner is not None:
+                break  # its update is not that of one device
 
     return made, views()
 

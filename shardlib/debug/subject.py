@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from shardlib.errors import IllegalComposition
 from shardlib.make_plan import make_plan
 from shardlib.mesh.mesh import abstract_mesh
 from shardlib.mesh.specs import Leaf
+from shardlib.optim.base import GradientTransformation
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.placement import Placement
 from shardlib.plan.plan import Plan
@@ -29,7 +31,7 @@ def plan_of(given: Any, params: Tree, what: str) -> Plan:
         IllegalComposition: a plan on more ranks than can be simulated, or with states in files.
     """
     if isinstance(given, Plan):
-        plan = given.everywhere.layout
+        plan = _without_owner(given.everywhere.layout)
     elif _is_pair(given):
         sizes, transform = given
         plan = make_plan(params, abstract_mesh(**sizes), chain() if transform is None else transform)
@@ -49,6 +51,17 @@ def plan_of(given: Any, params: Tree, what: str) -> Plan:
     if any("disk" in bucket.memory for bucket in plan.buckets):
         raise IllegalComposition(f"{what} keeps states on disk; give the plan with offload('host') in its place")
     return plan
+
+
+def _without_owner(plan: Plan) -> Plan:
+    """A plan of `make_plan` without the claim of its optimizer, which a train step adds again."""
+    claims = plan.claims
+    if claims is None:
+        return plan
+    kept = {name: tuple(pair for pair in pairs if pair[0][2] != "owner") for name, pairs in claims.written.items()}
+    reductions = {axis: replace(claim, owner=None) for axis, claim in claims.reductions.items()}
+    written = {name: pairs for name, pairs in kept.items() if pairs}
+    return replace(plan, claims=replace(claims, written=written, reductions=reductions))
 
 
 def _is_pair(given: Any) -> bool:
@@ -76,10 +89,9 @@ def in_float64(plan: Plan) -> Plan:
 
 
 def like_one_device(plan: Plan) -> Plan:
-    """The same plan without what makes its ranks compute another loss: gathers in few bits, layers that are left out."""
-    return replace(
-        plan, reductions=replace(plan.reductions, packings={}), step=replace(plan.step, layer_drop=None), traces=None
-    )
+    """The same plan without what makes its ranks compute another loss: gathers in few bits, layers or tokens left out."""
+    reductions, step = replace(plan.reductions, packings={}), replace(plan.step, layer_drop=None, token_drop=None)
+    return replace(plan, reductions=reductions, step=step, traces=None)
 
 
 def is_float64(plan: Plan) -> bool:
@@ -87,12 +99,20 @@ def is_float64(plan: Plan) -> bool:
     return in_float64(plan).buckets == plan.buckets and not left_out(plan)
 
 
-def left_out(plan: Plan) -> list[str]:
-    """What `in_float64` leaves out of a plan, a line each."""
+def left_out(plan: Plan, optimizer: GradientTransformation | None = None) -> list[str]:
+    """What is not compared in float64, or with this optimizer, a line each."""
     codecs, packings = plan.reductions.codecs, plan.reductions.packings
     sums = [f"in float64, gradients over axis {axis!r} in {codec}" for axis, codec in codecs.items() if not codec.wide]
     gathers = [f"gathers over axis {axis!r} in {packing}" for axis, packing in packings.items()]
-    return [*sums, *gathers, *([f"layers that steps leave out: {plan.step.layer_drop}"] if plan.step.thins else [])]
+    drops = plan.step.layer_drop, plan.step.token_drop
+    layers = [f"what steps leave out of layers: {drop}" for drop in drops if drop is not None]
+    owned = [f"the sums and updates of {optimizer.owns.name}"] if optimizer and optimizer.owns else []
+    return [*sums, *gathers, *layers, *owned]
+
+
+def eagerly() -> AbstractContextManager[None]:
+    """A context in which compiled functions run as they were written, so that their calls can be compared."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def widened(tree: Tree) -> Tree:

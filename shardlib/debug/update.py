@@ -22,6 +22,8 @@ from shardlib.plan.plan import Plan
 
 def norm(view: StepView) -> Finding | None:
     """A loss or a norm of gradients that differs."""
+    if view.plan.reductions.owner is not None:
+        return None  # its ranks have gradients of their own
     narrow = max(
         (dtype for bucket in view.plan.trained for dtype in (bucket.dtype, bucket.reduce_dtype)), key=tolerance
     )

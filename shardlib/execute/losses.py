@@ -11,6 +11,7 @@ import torch
 from shardlib.errors import REENTRANT, LossError
 from shardlib.execute.means import as_number, described, is_number
 from shardlib.nn.functional import Mean
+from shardlib.plan.thinning import Thinned
 
 
 class Outcome(NamedTuple):
@@ -110,9 +111,13 @@ def _require_scalar(name: str, value: Any) -> None:
         )
 
 
-def require_gradient(outcome: Outcome) -> None:
-    """Refuse a loss without a gradient, except a `Mean` of weight 0, to which the batch adds nothing."""
-    if not outcome.total.requires_grad and not (outcome.weighted and outcome.weight == 0):
+def require_gradient(outcome: Outcome, thinned: Thinned | None) -> None:
+    """Refuse a loss without a gradient, except a `Mean` of weight 0, to which the batch adds nothing.
+
+    Where a step leaves out layers, these may be all that is trained.
+    """
+    left_out = thinned is not None and thinned.dropped
+    if not outcome.total.requires_grad and not left_out and not (outcome.weighted and outcome.weight == 0):
         raise LossError(
             "the loss does not depend on any trained parameter, so it has no gradient; check for .detach(), .item() or "
             "torch.no_grad() in the loss function, and for freeze() that matches everything"

@@ -10,6 +10,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, logging
 
 import shardlib as sl
+from shardlib.errors import TreeError
+from shardlib.models.huggingface import decoder_blocks
 
 logging.set_verbosity_error()
 WORDS = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
@@ -55,3 +57,36 @@ def test_adapters_train_and_the_base_stays(kind, stage):
         assert torch.equal(before, after) == (path in base), path
     plan = sl.make_plan(params, sl.abstract_mesh(data=2), transform)
     assert sum(bucket.owned for bucket in plan.trained) < 0.2 * plan.parameters
+
+
+def test_blocks_are_those_of_the_model_inside():
+    """LoRA's layers take part in layer drop as the model's own do."""
+    wrapped = adapted("llama")
+    with pytest.raises(TreeError, match=r"this is a PeftModel: give it model.get_base_model\(\)"):
+        decoder_blocks(wrapped)
+    model = wrapped.get_base_model()
+    apply, params, frozen = sl.from_module(model, blocks=decoder_blocks(model), frozen=True)
+    drop = sl.progressive_layer_drop(0.1, 1e3)
+    state, train_step = sl.make_train_step(
+        apply, sl.shard(params, sl.make_mesh(), sl.chain(drop, sl.freeze(frozen))), sl.optim.sgd(1.0), rng=0
+    )
+    trained = []
+    for tokens in (*TOKENS, *TOKENS):
+        before = optree.tree_map(torch.clone, sl.unshard(state.params))
+        state, _ = train_step(state, {"input_ids": tokens, "labels": tokens})
+        after = optree.tree_map(torch.clone, sl.unshard(state.params))
+        trained.append([not torch.equal(a, b) for a, b in zip(optree.tree_leaves(before), optree.tree_leaves(after))])
+    paths = ["/".join(map(str, path)) for path in optree.tree_paths(params)]
+    moved = [{path.split("/")[0] for path, moves in zip(paths, step) if moves} for step in trained]
+    assert moved[0] == {"1", "2"} and all("lora_" in path or not any(m) for path, *m in zip(paths, *trained))
+    assert any(step < {"1", "2"} for step in moved[1:])
+
+
+def test_generate_takes_no_adapters():
+    wrapped = adapted("llama")
+    for model in (wrapped, wrapped.get_base_model()):
+        with pytest.raises(TreeError, match=r"this one has those of peft: take model.merge_and_unload\(\)"):
+            sl.generate(model, {}, [[1, 2]], max_new=1)
+    merged = wrapped.merge_and_unload()
+    found = sl.generate(merged, sl.from_module(merged.requires_grad_(True))[1], [[1, 2]], max_new=2, temperature=0)
+    assert len(found[0]) == 2

@@ -18,6 +18,7 @@ from hypothesis import Phase, settings
 IGNORED = (
     "tests/benchmarks",
     "tests/commands",
+    "tests/debug/test_planted.py",
     "tests/device",
     "tests/docs",
     "tests/kernels/test_build_and_dispatch.py",

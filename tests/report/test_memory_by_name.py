@@ -87,6 +87,13 @@ def test_a_picture_of_memory(tmp_path):
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_batch_that_is_a_view_is_counted_whole():
+    whole = torch.ones(8, 4)
+    state, step = sl.make_train_step(lambda p, x: (x @ p["w"]).sum(), {"w": torch.ones(2, 2)}, sl.optim.sgd(0.1))
+    found = sl.report.memory(step, state, {"x": whole[:, :2]}["x"])
+    assert found.by_kind["batch"] == whole.nbytes
+
+
 def test_donated_memory_is_not_counted_twice():
     """An update in place makes no second copy of parameters or moments."""
     found, _, _ = sl.simulate(measured, CHAINS["stage 0"], mesh={"data": 1})[0]

@@ -107,7 +107,7 @@ class Pipe:
             if not self._position.is_last(stage):
                 return result
             outcome = read_loss(result, False)
-            require_gradient(outcome)
+            require_gradient(outcome, call.thinned[microbatch])
             outcomes[microbatch] = detached(outcome, self._executor(stage, microbatch))
             return outcome.total
 

@@ -33,13 +33,19 @@ def decoder_of(model: Any) -> Decoder:
     """The decoder of a model: a `GPTConfig`, a causal language model of transformers, or a `Decoder` itself.
 
     Raises:
-        TreeError: another kind of model, or one with settings that its decoder does not compute; lists them.
+        TreeError: another kind of model, one with peft's adapters, or with settings that its decoder does not compute, which
+            it lists.
         ValueError: a `GPTConfig` whose layout is for fewer tokens than its sequence.
     """
     if isinstance(model, Decoder):
         return model
     if isinstance(model, GPTConfig):
         return GPT(model)
+    if hasattr(model, "peft_config"):
+        raise TreeError(
+            "generate takes a model without adapters, and this one has those of peft: take model.merge_and_unload(), and "
+            "the parameters of that"
+        )
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in KINDS or not isinstance(getattr(model, "lm_head", None), nn.Linear):
         raise TreeError(

@@ -67,8 +67,14 @@ def decoder_of(model: nn.Module) -> Decoder:
     """The names of a model's submodules.
 
     Raises:
-        TreeError: the model is no causal language model of transformers of a kind in `DECODERS`, or adds routers' losses.
+        TreeError: the model is no causal language model of transformers of a kind in `DECODERS`, one that peft has wrapped,
+            or adds routers' losses.
     """
+    if hasattr(model, "get_base_model"):  # of peft, which answers for the model inside and has other parameters
+        raise TreeError(
+            f"decoder_blocks takes a model of transformers itself, and this is a {type(model).__name__}: give it "
+            "model.get_base_model(), whose layers have the adapters of LoRA and its kin in them"
+        )
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in DECODERS or not isinstance(getattr(model, "lm_head", None), nn.Linear):
         raise TreeError(

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import time
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
-from shardlib.common._compat import TorchDispatchMode, asks_device, storage_id
 from shardlib.common.optional import figures
-from shardlib.mesh.transport.activity import here
 from shardlib.nn.names import naming as naming_of_values
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.plan.tables import size, table
 from shardlib.plan.tiers.held import tiers_of
+from shardlib.report.profile.names import Change, Name, Names, leaves_of_state, tensors_of
 from shardlib.report.profile.picture import saved
 from shardlib.report.profile.recording import Follower, TrainStep, require_steps
-from shardlib.report.profile.timeline import Part, Timeline
-from shardlib.tree import flatten, leaves_of
+from shardlib.report.profile.timeline import Part
 
 KINDS = {  # in the order in which they are drawn, from the bottom up
     "parameters": "#3b6ea8",
@@ -43,36 +37,6 @@ KINDS = {  # in the order in which they are drawn, from the bottom up
     "other": "#d0d0d0",
 }
 _COMPUTED = ("activations", "computed again", "backward")
-_GRADIENT = "the gradient of "
-
-
-class Name(NamedTuple):
-    """What some bytes are for.
-
-    Attributes:
-        kind: one of `KINDS`. "gathered" parameters and "gradients" are of units, "activations" are what forward computes,
-            "computed again" what a checkpoint does, "backward" what backward computes beside gradients of parameters;
-            "other" is what the step makes for itself.
-        of: the leaf's path, the unit, the block's unit with the name of the value (`sl.nn.checkpoint_name`) if it has one, or
-            what a message is for.
-    """
-
-    kind: str
-    of: str
-
-
-class Change(NamedTuple):
-    """Bytes that came to be, or, below 0, went.
-
-    Attributes:
-        when: seconds from the beginning of the step; 0 for what was there.
-        part: the part of the step that ran.
-    """
-
-    when: float
-    name: Name
-    bytes: int
-    part: Part
 
 
 @dataclass(frozen=True)
@@ -184,9 +148,9 @@ def memory(train_step: TrainStep, state: TrainState, batch: Any, *, warm: int = 
     for _ in range(warm):
         state, _ = train_step(state, batch)
     follower = Follower(mesh)
-    names = _Names(follower.timeline, mesh.device, {bucket.label for bucket in state.params.plan.tiled.buckets})
-    names.know(_of_state(state))
-    names.know(("batch", path, leaf, leaf.nbytes) for path, leaf in _tensors(batch))
+    names = Names(follower.timeline, mesh.device, {bucket.label for bucket in state.params.plan.tiled.buckets})
+    names.know(leaves_of_state(state))
+    names.know(("batch", path, leaf, leaf.nbytes) for path, leaf in tensors_of(batch))
     value = naming_of_values.set(names.named)
     try:
         with follower.installed(), names:
@@ -200,116 +164,8 @@ def memory(train_step: TrainStep, state: TrainState, batch: Any, *, warm: int = 
 def _planned(plan: Plan | None, coords: Mapping[str, int], batch: Any) -> tuple[int, str] | None:
     if plan is None or plan.peak_bytes is None or plan.needs is None:
         return None
-    tier = tiers_of(plan.at(coords), sum(leaf.nbytes for _, leaf in _tensors(batch)))["device"]
+    tier = tiers_of(plan.at(coords), sum(leaf.nbytes for _, leaf in tensors_of(batch)))["device"]
     return tier.bytes, tier.when
-
-
-Known = Iterator[tuple[str, str, torch.Tensor, int]]  # kind, name, a tensor, and how many bytes of its storage
-
-
-def _of_state(state: TrainState) -> Known:
-    """Every leaf of a state, those in flat buffers by their own paths."""
-    plan = state.params.plan
-    for bucket in plan.buckets:
-        if bucket.name in state.params.in_memory:
-            buffer = state.params.in_memory[bucket.name]
-            for path, elements in zip(bucket.paths, bucket.segment_sizes(bucket.param_level), strict=True):
-                yield "parameters", path, buffer, elements * buffer.itemsize
-    flat = {bucket.name: bucket for bucket in plan.trained}
-    for path, leaf in _tensors(state.opt._asdict()):
-        name = next((name for name in flat if path.endswith(f"/{name}")), None)
-        if name is None or leaf.numel() != flat[name].owned:
-            yield "optimizer", path, leaf, leaf.nbytes
-            continue
-        what = path.removesuffix(f"/{name}")
-        for leaf_path, elements in zip(flat[name].paths, flat[name].segment_sizes(flat[name].levels), strict=True):
-            yield "optimizer", f"{what}/{leaf_path}", leaf, elements * leaf.itemsize
-    for path, leaf in _tensors(state.comm):
-        yield "residuals", path, leaf, leaf.nbytes
-    for path, leaf in _tensors(state.buffers):
-        yield "buffers", path, leaf, leaf.nbytes
-
-
-def _tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
-    paths, leaves, _ = flatten(tree)
-    return [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-
-
-class _Names(TorchDispatchMode):
-    """Notes storages of one device as they come and go, with names.
-
-    Args:
-        units: what buckets are called in the names of their gathers.
-    """
-
-    def __init__(self, timeline: Timeline, device: torch.device, units: set[str]) -> None:
-        super().__init__()
-        self._timeline, self._device, self._units = timeline, device, units
-        self.changes: list[Change] = []
-        self._alive: dict[int, list[tuple[Name, int]]] = {}  # identity of a storage -> its names with their bytes
-
-    def know(self, leaves: Known) -> None:
-        """Note tensors that are there. What a storage has beyond them is the last one's: padding."""
-        for kind, of, tensor, count in leaves:
-            if self._counts(tensor):
-                storage = tensor.untyped_storage()
-                key = storage_id(storage)
-                if key not in self._alive:
-                    self._alive[key] = []
-                    weakref.finalize(storage, self._free, key)
-                left = storage.nbytes() - sum(size for _, size in self._alive[key])
-                self._add(key, Name(kind, of), min(count, left))
-
-    def named(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Meet a value that the model names."""
-        held = self._alive.get(storage_id(x.untyped_storage())) if self._counts(x) else None
-        if held and held[0][0].kind in ("activations", "computed again"):
-            (before, count), part = held[0], self._timeline.now
-            after = Name(before.kind, f"{before.of}: {name}")
-            held[0] = after, count
-            self.changes += [self._change(before, -count, part), self._change(after, count, part)]
-        return x
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is asks_device:
-            return func(*args)
-        result = func(*args, **(kwargs or {}))
-        for value in leaves_of(result):
-            if isinstance(value, torch.Tensor) and self._counts(value):
-                storage = value.untyped_storage()
-                if (key := storage_id(storage)) not in self._alive:
-                    self._alive[key] = []
-                    self._add(key, self._name(), storage.nbytes())
-                    weakref.finalize(storage, self._free, key)
-        return result
-
-    def _counts(self, tensor: torch.Tensor) -> bool:
-        return tensor.layout is torch.strided and tensor.device.type == self._device.type
-
-    def _name(self) -> Name:
-        """The name of what is made now: by what an exchange or a unit's gradient is for, or by the part of the step."""
-        path, part = here().path, self._timeline.now
-        if path in self._units:
-            return Name("gathered", path)
-        if path.startswith(_GRADIENT):
-            return Name("gradients", path.removeprefix(_GRADIENT))
-        if part.kind == "compute":
-            kind = {"forward": "activations", "recompute": "computed again"}.get(part.way, part.way)
-            return Name(kind, part.name)
-        if part.kind == "optimizer" or path == "the optimizer":
-            return Name("update", part.name or "the optimizer")
-        return Name("messages", path) if path or part.kind in ("communication", "wait") else Name("other", part.kind)
-
-    def _add(self, key: int, name: Name, count: int) -> None:
-        self._alive[key].append((name, count))
-        self.changes.append(self._change(name, count, self._timeline.now))
-
-    def _free(self, key: int) -> None:
-        part = self._timeline.now
-        self.changes += [self._change(name, -count, part) for name, count in self._alive.pop(key)]
-
-    def _change(self, name: Name, count: int, part: Part) -> Change:
-        return Change(time.perf_counter() - self._timeline.began, name, count, part)
 
 
 def _draw(found: Memory, path: str | Path) -> None:

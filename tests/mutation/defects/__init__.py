@@ -4,6 +4,8 @@ from ..planting import Defect
 from . import (
     checkpoints,
     communication,
+    curricula,
+    debug,
     disk,
     experts,
     hangs,
@@ -33,8 +35,10 @@ DEFECTS: tuple[Defect, ...] = (
     *checkpoints.DEFECTS,
     *disk.DEFECTS,
     *runs.DEFECTS,
+    *curricula.DEFECTS,
     *reproducible.DEFECTS,
     *tiles.DEFECTS,
     *experts.DEFECTS,
+    *debug.DEFECTS,
     *thinning.DEFECTS,
 )

@@ -35,7 +35,7 @@ DEFECTS = (
     Defect(
         "freed by nobody",
         "memory",
-        "report/profile/memory.py",
+        "report/profile/names.py",
         "a named value is added under its new name and stays under the old one",
         "self._change(before, -count, part), self._change(after, count, part)",
         "self._change(after, count, part)",
