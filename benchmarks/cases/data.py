@@ -168,7 +168,38 @@ def beginning(setting: Setting) -> Result:
     return tables.listed("Beginnings", about, ["", "ms"], cells, times)
 
 
+def analysing(setting: Setting) -> Result:
+    """The rarity of every window of a token file, against a plain loop in NumPy that writes nothing."""
+    with tempfile.TemporaryDirectory(prefix="shardlib-benchmark-") as folder, one_thread():
+        dice, tokens = np.random.default_rng(0), (40_000 if setting.small else 20_000_000)
+        path = Path(folder) / "corpus.tokens"
+        file = sl.data.write_tokens(path, [dice.zipf(1.3, tokens) % 50_000], vocabulary=50_000)
+        windows = sl.data.tokens(path, sequence=1024)
+
+        def plain(_: int) -> None:
+            whole = np.asarray(file.tokens[: len(windows) * 1024])
+            counts = np.bincount(whole, minlength=50_000)
+            nats = np.log(counts.sum()) - np.log(np.maximum(counts, 1))
+            values = np.array([nats[whole[start : start + 1024]].mean() for start in range(0, len(whole), 1024)])
+            np.argsort(values, kind="stable")
+
+        calls = {
+            "sl.data.analyze": lambda _: sl.data.analyze(windows, "rarity", path.with_suffix(".rarity")),
+            "a loop": plain,
+        }
+        times = interleave(calls, setting.rounds, warm=1, stopwatch=processor)
+    compared = ratio(*times.values())
+    about = (
+        f"The rarity of {len(windows):,} windows of 1,024 tokens, one process of one thread, medians of {setting.rounds} "
+        "rounds in which both take turns; processor time. The loop has all tokens in memory; both count and sort."
+    )
+    cells = [(name, f"{len(windows) / np.median(seconds):,.0f}") for name, seconds in times.items()]
+    cells.append(("ratio of times", f"{compared.median:.3f} ({compared.low:.3f} – {compared.high:.3f})"))
+    return tables.listed("Analysis", about, ["", "samples/s"], cells, times)
+
+
 CASES = (
     Case("data_loading", "rows per second of sl.data.loader against torch's DataLoader", {CPU: 10}, loading),
+    Case("data_analysis", "the rarity of every sample, by analyze and by a plain loop", {CPU: 10}, analysing),
     Case("data_beginning", "the first batch after resuming, and packing", {CPU: 10}, beginning),
 )

@@ -21,6 +21,7 @@ from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.halves import Halves
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
+from shardlib.execute.meeting import Meeting
 from shardlib.execute.phases import Phases, phases_of
 from shardlib.execute.record import Record
 from shardlib.execute.refusals import explain_hooks, refuse_autocast, refuse_func, require_unwritten
@@ -79,7 +80,8 @@ class Executor:
         modules = {m: n for m, n in plan.step.module_tiles.items() if any(path.startswith(f"{m}/") for path in paths)}
         aliases = [path for placement in plan.placements for path in placement.aliases]
         tiled = TiledModules(modules, {*paths, *aliases}) if modules else None
-        self._surroundings = Surroundings(mesh, parts, tiled, plan.step.tokens)
+        tokens = Meeting(plan.step.tokens, lambda: self._gathering.meet()) if plan.step.tokens else None
+        self._surroundings = Surroundings(mesh, parts, tiled, tokens)
         self._units = {
             unit: UnitState(unit, members, self._touch, plan.placement_of, self._slices)
             for unit, members in states.items()

@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
+from shardlib.errors import RankMismatch
 from shardlib.execute.record import Record, Visit
 from shardlib.mesh.memories import AHEAD
 
@@ -159,6 +160,19 @@ class Gathering:
         if unit.name not in self._here:
             self._agree(self._names.index(unit.name))
 
+    def meet(self) -> None:
+        """Come together before an exchange of the function itself, of tokens with experts.
+
+        While the ranks agree on each gather, this rank takes part in those of ranks that are not at the exchange yet.
+
+        Raises:
+            RankMismatch: other ranks make no such exchange any more; on all ranks.
+        """
+        if self._trace is None and self._gathers:
+            self._sum = zlib.crc32(b"exchange", self._sum) >> 1
+            while not self._agree(_MEETING):
+                pass
+
     def turn(self) -> None:
         """End the forward: release every unit, and start to gather the one that backward needs first."""
         self.rest()
@@ -219,7 +233,7 @@ class Gathering:
 
         Args:
             what: the number of the unit that this rank gathers next; that number plus the number of units if it reduces the
-                unit; or ``_END``.
+                unit; or ``_MEETING`` or ``_END``.
             late: whether this rank has late gradients (see `finish`).
         """
         ready = self.reductions.ready() if self.reductions is not None else 0
@@ -227,8 +241,14 @@ class Gathering:
         nexts, checksums, counts, lates = zip(*words, strict=True)
         self._late = any(lates)
         same = len(set(nexts)) == 1
+        if not same and max(nexts) < 0:
+            raise RankMismatch(
+                f"{nexts.count(_MEETING)} of {len(nexts)} ranks are at an exchange of tokens with experts that are dealt out "
+                f"(sl.experts), which the others do not make before the {'loss' if self.reductions is None else 'backward'} "
+                "ends: call the layers of experts on every rank and equally often, with no rows where there are none"
+            )
         if not same or len(set(checksums)) > 1:
-            units = {self._names[number % len(self._names)] for number in nexts if number != _END}
+            units = {self._names[number % len(self._names)] for number in nexts if number >= 0}
             self._differing = (self._differing or set()) | units
             self._settle()
         self._allowed = min(counts)
@@ -320,4 +340,4 @@ class Gathering:
             self._here.pop(name).release()
 
 
-_END = -1
+_END, _MEETING = -1, -2

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from shardlib.collectives.tokens import TokenExchange
 from shardlib.execute.sequence import SequenceParts
 from shardlib.mesh.mesh import Mesh, current_mesh
-from shardlib.nn.moe.experts import current_exchange
+from shardlib.nn.moe.experts import Exchange, current_exchange
 from shardlib.nn.sequence import current_parts
 from shardlib.nn.tiled_modules import TiledModules, current_modules
 
@@ -28,7 +27,7 @@ class Surroundings:
     mesh: Mesh
     parts: SequenceParts | None
     modules: TiledModules | None
-    tokens: TokenExchange | None
+    tokens: Exchange | None
 
     @contextmanager
     def installed(self) -> Iterator[None]:

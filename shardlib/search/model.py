@@ -68,12 +68,11 @@ class Blocks:
         inner = traces[start:stop]
         kept = sum(trace.kept for trace in inner) - sum(trace.forward for trace in inner[:-1])
         live = kept + max(trace.live - trace.kept for trace in inner)
-        gradients = sum(bucket.gradient for bucket in self.shared(start, stop))
         return Trace(
             (),
             _summed(trace.activations for trace in inner),
             live,
-            max(live, gradients + max(trace.live for trace in inner)),
+            live,  # gradients come as activations go
             kept,
             inner[-1].forward,
             inner[-1].backward,

@@ -21,6 +21,7 @@ from shardlib.search.value import Found, Rejected
 _SMALLER = (0.75, 0.5)  # of the memory of the quickest plan: budgets for which a search is made again
 _REMEDIES = ("recompute", "offload")  # what of a choice takes time to save memory
 _NO_MORE = "no more"
+_ABOUT = 1.05  # of the bytes that are held: what a plan put together from blocks says at most
 _ACTIONS = 4096  # of a schedule: what is more of its steady part is not run on the clock
 
 
@@ -36,7 +37,7 @@ class Searching:
 
     Attributes:
         rejected: choice -> why.
-        timed: choice -> seconds on the clock with traces put together from blocks, and bytes that are held at all times.
+        timed: choice -> seconds on the clock with traces put together from blocks, and bytes that a device holds at least.
     """
 
     def __init__(self, model: Model, machine: Machine, ranks: int, choices: Sequence[Choice], within: float) -> None:
@@ -133,11 +134,12 @@ class Searching:
         few = 2 * max(2, stages)
         if choice.microbatches <= 2 * few or 2 * stages * choice.microbatches <= _ACTIONS:
             plan = self._model.assembled(choice)
-            return predict_on(plan, self._machine).total, _state(plan)
+            return predict_on(plan, self._machine).total, self._held(choice, plan, _ABOUT)
         more = few + few // 2
         plans = [self._model.assembled(replace(choice, microbatches=number)) for number in (few, more)]
         first, second = (predict_on(plan, self._machine).total for plan in plans)
-        return first + (second - first) / (more - few) * (choice.microbatches - few), _state(plans[0])
+        each = (second - first) / (more - few)
+        return first + each * (choice.microbatches - few), self._held(choice, plans[0], _ABOUT)
 
     def _planned(self, choice: Choice) -> Found:
         """The exact plan."""
@@ -148,13 +150,22 @@ class Searching:
                 raise
             except Exception as error:  # the loss's own: it does not run on such micro-batches, say
                 raise _Unfit("cannot be traced", f"{type(error).__name__}: {error}") from error
-            limits = self._limits(choice)
-            misfits = [use for use in limits.uses(plan) if not use.fits]
-            if misfits:
-                worst = max(misfits, key=lambda use: use.bytes - use.limit)
-                raise _Unfit(f"the plan exceeds {worst.tier.memory} memory", str(worst))
-            self._found[choice] = Found(choice, predict_on(plan, self._machine).total, limits.peak(plan), plan)
+            held = self._held(choice, plan, 1.0)
+            self._found[choice] = Found(choice, predict_on(plan, self._machine).total, held, plan)
         return self._found[choice]
+
+    def _held(self, choice: Choice, plan: Plan, about: float) -> int:
+        """The peak of a rank's device under a plan that fits, at least.
+
+        Args:
+            about: how often what the plan says may be what is held.
+        """
+        limits = self._limits(choice)
+        misfits = [use for use in limits.uses(plan) if use.bytes > about * use.limit]
+        if misfits:
+            worst = max(misfits, key=lambda use: use.bytes - use.limit)
+            raise _Unfit(f"the plan exceeds {worst.tier.memory} memory", str(worst))
+        return int(limits.peak(plan) / about)
 
     def _limits(self, choice: Choice) -> Limits:
         machine, batch = self._machine, self._model.batch_bytes(choice.rows * choice.microbatches)
@@ -168,8 +179,3 @@ def _followers(values: Iterable[str | None]) -> dict[str | None, str | None]:
     """Value -> the one that is tried after it: none comes first, the others as they are given."""
     order = sorted(dict.fromkeys(values), key=lambda value: value is not None)
     return dict(zip(order, [*order[1:], _NO_MORE], strict=True))
-
-
-def _state(plan: Plan) -> int:
-    """Bytes that a device holds at all times."""
-    return plan.bytes("param", "device") + plan.bytes("optimizer", "device")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.cases import data, disk, generating, optimizer_kernels, planned_experts, thinned
+from benchmarks.cases import claims, data, disk, generating, optimizer_kernels, planned_experts, thinned
 from benchmarks.harness.case import Setting
 
 SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
@@ -24,3 +24,10 @@ def test_plans_of_experts_are_what_formulas_say():
     samples = planned_experts.measure(SMALL).samples
     assert len(samples) == 14
     assert [sample[3] for sample in samples] == [sample[4] for sample in samples]
+
+
+@pytest.mark.nightly
+def test_claims_are_planned():
+    result = claims.measure(SMALL)
+    assert len(result.samples) == len(claims.CLAIMS) and all(number > 0 for _, _, number, _ in result.samples)
+    assert result.text.count("| data ") + result.text.count("| pipe ") == len(claims.jobs()) == len(claims.small_jobs())

@@ -176,25 +176,6 @@ def test_a_rank_whose_tokens_need_no_gradient_takes_part_in_backward(stage):
         assert_close(found[2], alone[2], 1e-10)
 
 
-def test_ranks_that_use_other_parameters_before_the_layer_are_told_so():
-    """At stage 3, where one rank gathers what another one leaves out."""
-
-    def loss_fn(params, batch):
-        x = batch["x"] @ params["w"] if batch["x"][0, 0, 0] == BATCHES[0]["x"][0, 0, 0] else batch["x"]
-        return sl.nn.moe(params, x, sl.nn.MoEConfig(TOP_2))[0].square().mean()
-
-    def run(mesh):
-        training.train(mesh, loss_fn, PARAMS[0], BATCHES, sl.chain(sl.experts(), sl.zero(3, axis="expert")), TX)
-
-    with pytest.raises(RankMismatch) as refused:
-        sl.simulate(run, mesh={"expert": 2})
-    for words in (
-        "for the agreement on gathers, in step 0",
-        "parameters that are gathered before them are the same on",
-    ):
-        assert words in str(refused.value)
-
-
 def test_all_tokens_to_one_expert():
     assert_trains_like_one_device({"expert": 4}, sl.experts(), router=routers.switch(), batches=skewed(2))
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.overrides import has_torch_function
 
-from shardlib.collectives.tokens import Coming, TokenExchange
+from shardlib.collectives.tokens import Coming
 from shardlib.common._compat import outside_of_graphs
 from shardlib.kernels.permute import permute, unpermute
-from shardlib.mesh.mesh import current_mesh
+from shardlib.mesh.mesh import Mesh, current_mesh
 from shardlib.nn.moe.compute import Rows
 from shardlib.nn.moe.config import Expert
 from shardlib.nn.moe.copies import Copies, Own, borrow
@@ -21,9 +21,35 @@ from shardlib.nn.moe.dealt import opened
 from shardlib.nn.moe.routing import NUMBER, Routing
 from shardlib.tree import leaves_of
 
+
+class Exchange(Protocol):
+    """What layers use of a `shardlib.collectives.tokens.TokenExchange`."""
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+    @property
+    def padded(self) -> bool: ...
+
+    @property
+    def spare(self) -> int: ...
+
+    def send(
+        self,
+        mesh: Mesh,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        *,
+        slots: int | None = None,
+        anchor: torch.Tensor | None = None,
+    ) -> tuple[Coming, Any]: ...
+
+    def back(self, mesh: Mesh, rows: torch.Tensor, way: Any) -> Coming: ...
+
+
 # How tokens travel to experts that are dealt out over the mesh. The executor sets it for the duration of a run, and of a
 # block's recomputation; None where every rank has all experts.
-current_exchange: ContextVar[TokenExchange | None] = ContextVar("current_exchange", default=None)
+current_exchange: ContextVar[Exchange | None] = ContextVar("current_exchange", default=None)
 
 
 def run_experts(
@@ -115,7 +141,7 @@ class _Travel:
     Its sizes are known only in the run, and what it sends is not made of operators.
     """
 
-    def __init__(self, exchange: TokenExchange) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self._exchange, self.axes = exchange, exchange.axes
         self.padded, self.spare = exchange.padded, exchange.spare
 

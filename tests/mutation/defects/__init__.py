@@ -4,6 +4,7 @@ from ..planting import Defect
 from . import (
     checkpoints,
     communication,
+    curricula,
     debug,
     disk,
     experts,
@@ -34,6 +35,7 @@ DEFECTS: tuple[Defect, ...] = (
     *checkpoints.DEFECTS,
     *disk.DEFECTS,
     *runs.DEFECTS,
+    *curricula.DEFECTS,
     *reproducible.DEFECTS,
     *tiles.DEFECTS,
     *experts.DEFECTS,

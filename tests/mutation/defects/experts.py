@@ -177,7 +177,7 @@ DEFECTS = (
         "skip",
         "execute/executor.py",
         "the plan's exchange of tokens does not reach the loss",
-        "tiled, plan.step.tokens)",
+        "tiled, tokens)",
         "tiled, None)",
         (f"{_DEALT}::test_stages",),
     ),

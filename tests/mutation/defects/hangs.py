@@ -7,6 +7,15 @@ _RENDEZVOUS = "tests/mesh/test_rendezvous.py"
 
 DEFECTS = (
     Defect(
+        "experts without a meeting",
+        "agreement",
+        "execute/gathering.py",
+        "a rank sends tokens to experts while others wait for it to agree on a gather",
+        "while not self._agree(_MEETING):",
+        "while False:",
+        ("tests/execute/test_uneven_use_with_experts.py::test_ranks_train_like_one_device",),
+    ),
+    Defect(
         "a name that stays",
         "stale",
         "mesh/transport/activity.py",

@@ -2,9 +2,55 @@
 
 from ..planting import Defect
 
+_DECODER = "tests/kernels/test_kernels_decoder"
 _SPARSE = ("tests/kernels/test_sparse_attention.py::test_drawn_cases",)
 
 DEFECTS = (
+    Defect(
+        "the second of a pair turned back",
+        "sign",
+        "kernels/decoder_attention/decoder_attention.cpp",
+        "the rotation of queries and keys mirrors the second half of a head",
+        "put<Type>(x + half + i, b * c + a * s, n);",
+        "put<Type>(x + half + i, b * c - a * s, n);",
+        (f"{_DECODER}_attention.py::test_drawn",),
+    ),
+    Defect(
+        "one angle for all tokens",
+        "offset",
+        "kernels/decoder_attention/decoder_attention.cpp",
+        "each sequence's new token is rotated by the first one's position",
+        "++token, cos += half, sin += half)",
+        "++token)",
+        (f"{_DECODER}_attention.py::test_drawn",),
+    ),
+    Defect(
+        "the norm of heads over all of them",
+        "numerics",
+        "kernels/decoder_attention/decoder_attention.cpp",
+        "only the first keys' heads are normed before they are rotated",
+        "norms.eps, tokens * own, cache.size, k.data());",
+        "norms.eps, tokens, cache.size, k.data());",
+        (f"{_DECODER}_attention.py::test_drawn",),
+    ),
+    Defect(
+        "the first choice's weight for all",
+        "factor",
+        "kernels/decoder_mlp/decoder_mlp.cpp",
+        "a token's experts are summed with the first one's weight",
+        "fma(all(weights[size_t(a)]), get",
+        "fma(all(weights[size_t(row * choices)]), get",
+        (f"{_DECODER}_mlp.py::test_experts",),
+    ),
+    Defect(
+        "weights of all experts' odds",
+        "factor",
+        "kernels/decoder_mlp/decoder_mlp.cpp",
+        "the weights of the chosen experts are not renormalised",
+        "weights[j] /= kept;",
+        "weights[j] /= 1.0f;",
+        (f"{_DECODER}_mlp.py::test_experts",),
+    ),
     Defect(
         "the last elements left out",
         "mask",
