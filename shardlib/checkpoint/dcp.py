@@ -6,6 +6,7 @@ import io
 import pickle
 import zipfile
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,19 @@ class _Unpickler(pickle.Unpickler):
     """An unpickler of `.metadata` files that makes what they need, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not dtype and name not in _ALLOWED.get(module, ()):
             raise CheckpointError(f"the metadata name {module}.{name}, which no place of a tensor needs: not trusted")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """A member of an enumeration, which some versions of Python (3.11.2) write as an attribute of its class."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise CheckpointError(f"the metadata name the attribute {name} of {kind!r}, which no place needs: not trusted")
+    return kind.__members__[name]
 
 
 def _read(folder: Path) -> Manifest:

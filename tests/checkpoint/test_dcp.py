@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from helpers.saved import tensors
 from helpers.trees import assert_same
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -177,15 +178,39 @@ class Evil:
         return os.mkdir, ("it-ran",)
 
 
+class Attribute:
+    """As Python 3.11.2 writes a member of an enumeration."""
+
+    def __init__(self, *of):
+        self.of = of
+
+    def __reduce__(self):
+        return getattr, self.of
+
+
+def test_members_of_enumerations_written_as_attributes(tmp_path, monkeypatch):
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda one, _: (getattr, (type(one), one.name)))
+    dcp.save({"w": torch.arange(4.0)}, checkpoint_id=tmp_path, no_dist=True)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    params = sl.shard({"w": torch.zeros(4)}, sl.make_mesh())
+    assert sl.checkpoint.import_dcp(tmp_path, params)["w"].tolist() == [0, 1, 2, 3]
+
+
 # The second names a function of torch whose name begins like a dtype's.
 @pytest.mark.parametrize(
-    ("content", "name"), [(pickle.dumps(Evil()), r"posix\.mkdir"), (b"ctorch\nint_repr\n.", r"torch\.int_repr")]
+    ("content", "name"),
+    [
+        (pickle.dumps(Evil()), r"posix\.mkdir"),
+        (b"ctorch\nint_repr\n.", r"torch\.int_repr"),
+        (pickle.dumps(Attribute(torch.Size, "__class__")), r"the attribute __class__ of <class 'torch.Size'>"),
+        (pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, "__class__")), "the attribute __class__ of <enum"),
+    ],
 )
 def test_no_code_is_run(tmp_path, monkeypatch, content, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".metadata").write_bytes(content)
     params = sl.shard({"a": torch.zeros(4)}, sl.make_mesh())
-    with pytest.raises(CheckpointError, match=rf"the metadata name {name}, .* not trusted"):
+    with pytest.raises(CheckpointError, match=rf"the metadata name {name},? .* not trusted"):
         sl.checkpoint.import_dcp(tmp_path, params)
     assert not (tmp_path / "it-ran").exists()
 
