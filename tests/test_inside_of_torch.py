@@ -31,7 +31,7 @@ INSIDE = {
     if is_private(name)
 }
 # Of named tuples, handles, and transformers' models.
-OTHERS = {"_fields", "_path", "_tp_plan", "_init_weights", "_is_expert_parallel"}
+OTHERS = {"_fields", "_path", "_tp_plan", "_init_weights", "_is_expert_parallel", "_keys_to_ignore_on_load_unexpected"}
 
 
 def inside_of_torch(source: str) -> Iterator[str]:
