@@ -51,8 +51,8 @@ def test_no_other_large_size_decides_anything():
     # moments are coded, which tests reach; what the C++ kernels' sums are cut by, and a checksum, which they reach too.
     known = {"_HEAD", "_CHUNK", "_EXCHANGES, _SIZES, _SINGLE", "_FIRST", "_PIXELS", "_MASK", "_SMALL", "_SPAN"}
     known |= {"_WORDS", "_ROWS_ELSEWHERE"}
-    # Bits of a number, what a file's tokens begin after, the longest pattern of a mixture and the most samples of an order.
-    known |= {"_LOW", "_MANTISSA", "_START", "_LONGEST", "_LARGEST"}
+    # Bits of a number, what a file's arrays begin after and pieces in which they are read, the longest pattern of a mixture and the most samples of an order.
+    known |= {"_LOW", "_MANTISSA", "START", "CHUNK", "_LONGEST", "_LARGEST"}
     known |= {"SHARD", "SMALLEST"}  # of an exported file, of what is moved to the host: the defaults of arguments
     known |= {"BLOCK", "NOTES"}  # of a disk, and what a step there may say
     found = set()
