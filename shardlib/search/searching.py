@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from shardlib.errors import ShardlibError
+from shardlib.kernels.common.thresholds import Threshold
 from shardlib.plan.machine import Machine
 from shardlib.plan.plan import Plan
 from shardlib.plan.prediction.step import predict_on
@@ -22,7 +23,7 @@ _SMALLER = (0.75, 0.5)  # of the memory of the quickest plan: budgets for which 
 _REMEDIES = ("recompute", "offload")  # what of a choice takes time to save memory
 _NO_MORE = "no more"
 _ABOUT = 1.05  # of the bytes that are held: what a plan put together from blocks says at most
-_ACTIONS = 4096  # of a schedule: what is more of its steady part is not run on the clock
+_ACTIONS = Threshold(4096)  # of a schedule: what is more of its steady part is not run on the clock
 
 
 class _Unfit(Exception):
@@ -132,7 +133,7 @@ class Searching:
         """As in `timed`. Of many micro-batches, which come at a steady pace, some are run."""
         stages = choice.size("pipe")
         few = 2 * max(2, stages)
-        if choice.microbatches <= 2 * few or 2 * stages * choice.microbatches <= _ACTIONS:
+        if choice.microbatches <= 2 * few or 2 * stages * choice.microbatches <= _ACTIONS():
             plan = self._model.assembled(choice)
             return predict_on(plan, self._machine).total, self._held(choice, plan, _ABOUT)
         more = few + few // 2

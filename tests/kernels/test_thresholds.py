@@ -51,10 +51,13 @@ def test_no_other_large_size_decides_anything():
     # moments are coded, which tests reach; what the C++ kernels' sums are cut by, and a checksum, which they reach too.
     known = {"_HEAD", "_CHUNK", "_EXCHANGES, _SIZES, _SINGLE", "_FIRST", "_PIXELS", "_MASK", "_SMALL", "_SPAN"}
     known |= {"_WORDS", "_ROWS_ELSEWHERE"}
-    # Bits of a number, what a file's arrays begin after and pieces in which they are read, the longest pattern of a mixture and the most samples of an order.
+    # Bits of a number, what a file's arrays begin after and pieces in which they are read, the longest pattern of a mixture
+    # and the most samples of an order.
     known |= {"_LOW", "_MANTISSA", "START", "CHUNK", "_LONGEST", "_LARGEST"}
     known |= {"SHARD", "SMALLEST"}  # of an exported file, of what is moved to the host: the defaults of arguments
     known |= {"BLOCK", "NOTES"}  # of a disk, and what a step there may say
+    known |= {"_PART", "_ROOM"}  # samples that are analyzed and merged at once: arguments, which tests give
+    known |= {"_SIDE", "_SENT"}  # of matrices and messages that are timed
     found = set()
     for path in SOURCES.rglob("*.py"):
         if path.name not in ("triton.py", "cuda.py"):  # tiles, of which tests have several

@@ -9,6 +9,7 @@ import torch
 
 import shardlib as sl
 from shardlib.errors import ShardlibError
+from shardlib.kernels.common import thresholds
 from shardlib.models import gpt
 from shardlib.plan import Link, Machine
 from shardlib.plan.tiers.limits import Limits
@@ -149,13 +150,15 @@ def test_bounds_are_bounds():
 
 def test_many_micro_batches_are_timed_by_a_few():
     space = replace(SPACE, recompute=(None,), offloads=(None,), stages=(0,))
-    model = Model(LOSS, params(), batch(256), OPTIMIZER, RULES)
+    model, few = Model(LOSS, params(), batch(256), OPTIMIZER, RULES), False
     for choice in choices(space, 4, 256, blocks=4, slices=True, experts=0, memories=frozenset()):
         if choice.microbatches >= 64 and choice.size("model") < 4:
-            timed = Searching(model, MACHINE, 4, [choice], 0.0)
-            assert timed._clocked(choice)[0] == pytest.approx(
-                sl.report.predict_on(model.assembled(choice), MACHINE).total, rel=1e-3
-            )
+            whole = sl.report.predict_on(model.assembled(choice), MACHINE).total
+            with thresholds.small(64):
+                seconds, _ = Searching(model, MACHINE, 4, [choice], 0.0)._clocked(choice)
+            assert seconds == pytest.approx(whole, rel=1e-3)
+            few |= seconds != whole
+    assert few  # another sum, of as much
 
 
 def test_a_loss_that_nothing_cuts():
