@@ -99,3 +99,10 @@ def checksum_of(arrays: Iterable[np.ndarray]) -> str:
         for start in range(0, len(array), CHUNK):
             digest.update(array[start : start + CHUNK].tobytes())
     return digest.hexdigest()
+
+
+def require_checksum(path: Path, arrays: Iterable[np.ndarray], said: str, error: type[Exception], remedy: str) -> None:
+    """Raise ``error`` unless the arrays of a file have the checksum that its header says."""
+    found = checksum_of(arrays)
+    if found != said:
+        raise error(f"{path} is damaged: its checksum is {found}, and its header says {said}; {remedy}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.data.headed_file import START, checksum_of, header_of, new_file
+from shardlib.data.headed_file import START, header_of, new_file, require_checksum
 from shardlib.errors import BatchError, ShardlibError
 
 _MAGIC = b"SHARDIDX"
@@ -102,12 +102,8 @@ class IndexFile(Index):
         Raises:
             IndexFileError: it is another.
         """
-        found = checksum_of((self.values, self.samples))
-        if found != self.header["blake2b"]:
-            raise IndexFileError(
-                f"{self.path} is damaged: its checksum is {found}, and its header says {self.header['blake2b']}; write it "
-                "anew with shardlib analyze"
-            )
+        arrays, said = (self.values, self.samples), self.header["blake2b"]
+        require_checksum(self.path, arrays, said, IndexFileError, "write it anew with shardlib analyze")
 
 
 def write_index(path: Path, about: dict[str, Any], values: Iterable[np.ndarray], samples: Iterable[np.ndarray]) -> None:

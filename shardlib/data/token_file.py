@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.data.headed_file import CHUNK, START, checksum_of, header_of, new_file
+from shardlib.data.headed_file import CHUNK, START, header_of, new_file, require_checksum
 from shardlib.errors import ShardlibError
 
 _MAGIC = b"SHARDTOK"
@@ -120,12 +120,8 @@ class TokenFile:
         Raises:
             TokenFileError: it is another.
         """
-        found = checksum_of((self.tokens, self.ends))
-        if found != self.header["blake2b"]:
-            raise TokenFileError(
-                f"{self.path} is damaged: its checksum is {found}, and its header says "
-                f"{self.header['blake2b']}; write it anew with shardlib tokenize"
-            )
+        arrays, said = (self.tokens, self.ends), self.header["blake2b"]
+        require_checksum(self.path, arrays, said, TokenFileError, "write it anew with shardlib tokenize")
 
 
 def _header_of(path: Path) -> dict[str, Any]:

@@ -183,7 +183,7 @@ class _Subject:
                 first.setdefault("reduction" if each.phase == "backward" else each.phase, each)
 
     def _remedy(self, found: Finding) -> str:
-        """Which transforms claim the leaf, or else an axis that the operation names, and what to do."""
+        """The transforms that claim the leaf, or else an axis that the operation names, and what to do."""
         if self.plan.claims is None:
             return ""
         by = [

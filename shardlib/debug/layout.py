@@ -1,4 +1,4 @@
-"""Which elements of a whole value a rank holds: a reading of specs of its own, so that a mistake in the library's shows."""
+"""The elements of a whole value that a rank holds: a second reading of specs, so that a mistake in the library's shows."""
 
 from __future__ import annotations
 

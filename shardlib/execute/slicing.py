@@ -133,13 +133,14 @@ def _expert_linear(rows: Any, weight: Any, bias: Any, groups: Groups) -> torch.T
     if style is None or style.sums:
         require_whole_layer(weight, bias)
 
+    if style is None:
+        return expert_linear(materialise(rows), materialise(weight), _held(bias), groups)
+
     def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = expert_linear(rows, weight, None, groups)
         return y if bias is None else y + bias
 
     of_rows = None if bias is None else _held(bias)[groups.experts]
-    if style is None:
-        return compute(materialise(rows), materialise(weight), of_rows)
     return style.grouped(_slice(weight), materialise(rows), of_rows, compute)
 
 

@@ -1,4 +1,4 @@
-"""Which rank is late, by how much, and in what: compute and wait times of all ranks over some steps."""
+"""The rank that is late, by how much, and in what: compute and wait times of all ranks over some steps."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Stragglers:
 
 
 def stragglers(train_step: TrainStep, state: Any, batch: Any, *, steps: int = 10, warm: int = 2) -> Stragglers:
-    """Which rank is late, by how much, and in which part of the step: of every rank what it computes and waits. Collective.
+    """Find the rank that is late, by how much, and in which part of the step, from what all compute and wait. Collective.
 
     Args:
         train_step, state: of `make_train_step`. The state is used up; the one after these steps is ``.state``.
