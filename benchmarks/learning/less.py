@@ -1,7 +1,7 @@
 """Learning with less: a GPT and a BERT that leave out layers or tokens as they train, against all of both, on real text.
 
 Every run is a file of the work folder, written as it goes, so that a measurement that was stopped goes on with the runs that
-are not finished. Times mean something where runs have a core each and nothing else runs: ``--processes 1``.
+are not finished. Seconds are those of the processor, as runs go side by side; `thinned` has the wall clock's.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Job(NamedTuple):
 
 
 class Point(NamedTuple):
-    """``loss`` on held-out text, in nats per byte (of a BERT: per masked byte); ``seconds`` of the steps so far, and
-    the tokens that layers saw in them."""
+    """``loss`` on held-out text, in nats per byte (of a BERT: per masked byte); the processor's ``seconds`` of the steps
+    so far, and the tokens that layers saw in them."""
 
     step: int
     loss: float
@@ -134,9 +134,9 @@ def train(task: Task, folder: Path, job: Job) -> Trial:
         rows.writerow(Point._fields)
         while state.step < task.steps:
             batch = model.batch(batch_at(text, task.batch, task.sequence, seed=job.seed, step=state.step), state.step)
-            begun = time.perf_counter()
+            begun = time.process_time()
             state, metrics = train_step(state, batch)
-            seconds, seen = seconds + time.perf_counter() - begun, seen + metrics["layer_tokens"]
+            seconds, seen = seconds + time.process_time() - begun, seen + metrics["layer_tokens"]
             if state.step % task.every == 0 or state.step == task.steps:
                 whole = windows(held_out, 64, task.sequence, limit=_WINDOWS)
                 loss = float(evaluate.over(state, (model.batch(each, -n) for n, each in enumerate(whole, 1))))
@@ -216,7 +216,7 @@ def text(task: Task, tuned: Sequence[Trial], trials: Sequence[Trial]) -> str:
         "twentieth of the steps, then a cosine to 0, gradients clipped to 1, at the best rate of a grid for the model "
         "that leaves out nothing, on a seed of its own. Fewer layers: `progressive_layer_drop(0.5, 100 / steps)`; fewer "
         "tokens: `random_ltd`, an eighth of the tokens at first, all of them after nine tenths of the steps. Ratios to "
-        "the model that leaves out nothing, by seed. Seconds are those of the steps alone."
+        "the model that leaves out nothing, by seed. Time is the processor's, of the steps alone, on one thread."
     )
     found = {(t.job.model, t.job.method, t.job.seed): t.final for t in trials}
     columns = ["", "loss", "its ratio, ≤ 1.01", "time, ≤ 0.8", "layer-tokens, ≤ 0.75", ""]
