@@ -50,19 +50,20 @@ def _merged(before: Resolved, members: Sequence[Transform]) -> Resolved:
     axes = {axis: dict(uses) for axis, uses in before.axes.items()}
     conflicts: dict[tuple[str, str], list[str]] = {}
     for member in members:
+        writer = member.name  # which is code, and takes time to write
         for claim in member.claims(before.sizes, before.leaves):
             for axis, use in claim.axes():
-                axes.setdefault(axis, {}).setdefault(use, member.name)
+                axes.setdefault(axis, {}).setdefault(use, writer)
             for name, value in claim.slots().items():
                 slot = (type(claim), claim.subject, name)
                 united = claim.union(name, values[slot], value) if slot in values else value
                 if united is None:
                     what = claim.named(claim.subject, name)
                     both = "" if values[slot] == value else f": {show(values[slot])} against {show(value)}"
-                    conflicts.setdefault((writers[slot], member.name), []).append(what + both)
+                    conflicts.setdefault((writers[slot], writer), []).append(what + both)
                     continue
-                values[slot], writers[slot] = united, member.name
-                written.setdefault(member.name, []).append((slot, value))
+                values[slot], writers[slot] = united, writer
+                written.setdefault(writer, []).append((slot, value))
     if conflicts:
         raise IllegalComposition(
             "\n".join(

@@ -21,6 +21,7 @@ from shardlib.plan.records import Trace
 from shardlib.plan.tiers.known import Traced
 from shardlib.plan.transform import chain
 from shardlib.rng import Key
+from shardlib.schedules import make_schedule
 from shardlib.search.space import Choice
 from shardlib.transforms import pipeline
 from shardlib.transforms.experts import RULES
@@ -31,12 +32,18 @@ class Held(NamedTuple):
     """Bytes of a bucket on a rank if nothing is split over the data axis.
 
     Attributes:
+        unit: that its leaves belong to.
         ways: by which other axes divide what is split.
+        elements: of the parameters.
+        alone: whether one stage holds it, and nothing but the data axis reduces its gradients.
         stored, gradient, states: of the parameters, their gradients, and the optimizer's states.
     """
 
     name: str
+    unit: str
     ways: int
+    elements: int
+    alone: bool
     stored: int
     gradient: int
     states: float
@@ -241,13 +248,23 @@ class Model:
         return tracing.traced(plan) if traces is None else replace(plan, traces=traces)
 
 
+def paced(plan: Plan, microbatches: int) -> Plan:
+    """A plan of several micro-batches with another number of them."""
+    schedule = plan.stages.schedule
+    stages = replace(plan.stages, schedule=make_schedule(schedule.name, schedule.ranks, microbatches))
+    return replace(plan, stages=stages, step=replace(plan.step, microbatches=microbatches))
+
+
 def _held(bucket: Bucket, states: float) -> Held:
     """What a bucket takes; ``states``: bytes of the optimizer's states for each element that a rank owns."""
     elements = bucket.size(0)
     trained = elements if bucket.trainable else 0
     return Held(
         bucket.name,
+        bucket.unit,
         bucket.ways,
+        elements,
+        not bucket.replicas and len(bucket.stages) == 1,
         elements * bucket.dtype.itemsize,
         trained * bucket.reduce_dtype.itemsize,
         trained * states,

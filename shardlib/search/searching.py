@@ -15,8 +15,9 @@ from shardlib.plan.prediction.step import predict_on
 from shardlib.plan.records import Trace
 from shardlib.plan.tiers.limits import Limits
 from shardlib.search.bounds import Bounds
-from shardlib.search.model import Model
+from shardlib.search.model import Model, paced
 from shardlib.search.space import Choice
+from shardlib.search.times import Times
 from shardlib.search.value import Found, Rejected
 
 _SMALLER = (0.75, 0.5)  # of the memory of the quickest plan: budgets for which a search is made again
@@ -46,8 +47,8 @@ class Searching:
         self.rejected: dict[Choice, Rejected] = {}
         self.timed: dict[Choice, tuple[float, int]] = {}
         self._model, self._machine, self._ranks, self._within = model, machine, ranks, within
-        self._bounds = Bounds(model, machine, ranks)
-        self._bounded: dict[Choice, float] = {}
+        self._bounds, self._times = Bounds(model, machine, ranks), Times(model, machine, ranks)
+        self._bounded: dict[Choice, tuple[float, int]] = {}
         self._found: dict[Choice, Found] = {}
         self._all = set(choices)
         self._after = {name: _followers(getattr(choice, name) for choice in choices) for name in _REMEDIES}
@@ -86,7 +87,7 @@ class Searching:
 
         for choice in self.choices:
             if all(getattr(choice, name) == next(iter(self._after[name])) for name in _REMEDIES):
-                add(choice, self._bounds.soonest(choice, plain))
+                add(choice, self._times.soonest(choice, plain))
         while heap:
             least, _, known, choice = heapq.heappop(heap)
             if best is not None and least >= best.seconds * (1 - self._within):
@@ -99,7 +100,7 @@ class Searching:
                     fits = found.bytes <= budget
                     best = found if fits and (best is None or found.seconds < best.seconds) else best
                 else:
-                    seconds, held = self._clocked(choice) if known else (self._bound(choice), 0)
+                    seconds, held = self._clocked(choice) if known else self._bound(choice)
                     fits = held <= budget
                     if fits:
                         add(choice, max(least, seconds), known + 1)
@@ -116,12 +117,13 @@ class Searching:
         """The traces of blocks on one device, for one row."""
         return self._model.blocks(Choice((), 1, 1, precision=self.choices[0].precision)).one
 
-    def _bound(self, choice: Choice) -> float:
-        """The seconds that a choice takes at least, by its blocks."""
+    def _bound(self, choice: Choice) -> tuple[float, int]:
+        """The seconds that a choice takes, and the bytes that a device holds, at least, by its blocks."""
         if choice not in self._bounded:
             if excess := self._bounds.excess(choice):
                 raise _Unfit(f"{excess.what} exceed {excess.memory} memory", str(excess))
-            self._bounded[choice] = self._bounds.seconds(choice)
+            seconds = self._times.seconds(choice, self._bounds.stages(choice))
+            self._bounded[choice] = seconds, self._bounds.held(choice)
         return self._bounded[choice]
 
     def _clocked(self, choice: Choice) -> tuple[float, int]:
@@ -136,11 +138,10 @@ class Searching:
         if choice.microbatches <= 2 * few or 2 * stages * choice.microbatches <= _ACTIONS():
             plan = self._model.assembled(choice)
             return predict_on(plan, self._machine).total, self._held(choice, plan, _ABOUT)
-        more = few + few // 2
-        plans = [self._model.assembled(replace(choice, microbatches=number)) for number in (few, more)]
-        first, second = (predict_on(plan, self._machine).total for plan in plans)
+        plan, more = self._model.assembled(replace(choice, microbatches=few)), few + few // 2
+        first, second = (predict_on(paced(plan, number), self._machine).total for number in (few, more))
         each = (second - first) / (more - few)
-        return first + each * (choice.microbatches - few), self._held(choice, plans[0], _ABOUT)
+        return first + each * (choice.microbatches - few), self._held(choice, plan, _ABOUT)
 
     def _planned(self, choice: Choice) -> Found:
         """The exact plan."""
@@ -161,12 +162,12 @@ class Searching:
         Args:
             about: how often what the plan says may be what is held.
         """
-        limits = self._limits(choice)
-        misfits = [use for use in limits.uses(plan) if use.bytes > about * use.limit]
+        uses = list(self._limits(choice).uses(plan))
+        misfits = [use for use in uses if use.bytes > about * use.limit]
         if misfits:
             worst = max(misfits, key=lambda use: use.bytes - use.limit)
             raise _Unfit(f"the plan exceeds {worst.tier.memory} memory", str(worst))
-        return int(limits.peak(plan) / about)
+        return int(max(use.bytes for use in uses if use.tier.memory == "device") / about)
 
     def _limits(self, choice: Choice) -> Limits:
         machine, batch = self._machine, self._model.batch_bytes(choice.rows * choice.microbatches)

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardlib.plan.transform import Chain, Transform, chain
 from shardlib.transforms import (
     accumulate,
@@ -28,6 +31,8 @@ _OFFLOADS = {
     "host, parameters too": offload(params="host", gradients="host"),
     "disk": offload("disk", params="disk", gradients="disk", folder=FOLDER),
 }
+# Schedule of a pipeline -> whether it has weight gradients apart. Of one stage for each rank, which forwards enter in turn.
+_SCHEDULES = {"1f1b": False, "zb-h1": True}
 _AXES = {"ulysses": "seq", "ring": "seq", "megatron": "model"}  # kind of sequence parallelism -> its axis
 
 
@@ -39,8 +44,9 @@ class Space:
         stages: of ZeRO.
         precisions: of `shardlib.precision`, of which those are tried that the machine has a rate for.
         recompute: policies of `shardlib.remat`; None for no recompute.
-        schedules: of a pipeline.
-        codecs: of gradients, and at stage 3 of parameters, over axis "data"; None for none. They change what is learnt.
+        schedules: of a pipeline: "1f1b" and "zb-h1".
+        codecs: of gradients, and at stage 3 of parameters, over axis "data"; None for none. They change what is learnt, so
+            none is tried unless it is named.
         offloads: "host", "host, parameters too" and "disk"; None for none. Tried where the machine has such memory.
         sequences: kinds of `shardlib.sequence`, for a loss that is made for it; None for none.
         largest: the size that an axis has at most, where its name is given.
@@ -56,7 +62,7 @@ class Space:
     largest: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
-        known = {"offloads": {None, *_OFFLOADS}, "sequences": {None, *_AXES}}
+        known = {"offloads": {None, *_OFFLOADS}, "sequences": {None, *_AXES}, "schedules": set(_SCHEDULES)}
         for name, values in known.items():
             if unknown := [value for value in getattr(self, name) if value not in values]:
                 raise ValueError(f"Space({name}=) has {unknown[0]!r}: use {', '.join(map(repr, values))}")
@@ -92,6 +98,23 @@ class Choice:
     def mesh(self) -> dict[str, int]:
         """Axis -> size."""
         return dict(self.sizes)
+
+    @property
+    def split(self) -> bool:
+        """Whether backward computes weight gradients apart."""
+        return self.schedule is not None and _SCHEDULES[self.schedule]
+
+    @property
+    def comes(self) -> bool:
+        """Whether parameters come to the device for their use alone: from other ranks, or from another memory."""
+        return (self.stage == 3 and self.size("data") > 1) or self.offload not in (None, "host")
+
+    @property
+    def in_flight(self) -> NDArray[np.int64]:
+        """For each stage of the pipeline the micro-batches whose activations it holds at once, at most."""
+        stages = self.size("pipe")
+        waiting = np.full(stages, stages) if self.split else np.arange(stages, 0, -1)
+        return np.minimum(waiting, self.microbatches)
 
     def transform(self, rules: Mapping[str, Any] | None) -> Chain:
         """The chain.

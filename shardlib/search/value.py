@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from shardlib.common.optional import figures
 from shardlib.plan.plan import Plan
-from shardlib.plan.tables import size, table
+from shardlib.plan.tables import shortened, size, table
 from shardlib.search.space import Choice
 
-_SHOWN = 5  # reasons of each kind
+_SHOWN = 5  # kinds of reasons
+_LINE = 120  # characters of a reason that is printed
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Rejected(NamedTuple):
 
     Attributes:
         kind: of the reason, in words.
-        reason: the one that binds.
+        reason: the one that binds, in full.
     """
 
     choice: Choice
@@ -105,7 +106,7 @@ class Search:
             kind: next(each for each in self.rejected if each.kind == kind) for kind, _ in counts.most_common(_SHOWN)
         }
         rows = [
-            (f"{counts[kind]:,}", kind, f"{each.reason.splitlines()[0]} ({each.choice})")
+            (f"{counts[kind]:,}", kind, f"{shortened(each.reason.splitlines()[0], _LINE)} ({each.choice})")
             for kind, each in firsts.items()
         ]
         return table(("rejected", "because", "for example"), rows)

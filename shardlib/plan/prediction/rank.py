@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shardlib.common.disk import whole_blocks
 from shardlib.mesh.memories import AHEAD, MEMORIES
@@ -28,6 +30,23 @@ class Rates:
     bandwidth: Mapping[str, float]
     latency: Mapping[str, float] = field(default_factory=dict)
     overheads: Overheads = field(default_factory=Overheads)
+
+
+class Walked(NamedTuple):
+    """What a walk did to a rank, by the time at which it began.
+
+    Attributes:
+        seconds: that it took, of which it ``computed`` some.
+        free: link -> when its last message is through.
+        busy: link -> seconds that it was busy.
+        reduced: when the last reduction of gradients is done.
+    """
+
+    seconds: float
+    computed: float
+    free: Mapping[str, float]
+    busy: Mapping[str, float]
+    reduced: float
 
 
 @dataclass
@@ -113,6 +132,35 @@ class Rank:
             if last is not None:
                 self._reduce(plan, unit, last)
         self._arrival.clear()
+
+    def backlog(self, grain: float, without: Sequence[str]) -> tuple[tuple[str, int], ...]:
+        """The links, ``without`` some, that are busy, and for how long, in numbers of grains."""
+        busy = ((link, free - self.now) for link, free in self._free.items() if free > self.now)
+        return tuple((link, round(seconds / grain)) for link, seconds in busy if link not in without)
+
+    def noted(self, walk: Callable[[], None]) -> Walked:
+        """What a walk does."""
+        now, computed, reduced, busy = self.now, self.computed, self.reduced, self.busy
+        self.reduced, self.busy = -math.inf, {}
+        walk()
+        free = {link: self._free[link] - now for link in self.busy if link in self._free}
+        found = Walked(self.now - now, self.computed - computed, free, self.busy, self.reduced - now)
+        self.reduced, self.busy = max(reduced, self.reduced), busy
+        self._add_busy(found.busy)
+        return found
+
+    def walk_again(self, walked: Walked) -> None:
+        """What a walk did, from now on."""
+        self.reduced = max(self.reduced, self.now + walked.reduced)
+        for link, free in walked.free.items():
+            self._free[link] = self.now + free
+        self._add_busy(walked.busy)
+        self.now += walked.seconds
+        self.computed += walked.computed
+
+    def _add_busy(self, busy: Mapping[str, float]) -> None:
+        for link, seconds in busy.items():
+            self.busy[link] = self.busy.get(link, 0.0) + seconds
 
     def compute(self, seconds: float) -> None:
         self.now += seconds

@@ -17,6 +17,7 @@ import torch
 from shardlib.errors import MeshError, axes_named, listing
 from shardlib.plan.machine import PRECISIONS, Machine
 from shardlib.plan.prediction.rank import Rank, Rates
+from shardlib.plan.prediction.repeats import Repeats
 from shardlib.plan.prediction.update import run_update
 from shardlib.plan.transfers import WAYS
 from shardlib.plan.value import PlanValue
@@ -216,6 +217,7 @@ def _run(
     schedule, owner = plan.stages.schedule, plan.reductions.owner
     ranks = [Rank(rates, owner.axis if owned and owner else None) for _ in range(schedule.ranks)]
     last = {a.stage: a.microbatch for order in schedule.orders for a in order if a.kind in (Kind.B, Kind.W)}
+    repeats = [Repeats(stage.plan, sum(stage.forward.values()) + sum(stage.backward.values())) for stage in stages]
     ready: dict[Action | None, float] = {None: 0.0}  # an action -> when its result has arrived where it is needed
 
     def visit(rank_number: int, action: Action, need: Action | None) -> None:
@@ -223,14 +225,18 @@ def _run(
         stage, final = stages[number], last[number] == microbatch
         first, later = plan.traces[number].launches if plan.traces else (0, 0)
         rank.now = max(rank.now, ready[need])
-        if kind is Kind.F:
-            rank.walk(stage.plan, stage.forward, first=True, launches=first)
-        elif kind is Kind.I:
-            rank.walk(stage.plan, stage.back(0.5), launches=later / 2)
-        elif kind is Kind.W:
-            rank.walk(stage.plan, stage.back(0.5), final, whole=False, launches=later / 2)
-        else:
-            rank.walk(stage.plan, stage.back(), final, launches=later)
+
+        def walk() -> None:
+            if kind is Kind.F:
+                rank.walk(stage.plan, stage.forward, first=True, launches=first)
+            elif kind is Kind.I:
+                rank.walk(stage.plan, stage.back(0.5), launches=later / 2)
+            elif kind is Kind.W:
+                rank.walk(stage.plan, stage.back(0.5), final, whole=False, launches=later / 2)
+            else:
+                rank.walk(stage.plan, stage.back(), final, launches=later)
+
+        repeats[number].walk(rank, (kind, final), walk)
         if kind is not Kind.W:
             result = Action(number, Kind.B if kind is Kind.I else kind, microbatch)
             ready[result] = pass_on(rank, number, kind is Kind.F)

@@ -1,0 +1,151 @@
+"""What the stages of a pipeline do and hold, as vectors with one number for each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardlib.plan.records import Trace
+from shardlib.schedules.partition import Spans
+from shardlib.search.model import Blocks, Held
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of a rank, if nothing is split over the data axis.
+
+    Attributes:
+        stored: of parameters.
+        trained: of those that are trained.
+        gradients, states: of their gradients, and of the optimizer's states.
+        alone: of gradients that nothing but the data axis reduces.
+    """
+
+    stored: Vector
+    trained: Vector
+    gradients: Vector
+    states: Vector
+    alone: Vector
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Stages of blocks that are computed in one way.
+
+    Attributes:
+        kept, live: bytes, as in a trace.
+        gathered: bytes that a forward holds if parameters come for their use alone: what it has kept so far, with
+            the unit in use and the one before it.
+        forward, backward: bytes that go to the next stage, and that come back from there.
+        flops, launches, streamed: of a micro-batch's forward and of its backward, as in a trace.
+        activations, collectives: by axis, as in a trace.
+        held: number of ways in which other axes divide what is split -> bytes that are divided so.
+        unit: bytes of parameters of the smallest unit; `piece` if all other axes divide them.
+        share: of the stage's elements that its smallest unit has.
+        buckets, trained: number of buckets, and of those that are trained.
+    """
+
+    kept: Vector
+    live: Vector
+    gathered: Vector
+    forward: Vector
+    backward: Vector
+    flops: tuple[Vector, Vector]
+    launches: tuple[Vector, Vector]
+    streamed: tuple[Vector, Vector]
+    activations: Mapping[str, Vector]
+    collectives: Mapping[str, Vector]
+    held: Mapping[int, Bytes]
+    unit: Vector
+    piece: Vector
+    share: Vector
+    buckets: Vector
+    trained: Vector
+
+    @property
+    def count(self) -> int:
+        return len(self.kept)
+
+    def bytes(self, of: Callable[[Bytes], Vector], data: int = 1, split: bool = False) -> Vector:
+        """Bytes of a rank.
+
+        Args:
+            data: size of the data axis.
+            split: whether it splits them.
+        """
+        whole = (of(held) / (data * ways if split else 1) for ways, held in self.held.items())
+        return sum(whole, np.zeros(self.count))
+
+
+def stages_of(blocks: Blocks, traces: tuple[Trace, ...], spans: Spans) -> Stages:
+    """The stages of some blocks with traces for some number of rows."""
+    inner = [blocks.stage(traces, *span) for span in spans]
+    held = [blocks.shared(*span) for span in spans]
+    units = [_units(each) for each in held]
+
+    def both(of: Callable[[Trace], tuple[int, int]]) -> tuple[Vector, Vector]:
+        forward, backward = _vectors([of(trace) for trace in inner])
+        return forward, backward
+
+    def by_axis(of: Callable[[Trace], Mapping[str, int]]) -> dict[str, Vector]:
+        axes = dict.fromkeys(axis for trace in inner for axis in of(trace))
+        return {axis: _vector([of(trace).get(axis, 0) for trace in inner]) for axis in axes}
+
+    in_use = [_in_use(blocks, traces, *span) for span in spans]
+
+    return Stages(
+        *_vectors([(t.kept, t.live, most, t.forward, t.backward) for t, most in zip(inner, in_use, strict=True)]),
+        both(lambda trace: trace.flops),
+        both(lambda trace: trace.launches),
+        both(lambda trace: trace.streamed),
+        by_axis(lambda trace: trace.activations),
+        by_axis(lambda trace: trace.collectives),
+        {ways: _bytes(held, ways) for ways in dict.fromkeys(bucket.ways for stage in held for bucket in stage)},
+        *_vectors(units),
+        *_vectors([(len(stage), sum(bucket.gradient > 0 for bucket in stage)) for stage in held]),
+    )
+
+
+def _in_use(blocks: Blocks, traces: tuple[Trace, ...], start: int, stop: int) -> float:
+    """See `Stages.gathered`."""
+    if blocks.whole:
+        return traces[0].kept + _units(blocks.held[0])[0]
+    kept = before = most = 0.0
+    for number in range(start, stop):
+        kept += traces[number].kept - (traces[number - 1].forward if number > start else 0)
+        here = _units(blocks.held[number])[0]
+        most, before = max(most, kept + before + here), here
+    return most
+
+
+def _units(buckets: Sequence[Held]) -> tuple[float, float, float]:
+    """The bytes of the smallest unit, those if all axes divide them, and its share of the elements."""
+    units: dict[str, list[float]] = {}
+    for bucket in buckets:
+        sums = units.setdefault(bucket.unit, [0.0, 0.0, 0.0])
+        for position, size in enumerate((bucket.stored, bucket.stored / bucket.ways, bucket.elements)):
+            sums[position] += size
+    stored, pieces, elements = zip(*units.values(), strict=True) if units else ((0.0,), (0.0,), (1.0,))
+    return min(stored), min(pieces), min(elements) / max(1.0, sum(elements))
+
+
+def _bytes(held: Sequence[Sequence[Held]], ways: int) -> Bytes:
+    def of(bucket: Held) -> tuple[float, ...]:
+        trained = bucket.stored if bucket.gradient else 0
+        return bucket.stored, trained, bucket.gradient, bucket.states, bucket.gradient if bucket.alone else 0
+
+    rows = [[of(bucket) for bucket in stage if bucket.ways == ways] for stage in held]
+    return Bytes(*_vectors([[sum(column) for column in zip((0,) * 5, *row)] for row in rows]))
+
+
+def _vectors(rows: Sequence[Sequence[float]]) -> list[Vector]:
+    return [_vector(column) for column in zip(*rows, strict=True)]
+
+
+def _vector(values: Sequence[float]) -> Vector:
+    return np.array(values, np.float64)
