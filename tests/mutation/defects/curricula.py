@@ -47,8 +47,8 @@ DEFECTS = (
         "factor",
         "data/lengths.py",
         "a rate by consumed tokens counts the first piece of each row alone",
-        "sequence // length * length)",
-        "length)",
+        "lambda sequence, length: sequence // length)",
+        "lambda sequence, length: 1)",
         (f"{_CURRICULUM}::test_what_is_cut_off_becomes_rows",),
     ),
     Defect(
