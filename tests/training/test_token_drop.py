@@ -1,6 +1,7 @@
 """Random layer-wise token dropping: against loops that leave out the same tokens, equal on every mesh, alone and with layers
 that are left out."""
 
+import dataclasses
 import math
 from functools import partial
 
@@ -92,6 +93,22 @@ def test_a_sequence_draws_by_its_place_in_the_global_batch():
     for parts in (2, 3, 6):
         of_slots = [drawn_tokens(sl.Key(3).at_slot(n), 12 // parts, 9, 4, torch.device("cpu")) for n in range(parts)]
         assert torch.equal(torch.cat(of_slots), whole)
+
+
+def test_experts_weigh_the_tokens_that_a_rank_has_at_once():
+    """A router's losses are no means over rows, whatever is left out: ranks' rows are one device's micro-batches."""
+    experts = gpt.Experts((0, 4), sl.nn.MoEConfig(sl.nn.routers.top_k(2), "gelu_tanh"), load=0.1, z=1e-2)
+    config = dataclasses.replace(GPT, moe=experts)
+
+    def run(ranks, *others):
+        chain = sl.chain(LTD, DROP, *others)
+        return sl.simulate(trained, chain, gpt.make_loss(config), gpt.init(config), tokens(), mesh={"data": ranks})[0]
+
+    numbers, params, _, seen_tokens = run(1, sl.accumulate(4))
+    for found in (run(4, sl.zero(3)), run(2, sl.zero(1), sl.accumulate(2))):
+        assert_close((found[0], found[1]), (numbers, params), 1e-10)
+        assert found[3] == seen_tokens
+    assert (run(1)[0] - numbers).abs().max() > 1e-5  # another loss
 
 
 # Equal to a loop, on every mesh.
