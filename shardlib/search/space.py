@@ -62,7 +62,11 @@ class Space:
     largest: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
-        known = {"offloads": {None, *_OFFLOADS}, "sequences": {None, *_AXES}, "schedules": set(_SCHEDULES)}
+        known: dict[str, set[str | None]] = {
+            "offloads": {None, *_OFFLOADS},
+            "sequences": {None, *_AXES},
+            "schedules": {*_SCHEDULES},
+        }
         for name, values in known.items():
             if unknown := [value for value in getattr(self, name) if value not in values]:
                 raise ValueError(f"Space({name}=) has {unknown[0]!r}: use {', '.join(map(repr, values))}")

@@ -86,7 +86,6 @@ def stages_of(blocks: Blocks, traces: tuple[Trace, ...], spans: Spans) -> Stages
     """The stages of some blocks with traces for some number of rows."""
     inner = [blocks.stage(traces, *span) for span in spans]
     held = [blocks.shared(*span) for span in spans]
-    units = [_units(each) for each in held]
 
     def both(of: Callable[[Trace], tuple[int, int]]) -> tuple[Vector, Vector]:
         forward, backward = _vectors([of(trace) for trace in inner])
@@ -97,17 +96,25 @@ def stages_of(blocks: Blocks, traces: tuple[Trace, ...], spans: Spans) -> Stages
         return {axis: _vector([of(trace).get(axis, 0) for trace in inner]) for axis in axes}
 
     in_use = [_in_use(blocks, traces, *span) for span in spans]
-
+    unit, piece, share = _vectors([_units(each) for each in held])
+    buckets, trained = _vectors([(len(stage), sum(bucket.gradient > 0 for bucket in stage)) for stage in held])
     return Stages(
-        *_vectors([(t.kept, t.live, most, t.forward, t.backward) for t, most in zip(inner, in_use, strict=True)]),
-        both(lambda trace: trace.flops),
-        both(lambda trace: trace.launches),
-        both(lambda trace: trace.streamed),
-        by_axis(lambda trace: trace.activations),
-        by_axis(lambda trace: trace.collectives),
-        {ways: _bytes(held, ways) for ways in dict.fromkeys(bucket.ways for stage in held for bucket in stage)},
-        *_vectors(units),
-        *_vectors([(len(stage), sum(bucket.gradient > 0 for bucket in stage)) for stage in held]),
+        kept=_vector([trace.kept for trace in inner]),
+        live=_vector([trace.live for trace in inner]),
+        gathered=_vector(in_use),
+        forward=_vector([trace.forward for trace in inner]),
+        backward=_vector([trace.backward for trace in inner]),
+        flops=both(lambda trace: trace.flops),
+        launches=both(lambda trace: trace.launches),
+        streamed=both(lambda trace: trace.streamed),
+        activations=by_axis(lambda trace: trace.activations),
+        collectives=by_axis(lambda trace: trace.collectives),
+        held={ways: _bytes(held, ways) for ways in dict.fromkeys(bucket.ways for stage in held for bucket in stage)},
+        unit=unit,
+        piece=piece,
+        share=share,
+        buckets=buckets,
+        trained=trained,
     )
 
 

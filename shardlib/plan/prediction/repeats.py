@@ -22,7 +22,7 @@ class Repeats:
 
     def __init__(self, plan: PlanValue, seconds: float) -> None:
         (stage,) = plan.local_stages
-        moves = bool(plan.traces) and bool(plan.traces[stage].down or plan.traces[stage].up)
+        moves = plan.traces is not None and bool(plan.traces[stage].down or plan.traces[stage].up)
         here = all(bucket.memory == DEVICE for bucket in plan.buckets)
         self._grain = seconds * _GRAIN if here and not moves else 0.0
         self._others = plan.stages.axes  # whose messages no walk waits for
