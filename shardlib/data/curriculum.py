@@ -13,7 +13,7 @@ import numpy as np
 from shardlib.data.growing import Growing
 from shardlib.data.index import Index, IndexFile
 from shardlib.data.lengths import SURPLUS
-from shardlib.data.order import Order
+from shardlib.data.order import Epochs
 from shardlib.data.pace import Pace, as_pace, constant_pace, map_paces
 from shardlib.errors import BatchError
 
@@ -135,7 +135,7 @@ class Curriculum:
             return batch
         return SURPLUS[self.surplus].change(batch, self.sequence, self.length(step))
 
-    def order(self, dataset: Any, seed: int, shuffle: bool) -> Order:
+    def order(self, dataset: Any, seed: int, shuffle: bool) -> Epochs:
         """The order in which samples of a dataset may be drawn; of a curriculum with an index.
 
         Raises:
@@ -161,6 +161,9 @@ class _Eligible:
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
         return self.samples[self.ranks.ranks(numbers)].astype(np.int64)
+
+    def end(self, epochs: int) -> int:
+        return self.ranks.end(epochs)
 
 
 def as_curriculum(batch: Any) -> Curriculum:
