@@ -65,7 +65,9 @@ class Bounds:
             plain: traces of all blocks for one row, on one device, without recompute.
         """
         products = sum(sum(trace.flops) for trace in plain)
-        even = self._model.rows * products / self._ranks / self._machine.flops[choice.precision]
+        even = (
+            self._model.rows * products / self._ranks / self._machine.apart(choice.size("pipe")).flops[choice.precision]
+        )
         if not choice.schedule:
             return even
         # A stage waits for the first micro-batch to pass the stages before it, and they for the last one to come back; with
@@ -82,11 +84,12 @@ class Bounds:
             waited += forward + backward if choice.schedule == "1f1b" else forward if stages > 1 else 0.0
         wires = [self._wires(choice, stage) for stage in self._stages(choice.traced, stages)]
         before, after = map(max, zip(*wires, strict=True))
-        return max(computing, before) + after + self._machine.overheads.step
+        return max(computing, before) + after + self._machine.apart(stages).overheads.step
 
     def _timed(self, way: Choice, sizes: tuple[tuple[str, int], ...]) -> list[tuple[float, float]]:
         """For each stage the seconds of a micro-batch's forward and backward, with the collectives that they wait for."""
-        machine, mesh = self._machine, dict(sizes)
+        mesh = dict(sizes)
+        machine = self._machine.apart(mesh.get("pipe", 1))
         found = []
         for trace, _ in self._stages(way, mesh.get("pipe", 1)):
             sent = 0.0

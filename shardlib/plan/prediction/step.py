@@ -10,7 +10,8 @@ starts when every rank has every gradient (the global norm needs all of them). R
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 
@@ -115,7 +116,8 @@ def predict_on(plan: PlanValue, machine: Machine, *, owned: bool = False) -> Ste
 
     A stage takes the time of its products at the rate of the precision that most parameters have, of the bytes that other
     operators read and write, and of each operator's launch; an update that of the bytes of states, gradients and
-    parameters; a message what its link takes.
+    parameters; a message what its link takes. Of a pipeline's ranks that share processors the stages compute alone, which is
+    as fast as they can, and all together no faster than the processors.
 
     Args:
         plan: made with ``loss_fn`` and ``batch``, and with the optimizer, whose states are counted.
@@ -137,9 +139,21 @@ def predict_on(plan: PlanValue, machine: Machine, *, owned: bool = False) -> Ste
     plan = plan.everywhere
     if plan.traces is None:
         raise ValueError("predict_on counts the operations of a traced plan: give make_plan loss_fn= and batch=")
+    alone = machine.apart(plan.stages.schedule.ranks)
+    found = _predicted(plan, alone, owned)
+    crowded = machine.crowd / alone.crowd * fmean(found.ranks)
+    return replace(found, total=max(found.total, crowded))
+
+
+def _predicted(plan: PlanValue, machine: Machine, owned: bool) -> StepTime:
+    """The time of a step if each stage's ranks compute at the machine's rates."""
+    assert plan.traces is not None
     links = {axis: machine.link(plan.sizes, axis) for axis, ways in plan.sizes.items() if ways > 1}
     bandwidth = {**machine.ways, "launches": machine.launches, **{axis: link.bandwidth for axis, link in links.items()}}
-    rates = Rates(bandwidth, {axis: link.latency for axis, link in links.items()}, machine.overheads)
+    latency, processor = (
+        {axis: getattr(link, name) for axis, link in links.items()} for name in ("latency", "processor")
+    )
+    rates = Rates(bandwidth, latency, processor, machine.overheads)
     flops = _products(plan, machine)
     stages = []
     for stage, trace in zip(plan.stage_plans, plan.traces, strict=True):
@@ -151,7 +165,7 @@ def predict_on(plan: PlanValue, machine: Machine, *, owned: bool = False) -> Ste
         whole = sum(counts.values()) or 1
         both = ({unit: seconds * count / whole for unit, count in counts.items()} for seconds in (forward, backward))
         stages.append(_Stage(stage.tiled, *both))
-    return _run(plan, stages, rates, [_updated(view) / machine.streaming for view in plan.views], owned)
+    return _run(plan, stages, rates, [_updated(view) / machine.in_place for view in plan.views], owned)
 
 
 def _products(plan: PlanValue, machine: Machine) -> float:
@@ -222,15 +236,16 @@ def _run(
         (number, kind, microbatch), rank = action, ranks[rank_number]
         stage, final = stages[number], last[number] == microbatch
         first, later = plan.traces[number].launches if plan.traces else (0, 0)
+        recomputed = plan.traces[number].blocks if plan.traces and plan.step.remat else 0
         rank.now = max(rank.now, ready[need])
         if kind is Kind.F:
             rank.walk(stage.plan, stage.forward, first=True, launches=first)
         elif kind is Kind.I:
-            rank.walk(stage.plan, stage.back(0.5), launches=later / 2)
+            rank.walk(stage.plan, stage.back(0.5), launches=later / 2, recomputed=recomputed)
         elif kind is Kind.W:
             rank.walk(stage.plan, stage.back(0.5), final, whole=False, launches=later / 2)
         else:
-            rank.walk(stage.plan, stage.back(), final, launches=later)
+            rank.walk(stage.plan, stage.back(), final, launches=later, recomputed=recomputed)
         if kind is not Kind.W:
             result = Action(number, Kind.B if kind is Kind.I else kind, microbatch)
             ready[result] = pass_on(rank, number, kind is Kind.F)
@@ -245,8 +260,7 @@ def _run(
             return rank.now
         count = plan.traces[stage].forward if forwards else plan.traces[other].backward
         (axis,) = plan.stages.axes
-        rank.compute(rates.overheads.exchange)
-        return rank.send(axis, count, rank.now, 1 / (schedule.ranks - 1))
+        return rank.exchange(axis, count, rank.now, 1 / (schedule.ranks - 1))
 
     run(schedule, visit)
     run_update(plan, ranks, updates)
