@@ -37,6 +37,7 @@ from shardlib.search.space import choices
 
 _TITLE = "Searched for and measured"
 _RATES = {"no limit": None, "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
+_BURST = "32kb"  # of a link: less than a message between stages
 _ROWS = 8
 _PICKED, _RECOMPUTED = 10, 2  # choices without recompute; how many of them are tried with it too
 _WITHIN = 0.15  # what a prediction may be off
@@ -129,7 +130,7 @@ def _in_turns(some: Iterable[Choice], key: Callable[[Choice], Any]) -> list[Choi
 
 def _tried(hosts: Network, rate: str | None, model: Model, plans: Mapping[Choice, Any], setting: Setting) -> _Tried:
     """The choices on one network, measured by all ranks and then searched through."""
-    hosts.limit(rate)
+    hosts.limit(rate, _BURST)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "machine.json"
         arguments = str(hosts.hosts), str(setting.rounds), str(path), *["small"] * setting.small
@@ -150,7 +151,8 @@ def _searched(model: Model, machine: Machine, ranks: int, some: Iterable[Choice]
 
 
 def _result(title: str, found: Mapping[str, _Tried], setting: Setting) -> Result:
-    searches, each, samples, errors = [], [], [], []
+    searches, each, errors = [], [], []
+    samples: list[tuple[Any, ...]] = []
     for name, tried in found.items():
         seconds = medians(tried.times)
         ratios = {choice: tried.predicted[choice] / seconds[choice] for choice in seconds}

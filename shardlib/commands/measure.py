@@ -49,16 +49,18 @@ def measure_machine(mesh: Mesh) -> Machine:
     kind = mesh.device.type
     flops = {name: _products(mesh, dtype) for name, dtype in PRECISIONS.items() if name != "fp64"}
     updating = 12 * _STREAMED[kind] / _computing(mesh, _addition(mesh))
+    streaming, launches = _operators(mesh, flops["fp32"])
     bare = Machine(
         memory=_memory(mesh),
         flops=flops,
         inside=_link(mesh),
         ranks_per_host=mesh.size,
         host_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        ways={"update": updating},
+        streaming=streaming,
+        launches=launches,
         updating=updating,
         crowd=max(1.0, _busy(mesh)),
-        **_operators(mesh, flops["fp32"]),
+        ways={**_copies(mesh), "update": updating},
     )
     return replace(bare, overheads=_overheads(mesh, bare))
 
@@ -108,13 +110,21 @@ def _addition(mesh: Mesh) -> Callable[[], Any]:
     return lambda: torch.add(x, y, out=out)
 
 
+def _copies(mesh: Mesh) -> dict[str, float]:
+    """Bytes per second down to the host's memory and up from it."""
+    here = torch.ones(_STREAMED[mesh.device.type], device=mesh.device)
+    there = torch.empty(here.shape, pin_memory=mesh.device.type != "cpu").copy_(here)
+    calls = {"down": lambda: there.copy_(here), "up": lambda: here.copy_(there)}
+    return {way: here.nbytes / _computing(mesh, call) for way, call in calls.items()}
+
+
 def _memory(mesh: Mesh) -> int:
     if mesh.device.type == "cuda":
         return torch.cuda.get_device_properties(mesh.device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // mesh.size
 
 
-def _operators(mesh: Mesh, flops: float) -> dict[str, float]:
+def _operators(mesh: Mesh, flops: float) -> tuple[float, float]:
     """Bytes per second of operators that are no products, and launches per second, of forward and backward: in memory that is
     new for each of them, and with Python between them. What products take at a rate ``flops`` is left out."""
     rows, left = [], []
@@ -128,7 +138,8 @@ def _operators(mesh: Mesh, flops: float) -> dict[str, float]:
         rows.append([sum(work.streamed) / seconds, sum(work.launches) / seconds])  # errors count in shares of a step
         left.append(1 - sum(work.flops) / flops / seconds)
     found = _least_squares(["streaming", "launches"], np.array(rows), np.array(left))
-    return {name: 1 / seconds for name, seconds in found.items() if seconds}
+    streaming, launches = (1 / found[name] if found.get(name) else math.inf for name in ("streaming", "launches"))
+    return streaming, launches
 
 
 def _gradient(loss_fn: Callable[..., torch.Tensor], params: Tree, batch: Tree) -> Any:
@@ -187,7 +198,7 @@ def _least_squares(names: list[str], rows: np.ndarray, left: np.ndarray) -> Mapp
 def _tiny(mesh: Mesh) -> list[tuple[int, Transform]]:
     """Numbers of layers, and transforms, that differ in what Python does."""
     stages = range(4) if mesh.size > 1 else range(1)
-    one = [(layers, zero(stage)) for stage in stages for layers in (1, 4)]
+    one: list[tuple[int, Transform]] = [(layers, zero(stage)) for stage in stages for layers in (1, 4)]
     one += [(layers, chain(zero(0), remat())) for layers in (1, 4)]
     return [*one, *((2, chain(zero(stage), accumulate(4))) for stage in stages)]
 

@@ -44,7 +44,9 @@ def test_the_search_says_why_nothing_fits(machine, capsys):
 def test_what_doctor_measures_is_a_machine(tmp_path, capsys):
     path = tmp_path / "machine.json"
     assert cli.main(["doctor", "--measure", "--out", str(path)]) == 0
-    assert str(Machine.read(path)) in capsys.readouterr().out
+    machine = Machine.read(path)
+    assert str(machine) in capsys.readouterr().out
+    assert {"down", "up", "update"} == set(machine.ways) and min(machine.ways.values()) > 1e7
 
 
 def test_seconds_of_computing_are_the_processors(monkeypatch):
