@@ -27,7 +27,7 @@ from shardlib.data.bytes import windows
 from shardlib.models import gpt
 
 SEEDS = range(3)
-_WINDOWS = 16  # batches of 64 rows of held-out text
+_WINDOWS = 8  # batches of 64 rows of held-out text
 
 Job = tuple[str, int]  # arm, seed
 

@@ -29,10 +29,10 @@ class Task:
     tokens: int
     warmup: float = 0.01
     grows: float = 0.3
-    every: float = 0.025
+    every: float = 0.05
 
 
-TASK = Task(GPTConfig(vocab=256, layers=4, width=32, heads=2, sequence=64), batch=16, rate=1.6e-2, tokens=2_048_000)
+TASK = Task(GPTConfig(vocab=256, layers=4, width=96, heads=3, sequence=64), batch=16, rate=4e-3, tokens=1_024_000)
 SMALL = Task(GPTConfig(vocab=256, layers=1, width=8, heads=2, sequence=16), batch=8, rate=3e-3, tokens=4096, every=0.25)
 
 
@@ -45,7 +45,6 @@ class Scale(NamedTuple):
 
 
 BASE, FASTER, LARGER = Scale("", 1, 1), Scale("4 × rate", 1, 4), Scale("8 × batch, 4 × rate", 8, 4)
-SCALES = (BASE, FASTER, LARGER)
 
 
 class Way(NamedTuple):
@@ -63,8 +62,12 @@ def _truncated(task: Task, rows: int, steps: int) -> sl.data.Curriculum:
     return sl.data.curriculum(rows, length=_lengths(task, steps))
 
 
-def _reshaped(task: Task, rows: int, steps: int) -> sl.data.Curriculum:
-    return sl.data.curriculum(rows, length=_lengths(task, steps), surplus="reshape")
+def _more_rows(task: Task, rows: int, steps: int) -> sl.data.Curriculum:
+    """As many more as they are shorter, so that a step keeps its tokens, and its loss the noise of as many."""
+    lengths = _lengths(task, steps)
+    return sl.data.curriculum(
+        sl.data.map_paces(lambda length: rows * task.config.sequence // length, lengths), length=lengths
+    )
 
 
 def _fewer_rows(task: Task, rows: int, steps: int) -> sl.data.Curriculum:
@@ -79,9 +82,8 @@ def _lengths(task: Task, steps: int) -> sl.data.Pace:
 
 WHOLE = Way("whole sequences", _whole)
 SHORT = Way("short sequences first", _truncated)
-CUT = Way("short sequences first, the rest as rows", _reshaped)
+MORE = Way("short sequences first, more of them", _more_rows)
 FEWER = Way("fewer rows first", _fewer_rows)
-WAYS = (WHOLE, SHORT, CUT, FEWER)
 
 
 class Arm(NamedTuple):
@@ -112,4 +114,5 @@ class Arm(NamedTuple):
         return last
 
 
-ARMS = [Arm(way, scale) for scale in SCALES for way in WAYS]
+_WAYS = {BASE: (WHOLE, SHORT, MORE), FASTER: (WHOLE, SHORT, MORE, FEWER), LARGER: (WHOLE, SHORT, MORE, FEWER)}
+ARMS = [Arm(way, scale) for scale, ways in _WAYS.items() for way in ways]

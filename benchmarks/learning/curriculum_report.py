@@ -11,7 +11,7 @@ import numpy as np
 
 import shardlib as sl
 from benchmarks.harness import tables
-from benchmarks.learning.curriculum_arms import ARMS, BASE, FASTER, FEWER, LARGER, SHORT, WHOLE, Arm, Task
+from benchmarks.learning.curriculum_arms import ARMS, BASE, FASTER, FEWER, LARGER, MORE, SHORT, WHOLE, Arm, Task
 
 _SAVED = 0.8  # of the baseline's tokens: the share in which its loss is to be reached
 
@@ -96,10 +96,11 @@ def text(task: Task, trials: Sequence[Trial]) -> str:
         f"width {config.width}, {config.layers} layers, sequences of {config.sequence}; batches of {task.batch} rows and a "
         f"peak rate of {task.rate:g}, or multiples of them; {task.tokens / 1e6:.2g} million tokens. AdamW, gradients "
         f"clipped to 1; the rate rises over {task.warmup:g} of the tokens and falls as a cosine, both by consumed tokens. "
-        f"Lengths (or rows) grow linearly, from an eighth, over {task.grows:g} of the steps that whole batches would take. "
-        "Spikes are steps whose loss is more than 1.2 or 1.5 times the smallest before (arXiv 2108.06084), means over "
-        "seeds; “with √v”: the correlation of this ratio with the largest √v of Adam. “Tokens” is the share of the "
-        "baseline's tokens after which its last loss on held-out text (nats per byte) is reached."
+        f"Lengths (or rows) grow linearly, from an eighth, over {task.grows:g} of the steps that whole batches would take; "
+        "“more of them”: as many more rows as they are shorter. Spikes are steps whose loss is more than 1.2 or 1.5 times "
+        "the smallest before (arXiv 2108.06084), means over seeds; steps of fewer tokens have noisier losses. “With √v”: the "
+        "correlation of this ratio with the largest √v of Adam. “Tokens” is the share of the baseline's tokens after which "
+        "its last loss on held-out text (nats per byte) is reached."
     )
     columns = ["", "steps", "loss", "> 1.2", "> 1.5", "largest ratio", "with √v", "tokens, by seed", "seeds"]
     cells = []
@@ -126,17 +127,20 @@ def text(task: Task, trials: Sequence[Trial]) -> str:
 def _claimed(trials: Sequence[Trial]) -> list[str]:
     rows = []
     for scale in (FASTER, LARGER):
-        for other in (WHOLE, FEWER):
-            mine, theirs = (by_seed(trials, Arm(way, scale)) for way in (SHORT, other))
+        for way, other in (
+            (MORE, WHOLE),
+            (SHORT, FEWER),
+        ):  # whose steps have about as many tokens, and so as much noise
+            mine, theirs = (by_seed(trials, Arm(each, scale)) for each in (way, other))
             pairs = [(mine[s].stability.spikes(), theirs[s].stability.spikes()) for s in sorted(mine.keys() & theirs)]
             held = bool(pairs) and all(a < b for a, b in pairs)
             found = ", ".join(f"{a} / {b}" for a, b in pairs)
-            claim = f"{scale.name}: short sequences first has fewer spikes than {other.name}"
+            claim = f"{scale.name}: {way.name} has fewer spikes than {other.name}"
             rows.append([claim, "fewer", found, _verdict(pairs, held)])
-    for scale in (BASE, FASTER, LARGER):
-        found_shares = shares(trials, Arm(SHORT, scale))
+    for arm in (Arm(way, scale) for scale in (BASE, FASTER, LARGER) for way in (SHORT, MORE)):
+        found_shares = shares(trials, arm)
         held = bool(found_shares) and statistics.fmean(found_shares) <= _SAVED
-        claim = f"{Arm(SHORT, scale).name}: tokens until the baseline's loss"
+        claim = f"{arm.name}: tokens until the baseline's loss"
         rows.append([claim, f"≤ {_SAVED:g}", ", ".join(f"{s:.2f}" for s in found_shares), _verdict(found_shares, held)])
     return tables.grid(["claim", "aim", "by seed", ""], rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,8 +13,8 @@ import numpy as np
 from shardlib.data.growing import Growing
 from shardlib.data.index import Index, IndexFile
 from shardlib.data.lengths import SURPLUS
-from shardlib.data.order import Order
-from shardlib.data.pace import Pace, as_pace, map_paces
+from shardlib.data.order import Epochs
+from shardlib.data.pace import Pace, as_pace, constant_pace, map_paces
 from shardlib.errors import BatchError
 
 
@@ -111,15 +112,22 @@ class Curriculum:
         """The number of tokens in the batch of ``step``."""
         return self._tokens(step)
 
-    @cached_property
-    def _tokens(self) -> Pace:
+    @property
+    def shapes(self) -> tuple[Pace, Pace]:
+        """The paces of the number of sequences in a batch, where pieces of a row count each, and of their length.
+
+        Raises:
+            BatchError: the length of sequences is not known.
+        """
         whole = self.sequence
         if whole is None:
             raise BatchError("curriculum: its tokens depend on the length of sequences: give sequence=...")
-        if self.length is None:
-            return map_paces(lambda rows: rows * whole, self.rows)
-        kept = SURPLUS[self.surplus].kept
-        return map_paces(lambda rows, length: rows * kept(whole, length), self.rows, self.length)
+        length, pieces = self.length or constant_pace(whole), SURPLUS[self.surplus].pieces
+        return map_paces(lambda rows, length: rows * pieces(whole, length), self.rows, length), length
+
+    @cached_property
+    def _tokens(self) -> Pace:
+        return map_paces(operator.mul, *self.shapes)
 
     def change(self, batch: Any, step: int) -> Any:
         """The batch with sequences of the step's length."""
@@ -127,7 +135,7 @@ class Curriculum:
             return batch
         return SURPLUS[self.surplus].change(batch, self.sequence, self.length(step))
 
-    def order(self, dataset: Any, seed: int, shuffle: bool) -> Order:
+    def order(self, dataset: Any, seed: int, shuffle: bool) -> Epochs:
         """The order in which samples of a dataset may be drawn; of a curriculum with an index.
 
         Raises:
@@ -153,6 +161,9 @@ class _Eligible:
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
         return self.samples[self.ranks.ranks(numbers)].astype(np.int64)
+
+    def end(self, epochs: int) -> int:
+        return self.ranks.end(epochs)
 
 
 def as_curriculum(batch: Any) -> Curriculum:

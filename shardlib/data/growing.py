@@ -13,6 +13,7 @@ whole.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -80,6 +81,15 @@ class Growing:
         for start, end, limit in zip(self.starts, self.starts[1:], self.limits[1:]):
             phases.append(phases[-1].after(end - start, limit))
         return phases
+
+    def end(self, epochs: int) -> int:
+        """The number of samples in the first ``epochs`` epochs: of all that may be drawn, where each of them ends."""
+        ends = (
+            start + phase.pool + (epochs - 1 - phase.epoch) * phase.limit
+            for start, phase in zip(self.starts, self._phases)
+        )
+        # An epoch that does not end within a phase goes on in the next one.
+        return next(end for end, until in zip(ends, [*self.starts[1:], math.inf]) if end <= until)
 
     def ranks(self, numbers: np.ndarray) -> np.ndarray:
         """The ranks of the samples at int64 ``numbers``; of the same shape."""

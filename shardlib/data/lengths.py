@@ -36,16 +36,16 @@ def reshaped(batch: Any, sequence: int, length: int) -> Any:
 
 
 class Surplus(NamedTuple):
-    """What becomes of a row beyond the length: the change of a batch, and the tokens of a row that are kept, both of the
-    dataset's sequence and the length."""
+    """What becomes of a row beyond the length: the change of a batch, and how many rows become of one, both of the dataset's
+    sequence and the length."""
 
     change: Callable[[Any, int, int], Any]
-    kept: Callable[[int, int], int]
+    pieces: Callable[[int, int], int]
 
 
 SURPLUS = {
-    "truncate": Surplus(truncated, lambda sequence, length: length),
-    "reshape": Surplus(reshaped, lambda sequence, length: sequence // length * length),
+    "truncate": Surplus(truncated, lambda sequence, length: 1),
+    "reshape": Surplus(reshaped, lambda sequence, length: sequence // length),
 }
 
 

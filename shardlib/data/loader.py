@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from shardlib.collectives import primitives
 from shardlib.common.devices import pins
 from shardlib.data.curriculum import Curriculum, as_curriculum
-from shardlib.data.order import Order, Shuffled, Unshuffled
+from shardlib.data.order import Epochs, Order, Shuffled, Unshuffled
 from shardlib.data.pace import Pace
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import Fetch, as_dataset, fetch_of, no_rows, to_device
@@ -60,7 +60,8 @@ def loader(
         samples: the number of samples consumed before.
         shuffle: whether each epoch has an order of its own; False for the order of the dataset.
         epochs: the end of the stream; None for one without end. The last batch then has the rows that are left. Ranks' shares
-            of it differ by at most one row, and may have no rows.
+            of it differ by at most one row, and may have no rows. An epoch of a curriculum by difficulty ends when all
+            samples that may be drawn by then have been.
         over: the axes of a mesh over which the batch varies, where their names do not say it.
         collate: from a list of samples to a batch; by default torch's ``default_collate``.
         map: ``map(batch, step)`` -> batch, where ``step`` is the number of batches before this one; called after the
@@ -81,11 +82,10 @@ def loader(
     12
     """
     dataset, share, plan = as_dataset(dataset), share_of(where, over), as_curriculum(batch)
-    order = _order(dataset, plan, Key(seed).seed, shuffle, epochs)
+    order, end = _order(dataset, plan, Key(seed).seed, shuffle, epochs)
     check_rows(plan.rows, share)
     if workers < 0:
         raise BatchError(f"loader: workers={workers}: 0 for none, or the number of processes that read ahead")
-    end = None if epochs is None else epochs * len(dataset)
     pinned = pins(share.mesh.device) if pin is None else pin
     # Every epoch that the batches reach into costs a computation of its own.
     ahead = min(_INDICES() * share.count, len(dataset))
@@ -221,21 +221,27 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _order(dataset: Any, plan: Curriculum, seed: int, shuffle: bool, epochs: int | None) -> Order:
-    """The curriculum's order, or the dataset's own (`mixture` has one), neither of which has an end; or that of epochs."""
+def _order(dataset: Any, plan: Curriculum, seed: int, shuffle: bool, epochs: int | None) -> tuple[Order, int | None]:
+    """The dataset's own order (`mixture` has one), the curriculum's or that of the samples; and the number of samples in so
+    many epochs."""
     if epochs is not None and epochs < 1:
         raise BatchError(f"loader: epochs={epochs}: use 1 or more, or None for a stream without end")
     own, name = getattr(dataset, "order", None), type(dataset).__name__
-    if plan.index is None and own is None:
-        return Shuffled(len(dataset), seed) if shuffle else Unshuffled(len(dataset))
-    if plan.index is not None and own is not None:
-        raise BatchError(
-            f"loader: {name} has an order of its own, and so has a curriculum by difficulty: leave one of them out"
-        )
-    if epochs is not None:
-        orders = name if own is not None else "a curriculum by difficulty"
-        raise BatchError(f"loader: epochs={epochs}, and {orders} has an order of its own, without epochs: leave it out")
-    return plan.order(dataset, seed, shuffle) if own is None else own(seed, shuffle)
+    if own is not None:
+        if plan.index is not None:
+            raise BatchError(
+                f"loader: {name} has an order of its own, and so has a curriculum by difficulty: leave one of them out"
+            )
+        if epochs is not None:
+            raise BatchError(
+                f"loader: epochs={epochs}, and {name} has an order of its own, without epochs: leave it out"
+            )
+        return own(seed, shuffle), None
+    if plan.index is not None:
+        order: Epochs = plan.order(dataset, seed, shuffle)
+    else:
+        order = Shuffled(len(dataset), seed) if shuffle else Unshuffled(len(dataset))
+    return order, None if epochs is None else order.end(epochs)
 
 
 def check_rows(rows: Pace, share: Share) -> None:

@@ -34,6 +34,13 @@ class Order(Protocol):
         """The indices of the samples at int64 ``numbers``, which count from 0 through all epochs; of the same shape."""
 
 
+class Epochs(Order, Protocol):
+    """An order whose stream is one of epochs, which may differ in size."""
+
+    def end(self, epochs: int) -> int:
+        """The number of samples in the first ``epochs`` of them, one or more."""
+
+
 @dataclass(frozen=True)
 class Shuffled:
     """Epoch after epoch of ``size`` samples, each epoch in an order of its own that depends on (seed, epoch) alone."""
@@ -49,6 +56,9 @@ class Shuffled:
             found[here] = permuted(places[here], self.size, self.seed, int(epoch))
         return found
 
+    def end(self, epochs: int) -> int:
+        return epochs * self.size
+
 
 @dataclass(frozen=True)
 class Unshuffled:
@@ -58,6 +68,9 @@ class Unshuffled:
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
         return numbers % self.size
+
+    def end(self, epochs: int) -> int:
+        return epochs * self.size
 
 
 def permuted(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:

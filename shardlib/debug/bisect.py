@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from shardlib.debug.comparing import RAISED, first_difference
 from shardlib.debug.difference import difference
 from shardlib.debug.finding import PHASES, Finding
 from shardlib.debug.one_device import OneDevice, mean_gradient
-from shardlib.debug.replay import cells
+from shardlib.debug.replay import Trial, cells
 from shardlib.debug.subject import eagerly, in_float64, is_float64, left_out, like_one_device, plan_of, widened
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.losses import wants
@@ -78,7 +79,7 @@ def bisect(
         rng: as for `make_train_step`.
 
     Raises:
-        TypeError: a plan of another form; an optimizer that is not a gradient transformation.
+        TypeError: a plan of another form; an optimizer that is not a gradient transformation; a loss that takes buffers.
         ValueError: fewer than 1 step, or no plan at all.
         IllegalComposition: a plan for too many ranks, on disk, or with ``offload(delay=True)``.
         BatchError: rows that do not divide.
@@ -88,8 +89,8 @@ def bisect(
     >>> print(sl.debug.bisect(loss_fn, params, None, (dict(data=2), sl.zero(3)), torch.ones(4, 4)))
     nothing differs, in float64 and in the plans' own dtypes
     """
-    if steps < 1:
-        raise ValueError(f"steps={steps}: replay at least 1")
+    if not isinstance(steps, (int, Integral)) or steps < 1:
+        raise ValueError(f"steps={steps!r}: replay at least 1")
     optimizer = sgd(0.1) if optimizer is None else optimizer
     require_transformations("bisect", optimizer)
     given = {"plan_a": plan_a, "plan_b": plan_b}
@@ -97,6 +98,7 @@ def bisect(
     if not plans:
         raise ValueError("plan_a and plan_b are both None, which is one device: give a plan to compare with it")
     key = rng if isinstance(rng, Key) else Key(rng)
+    batch = as_tensors(batch, torch.device("cpu"))
     notes = tuple(dict.fromkeys(note for plan in plans.values() for note in left_out(plan, optimizer)))
 
     def first(exact: bool) -> Finding | None:
@@ -104,7 +106,7 @@ def bisect(
         found = []
         for name, plan in plans.items():
             plan = in_float64(plan) if exact else like_one_device(plan)
-            finding = first_difference(plan, loss_fn, values, rows, optimizer, steps, key)
+            finding = first_difference(plan, Trial(loss_fn, values, rows, optimizer, steps, key))
             if finding is not None:
                 found.append(replace(finding, plan=name))
         if len(found) == 2 and found[0] == found[1]:
@@ -151,11 +153,11 @@ def _cut(
     plan: Plan, loss_fn: Callable[..., Any], params: Tree, batch: Tree, optimizer: GradientTransformation, key: Key
 ) -> Finding | None:
     """A loss function that gives another mean for micro-batches than for the batch."""
-    if wants(loss_fn, "rng"):
+    if wants(loss_fn, "rng") or plan.step.thins:  # rows of other micro-batches draw otherwise
         return None
     wide = in_float64(plan)
     device = OneDevice(wide, loss_fn, widened(params), optimizer, key)
-    rows = as_tensors(widened(batch), torch.device("cpu"))
+    rows = widened(batch)
     parts = [device.evaluate(0, cell, part) for cell, part in enumerate(cells(rows, wide))]
     weighted = any(e.run.weight is not None and float(e.run.weight) != 1 for e in parts)
     _, apart, _ = mean_gradient(parts, weighted)

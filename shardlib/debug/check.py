@@ -16,7 +16,7 @@ from shardlib.debug.forward import forward
 from shardlib.debug.layout import coords_of
 from shardlib.debug.placing import placing
 from shardlib.debug.reduction import reduction
-from shardlib.debug.replay import Replay, replay, share_of
+from shardlib.debug.replay import Replay, Trial, replay, share_of
 from shardlib.debug.subject import drawn, eagerly, in_float64, left_out, plan_of, widened
 from shardlib.debug.update import norm, update
 from shardlib.debug.view import StepView
@@ -114,7 +114,8 @@ def check(
         rng: as for `make_train_step`.
 
     Raises:
-        TypeError: a plan of another form, a pair without ``params``, or an optimizer that is not a gradient transformation.
+        TypeError: a plan of another form, a pair without ``params``, or an optimizer that is not a gradient transformation;
+            a loss that takes buffers.
         IllegalComposition: a plan for too many ranks, on disk, or with ``offload(delay=True)``.
         BatchError: rows that do not divide.
         Exception: what the step raised, if all laws hold before it.
@@ -129,9 +130,9 @@ def check(
     require_transformations("check", optimizer)
     given = plan_of(plan, params, "plan")
     values = widened(drawn(given) if params is None else params)
-    subject = _Subject(
-        in_float64(given), loss_fn, values, widened(batch), optimizer, rng if isinstance(rng, Key) else Key(rng)
-    )
+    key = rng if isinstance(rng, Key) else Key(rng)
+    rows = as_tensors(batch, torch.device("cpu"))
+    subject = _Subject(in_float64(given), Trial(loss_fn, values, widened(rows), optimizer, _STEPS, key))
     with eagerly():
         return Check(tuple(subject.laws()), tuple(left_out(given, optimizer)))
 
@@ -141,17 +142,12 @@ class _Subject:
     """What is checked, in float64."""
 
     plan: Plan
-    loss_fn: Callable[..., Any]
-    params: Tree
-    batch: Tree
-    optimizer: GradientTransformation
-    rng: Key
+    trial: Trial
 
     def laws(self) -> Iterator[Law]:
         first: dict[str, Finding] = {}
         leaves: dict[str, Difference] = {}
-        arguments = self.plan, self.loss_fn, self.params, self.batch, self.optimizer, _STEPS, self.rng
-        made, views = side_by_side(*arguments)
+        made, views = side_by_side(self.plan, self.trial)
         for view in views:
             self._note(view, first, leaves)
             if first:  # the next step begins from what differs
@@ -169,12 +165,12 @@ class _Subject:
             if not first:
                 raise made.error
             return
-        yield from (self._payload(made), self._repeated(made, replay(*arguments)), *self._evaluated())
+        yield from (self._payload(made), self._repeated(made, replay(self.plan, self.trial)), *self._evaluated())
 
     def _note(self, view: StepView, first: dict[str, Finding], leaves: dict[str, Difference]) -> None:
         found = [placing(view), forward(view), reduction(view)]
         if view.ended:
-            found += [norm(view), update(view, self.optimizer)]
+            found += [norm(view), update(view, self.trial.optimizer)]
             grads = {r: {n: g * step.scale for n, g in step.grads.items()} for r, step in view.ranks.items()}
             for _, path, _, apart, _, _ in view.of_buckets(view.mean[1], grads, "optimizer"):
                 leaves[path] = max(leaves.get(path, apart), apart)
@@ -198,12 +194,16 @@ class _Subject:
     def _payload(self, made: Replay) -> Law:
         """Bytes that ranks send in a step are those of the plan."""
         name, zero = "a step sends what the plan says", Difference(0.0, 0.0, 0.0)
-        if self.optimizer.owns:
-            return Law(name, None, f"not tested, since {self.optimizer.owns.name} sends other bytes from step to step")
-        rows = share_of(as_tensors(self.batch, torch.device("cpu")), self.plan, coords_of(self.plan.sizes, 0))
+        if self.trial.optimizer.owns:
+            return Law(
+                name, None, f"not tested, since {self.trial.optimizer.owns.name} sends other bytes from step to step"
+            )
+        rows = share_of(as_tensors(self.trial.batch, torch.device("cpu")), self.plan, coords_of(self.plan.sizes, 0))
         try:
-            planned = with_needs(with_owner(self.plan, self.optimizer), self.optimizer)
-            said = Tracing(self.loss_fn, rows, None, torch.device("cpu"), None, self.rng).traced(planned).payload()
+            planned = with_needs(with_owner(self.plan, self.trial.optimizer), self.trial.optimizer)
+            step, key = _STEPS - 1, self.trial.rng.fold_in(_STEPS - 1)
+            tracing = Tracing(self.trial.loss_fn, rows, None, torch.device("cpu"), step, key)
+            said = tracing.traced(planned.at_step(step, key)).payload()
         except Exception as error:  # the loss function's own, on tensors without values
             return Law(name, None, f"not tested, as the loss function cannot be traced ({type(error).__name__})")
         if self.plan.step.tokens is not None:  # how many bytes its axes carry is for routers to say
@@ -231,20 +231,20 @@ class _Subject:
 
     def _evaluated(self) -> Iterator[Law]:
         """An evaluation gives the loss of one device."""
-        name, batch = "an evaluation gives the loss of one device", as_tensors(self.batch, torch.device("cpu"))
+        name, batch = "an evaluation gives the loss of one device", as_tensors(self.trial.batch, torch.device("cpu"))
         try:
-            whole = read_loss(self.loss_fn(self.params, batch), False)
+            whole = read_loss(self.trial.loss_fn(self.trial.params, batch), False)
         except Exception as error:  # a loss function that is for training alone, with dropout say
             yield Law(name, None, f"not tested, as the loss function needs more than a batch ({type(error).__name__})")
             return
 
         def of_rank(mesh: Mesh) -> Any:
-            placed = shard_alike(self.params, Sharded(self.plan.at(mesh.coords), mesh, "param", {}))
-            return make_eval_step(self.loss_fn, placed)(placed, share_of(batch, self.plan, mesh.coords))
+            placed = shard_alike(self.trial.params, Sharded(self.plan.at(mesh.coords), mesh, "param", {}))
+            return make_eval_step(self.trial.loss_fn, placed)(placed, share_of(batch, self.plan, mesh.coords))
 
         for rank, value in enumerate(simulate(of_rank, mesh=self.plan.sizes)):
             rows = share_of(batch, self.plan, coords_of(self.plan.sizes, rank))
-            outcome = whole if whole.weighted else read_loss(self.loss_fn(self.params, rows), False)
+            outcome = whole if whole.weighted else read_loss(self.trial.loss_fn(self.trial.params, rows), False)
             due = (outcome.total / outcome.weight).double()
             got = torch.as_tensor(value[0] if isinstance(value, tuple) else value, dtype=torch.float64)
             apart = difference(got.reshape(()), due)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -14,30 +13,20 @@ from shardlib.debug.forward import forward
 from shardlib.debug.one_device import OneDevice
 from shardlib.debug.placing import placing
 from shardlib.debug.reduction import reduction
-from shardlib.debug.replay import Replay, cells, replay
+from shardlib.debug.replay import Replay, Trial, cells, replay
 from shardlib.debug.update import norm, update
 from shardlib.debug.view import StepView
 from shardlib.errors import IllegalComposition, ShardlibError
 from shardlib.execute.batches import as_tensors, cast
-from shardlib.optim.base import GradientTransformation
 from shardlib.plan.build import with_owner
 from shardlib.plan.plan import Plan
-from shardlib.rng import Key
-from shardlib.tree import Tree, tree_map
+from shardlib.tree import tree_map
 
 RAISED = "what the step raised"  # the operation of an error beside which nothing differs
 
 
-def first_difference(
-    plan: Plan,
-    loss_fn: Callable[..., Any],
-    params: Tree,
-    batch: Tree,
-    optimizer: GradientTransformation,
-    steps: int,
-    rng: Key,
-) -> Finding | None:
-    """The first value of a plan's steps that one device does not give; None if there is none.
+def first_difference(plan: Plan, trial: Trial) -> Finding | None:
+    """The first value of a trial's steps under a plan that one device does not give; None if there is none.
 
     Each part of a step is compared on what the part before it gave.
 
@@ -46,11 +35,11 @@ def first_difference(
         BatchError: a batch that does not divide.
         ShardlibError: what the library refuses on one device too.
     """
-    made, views = side_by_side(plan, loss_fn, params, batch, optimizer, steps, rng)
+    made, views = side_by_side(plan, trial)
     for view in views:
         found = placing(view) or forward(view) or reduction(view)
         if found is None and view.ended:
-            found = norm(view) or update(view, optimizer)
+            found = norm(view) or update(view, trial.optimizer)
         if found is not None:
             return _with_error(found, made.error)
     if made.error is not None:
@@ -60,16 +49,8 @@ def first_difference(
     return None
 
 
-def side_by_side(
-    plan: Plan,
-    loss_fn: Callable[..., Any],
-    params: Tree,
-    batch: Tree,
-    optimizer: GradientTransformation,
-    steps: int,
-    rng: Key,
-) -> tuple[Replay, Iterator[StepView]]:
-    """A replay of a plan, and its steps beside one device, which takes each step in `update`.
+def side_by_side(plan: Plan, trial: Trial) -> tuple[Replay, Iterator[StepView]]:
+    """A replay of a trial under a plan, and its steps beside one device, which takes each step in `update`.
 
     Raises what `first_difference` raises.
     """
@@ -78,13 +59,13 @@ def side_by_side(
             "offload(delay=True) applies the gradients of the step before, so that it trains as no other plan does; compare "
             "the plan without delay"
         )
-    whole = tree_map(lambda leaf: cast(leaf, plan), as_tensors(batch, torch.device("cpu")))
+    whole = tree_map(lambda leaf: cast(leaf, plan), as_tensors(trial.batch, torch.device("cpu")))
     microbatches = cells(whole, plan)
-    made = replay(plan, loss_fn, params, whole, optimizer, steps, rng)
-    made.plan = with_owner(plan, optimizer)
+    made = replay(plan, replace(trial, batch=whole))
+    made.plan = with_owner(plan, trial.optimizer)
     if isinstance(made.error, ShardlibError) and not any(made.steps.values()):
         raise made.error
-    device = OneDevice(plan, loss_fn, params, optimizer, rng)
+    device = OneDevice(plan, trial.loss_fn, trial.params, trial.optimizer, trial.rng)
 
     def views() -> Iterator[StepView]:
         for number in range(max(map(len, made.steps.values()), default=0)):

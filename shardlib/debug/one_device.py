@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from shardlib.debug.notes import Run, copied
 from shardlib.debug.watching import Watch
 from shardlib.errors import LossError
 from shardlib.execute.losses import read_loss, wants
+from shardlib.execute.thinning import Layers
+from shardlib.nn.blocks import block_runner
 from shardlib.optim.base import GradientTransformation
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, seeding_torch
@@ -29,8 +32,16 @@ class Evaluated:
     grads: Leaves
 
 
+@dataclass
+class _Seen:
+    """How many tokens the layers of a micro-batch saw, which nobody asks."""
+
+    layer_tokens: int = 0
+
+
 class OneDevice:
-    """One device that trains as a plan's ranks are to train together: in their dtypes, on the same micro-batches.
+    """One device that trains as a plan's ranks are to train together: in their dtypes, on the same micro-batches, without
+    what the plan's steps leave out of layers.
 
     Attributes:
         leaves: path -> whole parameter, as the optimizer keeps it.
@@ -62,11 +73,12 @@ class OneDevice:
             LossError: the loss function does not return a loss.
         """
         used = {path: copied(leaf).requires_grad_(path in self._trained) for path, leaf in self.used().items()}
-        tree = unflatten(self._plan.shape.treedef, [used[leaf.path] for leaf in self._plan.leaves])
+        in_order = [used[leaf.path] for leaf in self._plan.leaves]
+        tree = unflatten(self._plan.shape.treedef, in_order)
         watch, key = Watch(), self.key(step, cell)
         extra = {} if key is None else {"rng": key}
         seed = self._rng.fold_in(step).at_slot(cell)
-        with torch.enable_grad(), seeding_torch(seed, torch.device("cpu")):
+        with torch.enable_grad(), seeding_torch(seed, torch.device("cpu")), self._thinned(step, seed, in_order):
             value = watch.watched(self._loss_fn)(tree, batch, **extra)
         (run,) = watch.runs
         total = read_loss(value, False).total
@@ -74,6 +86,33 @@ class OneDevice:
         grads = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
         found = zip(self._trained, leaves, grads, strict=True)
         return Evaluated(run, {path: torch.zeros_like(leaf) if g is None else g for path, leaf, g in found})
+
+    @contextmanager
+    def _thinned(self, step: int, key: Key, leaves: list[torch.Tensor]) -> Iterator[None]:
+        """A context in which blocks leave out what the step leaves out of layers, by its own draws."""
+        layers = Layers(self._plan, _Seen(), torch.device("cpu"))
+        layers.begin(self._plan.step.thinned(step, key), computes=False)
+        layers.know(leaves)
+        inside = False
+
+        def plainly(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return fn(*args, **kwargs)
+
+        def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal inside
+            if inside:  # a block within a block
+                return fn(*args, **kwargs)
+            inside = True
+            try:
+                return layers.run(fn, args, kwargs, plainly)
+            finally:
+                inside = False
+
+        before = block_runner.set(run)
+        try:
+            yield
+        finally:
+            block_runner.reset(before)
 
     def update(self, grads: Leaves) -> None:
         """Update the parameters by gradients of the mean loss."""

@@ -14,6 +14,7 @@ from shardlib.debug.watching import Watch
 from shardlib.debug.wire import Wire
 from shardlib.errors import BatchError, listing
 from shardlib.execute.batches import as_tensors
+from shardlib.execute.losses import wants
 from shardlib.mesh.launch import simulate
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
@@ -26,6 +27,36 @@ from shardlib.train import make_train_step
 from shardlib.tree import Tree, flatten, tree_map, unflatten
 
 Buffers = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is run under a plan, and on one device.
+
+    Attributes:
+        loss_fn: as for `make_train_step`, without buffers.
+        params: values of all parameters.
+        batch: the global batch of every step.
+        steps: how many.
+        rng: as for `make_train_step`.
+
+    Raises:
+        TypeError: the loss function takes buffers.
+    """
+
+    loss_fn: Callable[..., Any]
+    params: Tree
+    batch: Tree
+    optimizer: GradientTransformation
+    steps: int
+    rng: Key
+
+    def __post_init__(self) -> None:
+        if wants(self.loss_fn, "buffers"):
+            raise TypeError(
+                "the loss function takes buffers, which sl.debug does not replay: give one that closes over constant ones, "
+                "lambda params, batch: loss_fn(params, buffers, batch)[0]"
+            )
 
 
 @dataclass
@@ -101,14 +132,14 @@ def cells(batch: Tree, plan: Plan) -> list[Tree]:
     """The micro-batches of all ranks, in the order of the global batch.
 
     Raises:
-        BatchError: the rows do not divide.
+        BatchError: the rows do not divide, or there are none.
     """
     paths, leaves, treedef = flatten(batch)
     count = plan.batch_ranks * plan.step.microbatches
     unfit = [
         f"{path or 'batch'}: {leaf.shape[0]} rows"
         for path, leaf in zip(paths, leaves, strict=True)
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] % count
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and (leaf.shape[0] % count or not len(leaf))
     ]
     if unfit:
         raise BatchError(
@@ -129,28 +160,22 @@ def share_of(batch: Tree, plan: Plan, coords: Mapping[str, int]) -> Tree:
     )
 
 
-def replay(
-    plan: Plan,
-    loss_fn: Callable[..., Any],
-    params: Tree,
-    batch: Tree,
-    optimizer: GradientTransformation,
-    steps: int,
-    rng: Key,
-) -> Replay:
-    """Run ``steps`` steps on one global batch. An error that ends them is kept, with what was noted before."""
+def replay(plan: Plan, trial: Trial) -> Replay:
+    """Run a trial's steps under a plan. An error that ends them is kept, with what was noted before."""
     made = Replay(plan, Wire())
-    batch = as_tensors(batch, torch.device("cpu"))
+    batch = as_tensors(trial.batch, torch.device("cpu"))
 
     def of_rank(mesh: Mesh) -> None:
         mesh = made.wire.watched(mesh)
         rank, watch = mesh.rank, Watch()
         mine = made.steps[rank] = []
-        placed = shard_alike(params, Sharded(plan.at(mesh.coords), mesh, "param", {}))
+        placed = shard_alike(trial.params, Sharded(plan.at(mesh.coords), mesh, "param", {}))
         made.start[rank] = _copies(placed.buffers)
-        watched = _Watched(optimizer)
-        state, train_step = make_train_step(watch.watched(loss_fn), placed, watched, rng=rng, nonfinite="skip")
-        for _ in range(steps):
+        watched = _Watched(trial.optimizer)
+        state, train_step = make_train_step(
+            watch.watched(trial.loss_fn), placed, watched, rng=trial.rng, nonfinite="skip"
+        )
+        for _ in range(trial.steps):
             noted = watched.step = RankStep(watch.runs)
             mine.append(noted)
             before = _copies(state.comm)

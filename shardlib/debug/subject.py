@@ -31,7 +31,7 @@ def plan_of(given: Any, params: Tree, what: str) -> Plan:
         IllegalComposition: a plan on more ranks than can be simulated, or with states in files.
     """
     if isinstance(given, Plan):
-        plan = _without_owner(given.everywhere.layout)
+        plan = given.everywhere.layout  # a train step adds its optimizer's claim again
     elif _is_pair(given):
         sizes, transform = given
         plan = make_plan(params, abstract_mesh(**sizes), chain() if transform is None else transform)
@@ -51,17 +51,6 @@ def plan_of(given: Any, params: Tree, what: str) -> Plan:
     if any("disk" in bucket.memory for bucket in plan.buckets):
         raise IllegalComposition(f"{what} keeps states on disk; give the plan with offload('host') in its place")
     return plan
-
-
-def _without_owner(plan: Plan) -> Plan:
-    """A plan of `make_plan` without the claim of its optimizer, which a train step adds again."""
-    claims = plan.claims
-    if claims is None:
-        return plan
-    kept = {name: tuple(pair for pair in pairs if pair[0][2] != "owner") for name, pairs in claims.written.items()}
-    reductions = {axis: replace(claim, owner=None) for axis, claim in claims.reductions.items()}
-    written = {name: pairs for name, pairs in kept.items() if pairs}
-    return replace(plan, claims=replace(claims, written=written, reductions=reductions))
 
 
 def _is_pair(given: Any) -> bool:
@@ -89,9 +78,8 @@ def in_float64(plan: Plan) -> Plan:
 
 
 def like_one_device(plan: Plan) -> Plan:
-    """The same plan without what makes its ranks compute another loss: gathers in few bits, layers or tokens left out."""
-    reductions, step = replace(plan.reductions, packings={}), replace(plan.step, layer_drop=None, token_drop=None)
-    return replace(plan, reductions=reductions, step=step, traces=None)
+    """The same plan without what makes its ranks compute with other parameters: gathers in few bits."""
+    return replace(plan, reductions=replace(plan.reductions, packings={}), traces=None)
 
 
 def is_float64(plan: Plan) -> bool:
@@ -104,10 +92,12 @@ def left_out(plan: Plan, optimizer: GradientTransformation | None = None) -> lis
     codecs, packings = plan.reductions.codecs, plan.reductions.packings
     sums = [f"in float64, gradients over axis {axis!r} in {codec}" for axis, codec in codecs.items() if not codec.wide]
     gathers = [f"gathers over axis {axis!r} in {packing}" for axis, packing in packings.items()]
-    drops = plan.step.layer_drop, plan.step.token_drop
-    layers = [f"what steps leave out of layers: {drop}" for drop in drops if drop is not None]
-    owned = [f"the sums and updates of {optimizer.owns.name}"] if optimizer and optimizer.owns else []
-    return [*sums, *gathers, *layers, *owned]
+    owned = (
+        [f"the sums and updates of {optimizer.owns.name}, and the steps after the first"]
+        if optimizer and optimizer.owns
+        else []
+    )
+    return [*sums, *gathers, *owned]
 
 
 def eagerly() -> AbstractContextManager[None]:

@@ -160,7 +160,7 @@ class _Calls(TorchFunctionMode):
         before = leaves_of((args, kwargs))
         paths = [self._path(value) if isinstance(value, torch.Tensor) else None for value in before]
         block = self._run.blocks[number] = Block(_common(paths) or str(number))
-        begun = False
+        begun, named = False, frozenset(kwargs)
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             nonlocal begun
@@ -169,13 +169,15 @@ class _Calls(TorchFunctionMode):
                 block.again.append([])
                 with self._noting(block.again[-1], number), self:
                     return fn(*args, **kwargs)
-            for path, leaf in zip(paths, leaves_of((args, kwargs)), strict=True):
+            given = {name: value for name, value in kwargs.items() if name in named}  # without the gate of a layer
+            for path, leaf in zip(paths, leaves_of((args, given)), strict=True):
                 if path is not None and not isinstance(leaf, Handle):
                     self._learn(path, leaf)
                     block.params[path] = copied(leaf)
             with self._noting(self._run.calls, number):
                 return fn(*args, **kwargs)
 
+        noted.__wrapped__ = fn  # type: ignore[attr-defined]  # whether it takes a gate
         with self._noting(None, None):
             result = noted(*args, **kwargs) if runner is None else runner(noted, args, kwargs)
             block.outputs = [copied(leaf) for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]

@@ -296,6 +296,8 @@ class Executor:
             leaves = self._leaves()
             in_order = [leaves.get(leaf.path) for leaf in self.plan.leaves]
             self.blocks.layers.know(in_order)
+            if self._phases is not None:
+                self._phases.knows(leaves)
             with self._watched(leaves):
                 result = fn(unflatten(self.plan.shape.treedef, in_order))
             require_unwritten(self._buckets, self.gathers)

@@ -23,17 +23,9 @@ class Meeting:
         self._exchange, self._meet = exchange, meet
         self.axes, self.padded, self.spare = exchange.axes, exchange.padded, exchange.spare
 
-    def send(
-        self,
-        mesh: Mesh,
-        rows: torch.Tensor,
-        counts: torch.Tensor,
-        *,
-        slots: int | None = None,
-        anchor: torch.Tensor | None = None,
-    ) -> tuple[Coming, Any]:
+    def send(self, mesh: Mesh, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[Coming, Any]:
         self._meet()
-        coming, way = self._exchange.send(mesh, rows, counts, slots=slots, anchor=anchor)
+        coming, way = self._exchange.send(mesh, rows, counts, **how)
         return _Met(coming, self._meet), way
 
     def back(self, mesh: Mesh, rows: torch.Tensor, way: Any) -> Coming:

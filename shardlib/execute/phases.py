@@ -63,6 +63,9 @@ class Phases:
     def meets(self, number: int, args: tuple[Any, ...]) -> None:
         """Called when a block begins, with its arguments, for names."""
 
+    def knows(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        """Called before the function, with what stands for each parameter by its path, for names."""
+
     def begin(self) -> None:
         """Begin a micro-batch."""
         self._number, self._inside, self._begun, self.recomputing = self._first, False, False, False

@@ -9,9 +9,10 @@ this concerns runs that are resumed.)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import optree
 import torch
@@ -20,7 +21,6 @@ from shardlib.common._compat import pytree
 from shardlib.errors import LossError
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import wants
-from shardlib.execute.record import Record
 from shardlib.execute.subset import Subset, drawn_tokens
 from shardlib.nn.blocks import Runner
 from shardlib.nn.gate import Gate
@@ -30,17 +30,23 @@ from shardlib.rng import restore_generators, states_of_generators
 from shardlib.tree import leaves_of, tree_map
 
 
+class Seen(Protocol):
+    """What counts the tokens that layers see."""
+
+    layer_tokens: int
+
+
 class Layers:
     """The layers of one micro-batch.
 
     Args:
         plan: of the stage.
-        record: takes the number of tokens that layers see.
+        seen: takes the number of tokens that layers see.
         device: the device that the rank computes on.
     """
 
-    def __init__(self, plan: Plan, record: Record, device: torch.device) -> None:
-        self._record, self._device = record, device
+    def __init__(self, plan: Plan, seen: Seen, device: torch.device) -> None:
+        self._seen, self._device = seen, device
         layers = plan.step.layers
         here = {path for bucket in plan.buckets for path in bucket.paths}
         self._paths = [
@@ -125,7 +131,7 @@ class Layers:
         stream = next(leaf for leaf in leaves_of(carry) if _floats(leaf))
         rows, length = stream.shape[:2] if stream.dim() > 2 else (0, 0)
         count = length if visit.tokens is None else min(visit.tokens, length)
-        self._record.layer_tokens += rows * count
+        self._seen.layer_tokens += rows * count
         if visit.tokens is not None and not length:
             raise LossError(
                 f"random_ltd leaves out tokens of a residual stream (B, tokens, width), and this one is {list(stream.shape)}"
@@ -180,8 +186,13 @@ class Layers:
         return tree_map(lambda one, other: gate.between(one, other) if _floats(one) else other, carry, result)
 
 
-@lru_cache(maxsize=512)
 def _takes_gate(fn: Callable[..., Any]) -> bool:
+    """Whether a block scales its branches itself. Wrappers, which may be made for one call, are not remembered."""
+    return _wants_gate(inspect.unwrap(fn, stop=lambda wrapper: hasattr(wrapper, "__signature__")))
+
+
+@lru_cache(maxsize=512)
+def _wants_gate(fn: Callable[..., Any]) -> bool:
     return wants(fn, "gate")
 
 

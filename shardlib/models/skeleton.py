@@ -18,6 +18,7 @@ from torch import nn
 from shardlib.common._compat import no_modes, own_buffers, own_parameters, version_of, watch_checkpoints
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
 from shardlib.models.refusals import require_copies
+from shardlib.nn.parts import following
 from shardlib.nn.tiled_modules import current_modules
 from shardlib.tree import leaves_of
 
@@ -229,7 +230,12 @@ class _Call:
         self._over = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._skeleton.holding(self._parameters, self._held), self._under_way(), self._in_tiles():
+        with (
+            self._skeleton.holding(self._parameters, self._held),
+            self._under_way(),
+            self._in_tiles(),
+            self._followed(),
+        ):
             try:
                 return self._skeleton.module(*args, **kwargs)
             finally:
@@ -275,6 +281,10 @@ class _Call:
             if self._tiles is None
             else self._tiles.installed(self._skeleton.by_path, self._skeleton.paths)
         )
+
+    def _followed(self) -> AbstractContextManager[None]:
+        follow = None if torch.compiler.is_compiling() else following.get()
+        return nullcontext() if follow is None else follow(self._skeleton.module, self._parameters)
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:

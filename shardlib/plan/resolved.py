@@ -90,6 +90,12 @@ class Resolved:
         """A line for each transform that filled a slot, then the notes."""
         return (*(f"{name}: {_summary(slots)}" for name, slots in sorted(self.written.items())), *self.notes)
 
+    def without_owner(self) -> Resolved:
+        """A copy without what an optimizer claims."""
+        kept = {name: tuple(pair for pair in pairs if pair[0][2] != "owner") for name, pairs in self.written.items()}
+        reductions = {axis: replace(claim, owner=None) for axis, claim in self.reductions.items()}
+        return replace(self, written={name: pairs for name, pairs in kept.items() if pairs}, reductions=reductions)
+
     def noting(self, notes: Iterable[str]) -> Resolved:
         """A copy with more notes."""
         return replace(self, notes=(*self.notes, *notes))

@@ -59,14 +59,18 @@ class TokenDrop:
     """The schedule of random layer-wise token dropping (arXiv 2211.11586, section 3).
 
     Attributes:
-        kept: the number of tokens of each sequence that the middle layers see, a function of the step.
+        kept: the number of tokens of each sequence that the middle layers see, or a function of the step.
         ends: how many of the first layers, and of the last, see all tokens.
         layers: the paths of all layers, in the order in which they run.
     """
 
-    kept: Callable[[int], int]
+    kept: int | Callable[[int], int]
     ends: int
     layers: tuple[str, ...]
+
+    def kept_at(self, step: int) -> int:
+        """The number of tokens of each sequence that the middle layers see at a step."""
+        return int(self.kept(step) if callable(self.kept) else self.kept)
 
     @property
     def middle(self) -> tuple[str, ...]:
@@ -75,16 +79,16 @@ class TokenDrop:
 
     def tokens(self, step: int) -> dict[str, int]:
         """Path of a middle layer -> how many tokens of each sequence it sees; of shorter sequences it sees all."""
-        return dict.fromkeys(self.middle, int(self.kept(step)))
+        return dict.fromkeys(self.middle, self.kept_at(step))
 
     def layer_tokens(self, step: int, rows: int, length: int) -> int:
         """Tokens that all layers see at a step together, of a batch of ``rows`` sequences."""
         middle = len(self.middle)
-        return rows * (min(int(self.kept(step)), length) * middle + length * (len(self.layers) - middle))
+        return rows * (min(self.kept_at(step), length) * middle + length * (len(self.layers) - middle))
 
     def __str__(self) -> str:
         middle = self.middle
-        return f"{int(self.kept(0))} tokens at first in {len(middle)} layers ({middle[0]} … {middle[-1]})"
+        return f"{self.kept_at(0)} tokens at first in {len(middle)} layers ({middle[0]} … {middle[-1]})"
 
 
 @dataclass(frozen=True)

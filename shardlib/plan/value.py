@@ -92,7 +92,8 @@ class PlanValue:
     @cached_property
     def layout(self) -> Self:
         """The plan without what an optimizer adds to it, for evaluation."""
-        return replace(self, needs=None, reductions=replace(self.reductions, owner=None))
+        claims = self.claims and self.claims.without_owner()
+        return replace(self, needs=None, reductions=replace(self.reductions, owner=None), claims=claims)
 
     def at(self, coords: Mapping[str, int]) -> Self:
         """The part of the plan for the rank at these coordinates: with the buckets that it holds, and no others."""

@@ -20,7 +20,7 @@ from shardlib.plan.thinning import TokenDrop
 class RandomLTD(Coded):
     """The transform that `random_ltd` makes, with the arguments given there."""
 
-    kept: Callable[[int], int]
+    kept: int | Callable[[int], int]
     ends: int
     layers: tuple[str, ...]
 
@@ -46,7 +46,7 @@ class RandomLTD(Coded):
             )
 
 
-def random_ltd(kept: Callable[[int], int], *, ends: int = 1, layers: str | Sequence[str] = ()) -> RandomLTD:
+def random_ltd(kept: int | Callable[[int], int], *, ends: int = 1, layers: str | Sequence[str] = ()) -> RandomLTD:
     """Leave out tokens of the middle layers, at random, in each training step (random-LTD, arXiv 2211.11586).
 
     Every middle layer draws, for each sequence of the batch, ``kept(step)`` of its tokens without replacement, runs on these
@@ -65,8 +65,8 @@ def random_ltd(kept: Callable[[int], int], *, ends: int = 1, layers: str | Seque
     those of transformers' decoders here do.
 
     Args:
-        kept: the number of kept tokens, a function of the step: `sl.data.linear_pace(128, 512, steps=10_000, multiple=16)` is
-            DeepSpeed's schedule. Sequences that are not longer are not changed. For a number use `sl.data.constant_pace`.
+        kept: the number of kept tokens, or a function of the step: `sl.data.linear_pace(128, 512, steps=10_000, multiple=16)`
+            is DeepSpeed's schedule. Sequences that are not longer are not changed.
         ends: how many layers at either end see all tokens.
         layers: globs of all layers' paths, such as "blocks/*". By default the elements of lists that are like others of the
             same list.
@@ -81,10 +81,14 @@ def random_ltd(kept: Callable[[int], int], *, ends: int = 1, layers: str | Seque
     >>> drop.middle, [drop.layer_tokens(step, rows=1, length=64) for step in (0, 3, 6)]
     (('blocks/1', 'blocks/2'), [160, 208, 256])
     """
-    if not callable(kept) or isinstance(kept, type):
-        raise refused("random_ltd", "kept", kept, "give a function of the step, such as sl.data.linear_pace makes")
-    first: Any = kept(0)
-    if isinstance(first, bool) or not isinstance(first, Integral) or first < 1:
-        raise refused("random_ltd", "kept", kept, f"it gives {first!r} at step 0; use a number of tokens, at least 1")
+    if isinstance(kept, type) or not callable(kept):
+        remedy = "give a number of tokens of at least {}, or a function of the step, such as sl.data.linear_pace makes"
+        kept = integer("random_ltd", "kept", kept, remedy=remedy)
+    else:
+        first: Any = kept(0)
+        if isinstance(first, bool) or not isinstance(first, Integral) or first < 1:
+            raise refused(
+                "random_ltd", "kept", kept, f"it gives {first!r} at step 0; use a number of tokens, at least 1"
+            )
     ends = integer("random_ltd", "ends", ends, 0)
     return RandomLTD(kept, ends, texts("random_ltd", "layers", layers, "glob of layers", 0))

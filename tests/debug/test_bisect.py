@@ -1,14 +1,18 @@
 """`bisect` names the operation by which two plans differ."""
 
+import threading
 from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
 
 import shardlib as sl
 from shardlib.errors import BatchError, IllegalComposition
+from shardlib.execute import thinning
+from shardlib.plan.thinning import LayerDrop
 
-from .cases import CASES, data, found, matrices, perceptron, transformer
+from .cases import CASES, data, found, matrices, perceptron, rules, transformer
 
 
 @pytest.mark.nightly
@@ -147,18 +151,99 @@ def test_wrong_arguments():
         sl.debug.bisect(loss_fn, params, None, ({"data": 2, "model": 2}, sl.zero(1)), batch)
 
 
+def squares(params, batch):
+    return (batch @ params["w"]).square().mean()
+
+
+def test_arrays_are_tensors():
+    result = sl.debug.bisect(
+        squares, {"w": torch.ones(4, 4)}, None, ({"data": 2}, sl.zero(1)), numpy.ones((4, 4), dtype=numpy.float32)
+    )
+    assert not result, result
+
+
+@pytest.mark.parametrize("steps", [0, "2", 1.5, None])
+def test_steps_that_are_no_number_of_steps_are_refused(steps):
+    with pytest.raises(ValueError, match="replay at least 1"):
+        sl.debug.bisect(
+            squares, {"w": torch.ones(4, 4)}, None, ({"data": 2}, sl.zero(1)), torch.ones(4, 4), steps=steps
+        )
+
+
+def test_a_batch_without_rows_is_refused():
+    with pytest.raises(BatchError, match="batch: 0 rows"):
+        sl.debug.bisect(squares, {"w": torch.ones(4, 4)}, None, ({"data": 2}, sl.zero(1)), torch.ones(0, 4))
+
+
+def test_a_loss_that_takes_buffers_is_refused():
+    def loss_fn(params, buffers, batch):
+        return (batch @ params["w"]).sum(), buffers
+
+    with pytest.raises(TypeError, match=r"takes buffers.*closes over constant ones"):
+        sl.debug.bisect(loss_fn, {"w": torch.ones(2)}, None, ({"data": 2}, sl.zero(0)), torch.ones(4, 2))
+
+
 def four(step):
     return 4
 
 
-def test_what_makes_another_loss_is_left_out_and_told():
-    loss_fn, params, batch = transformer(layers=3)
-    chain = sl.chain(
-        sl.zero(3), sl.quantize(weights="int8"), sl.progressive_layer_drop(gamma=10.0), sl.random_ltd(four)
-    )
+def test_gathers_in_few_bits_are_left_out_and_told():
+    loss_fn, params, batch = transformer()
+    chain = sl.chain(sl.zero(3), sl.quantize(weights="int8"))
     result = sl.debug.bisect(loss_fn, params, None, ({"data": 2}, chain), batch, steps=2)
     assert not result, result
-    assert [note.partition(" ")[0] for note in result.notes] == ["gathers", "what", "what"]
+    assert [note.partition(" ")[0] for note in result.notes] == ["gathers"]
+
+
+THINNED = {
+    "stage 3": lambda: (transformer(layers=3), {"data": 2}, [sl.zero(3), sl.remat()]),
+    "stages": lambda: (
+        transformer(layers=3, blocks=True),
+        {"pipe": 2, "data": 2},
+        [sl.pipeline("1f1b", microbatches=2), sl.zero(1)],
+    ),
+    "slices": lambda: (
+        transformer(layers=3),
+        {"data": 2, "model": 2},
+        [sl.tensor_slicing(rules()), sl.zero(1), sl.accumulate(2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", THINNED)
+def test_layers_and_tokens_are_left_out_by_the_same_draws(kind):
+    (loss_fn, params, batch), mesh, others = THINNED[kind]()
+    drop = sl.progressive_layer_drop(theta=0.2, gamma=10.0)
+    plan = mesh, sl.chain(*others, drop, sl.random_ltd(four))
+    result = sl.debug.bisect(loss_fn, params, None, plan, batch, steps=3)
+    assert not result and not result.notes, result
+    plan = sl.make_plan(params, sl.abstract_mesh(**mesh), plan[1])
+    left_out = [plan.step.thinned(step, sl.Key(0).fold_in(step)).dropped for step in range(3)]
+    assert not left_out[0] and left_out[1] and left_out[2]
+
+
+def drawn_elsewhere(monkeypatch, of, name, other):
+    """``other`` in place of a function where ranks call it, which one device, in the main thread, does not."""
+    right, main = getattr(of, name), threading.main_thread()
+    here = lambda *args: (right if threading.current_thread() is main else other(right))(*args)  # noqa: E731
+    monkeypatch.setattr(of, name, here)
+
+
+def test_ranks_that_draw_other_tokens_are_found(monkeypatch):
+    loss_fn, params, batch = transformer(layers=3)
+    drawn_elsewhere(monkeypatch, thinning, "drawn_tokens", lambda right: lambda *args: right(*args).flip(0))
+    result = sl.debug.bisect(loss_fn, params, None, ({"data": 2}, sl.chain(sl.zero(1), sl.random_ltd(four))), batch)
+    assert (result.finding.phase, result.finding.step, result.finding.block) == ("forward", 0, "blocks/1"), result
+
+
+def test_ranks_that_leave_out_no_layer_are_found(monkeypatch):
+    loss_fn, params, batch = transformer(layers=3)
+    nothing = lambda right: lambda *args: dict.fromkeys(right(*args), True)  # noqa: E731
+    drawn_elsewhere(monkeypatch, LayerDrop, "kept", nothing)
+    drop = sl.progressive_layer_drop(theta=0.2, gamma=10.0)
+    result = sl.debug.bisect(loss_fn, params, None, ({"data": 2}, sl.chain(sl.zero(1), drop)), batch, steps=2)
+    assert (result.finding.phase, result.finding.step) == ("forward", 1), result
+    assert result.finding.block.startswith("blocks/"), result
 
 
 def test_an_optimizer_that_sums_itself_is_told():
@@ -167,7 +252,9 @@ def test_an_optimizer_that_sums_itself_is_told():
     mesh = {"data": 2}
     for plan in (mesh, sl.zero(0)), sl.make_plan(params, sl.abstract_mesh(**mesh), sl.zero(0), optimizer=tx):
         result = sl.debug.bisect(loss_fn, params, None, plan, batch, optimizer=tx, steps=3)
-        assert not result and result.notes == ("the sums and updates of onebit_adam",), result
+        assert not result and result.notes == ("the sums and updates of onebit_adam, and the steps after the first",), (
+            result
+        )
 
 
 def test_a_compiled_block_is_compared_call_by_call():

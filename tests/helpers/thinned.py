@@ -6,6 +6,7 @@ import torch
 
 import shardlib as sl
 from helpers.measure import SCALARS, count_payload
+from shardlib.execute.subset import drawn_tokens
 from shardlib.models import bert, gpt
 
 GPT = gpt.GPTConfig(vocab=32, layers=4, width=16, heads=2, sequence=8, dtype=torch.float64)
@@ -61,6 +62,22 @@ def kept_at(step, drop):
     return [(kept[path], p, None) for path, p in drop.keep(step).items()]
 
 
+def visits_at(step, pace, drop=None, rows=8, length=8):
+    """Per layer: whether it runs, the probability of that, and the positions of the tokens it sees, of which the two in the
+    middle draw as many as the pace says."""
+    draws, count = sl.Key(SEED).fold_in(step).fold_in("random_ltd"), pace(step)
+    kept = [(True, 1.0, None)] * 4 if drop is None else kept_at(step, drop)
+    index = [None] * 4
+    if count < length:
+        index[1:3] = [drawn_tokens(draws.fold_in(n), rows, length, count, torch.device("cpu")) for n in (1, 2)]
+    return [(runs, p, seen) for (runs, p, _), seen in zip(kept, index, strict=True)]
+
+
+def layer_tokens(visits, rows=8, length=8):
+    """Tokens that layers see, by a count."""
+    return sum(rows * (length if index is None else index.shape[1]) for runs, _, index in visits if runs)
+
+
 def through(x, visit, layer, *others):
     """The stream behind ``layer(x, p, *others)``, at a visit as in `kept_at`, or with the positions of tokens as its last."""
     runs, keep, index = visit
@@ -75,7 +92,8 @@ def through(x, visit, layer, *others):
 
 def gpt_loss(params, batch, visits):
     """The loss of `GPT`. Documents of ``batch["segments"]`` see only themselves."""
-    x = params["embed"]["tokens"][batch["tokens"]] + params["embed"]["positions"]
+    places = params["embed"]["positions"][: batch["tokens"].shape[1]]
+    x = params["embed"]["tokens"][batch["tokens"]] + places
     for p, visit in zip(params["blocks"], visits, strict=True):
 
         def layer(x, keep, segments, p=p):

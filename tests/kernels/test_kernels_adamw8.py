@@ -34,6 +34,7 @@ def described(bits):
 @MAPS
 def test_the_map_is_the_papers(coding):
     found, wanted = numbers(coding), described(coding.bits)
+    # The numbers are in fp32, after a power of ten and a product: a few roundings of 2⁻²⁴ each.
     torch.testing.assert_close(found[: len(wanted)].double(), wanted, rtol=2e-6, atol=0)
     assert {0.0, 1.0} <= set(found.tolist())
     assert (wanted.diff() > 0).all() and (found[: len(wanted)].diff() > 0).all()

@@ -139,6 +139,7 @@ def test_quantised_weights_are_what_they_stand_for(bits):
     found, wanted = (
         decoder_attention(x, dataclasses.replace(layer, **linears), *others, using="cpu") for linears in (small, whole)
     )
+    # Sums of the same numbers in fp32, in another order: four products one after the other, and a softmax.
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert not torch.equal(found, decoder_attention(x, layer, *others, using="cpu"))
 

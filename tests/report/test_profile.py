@@ -245,6 +245,11 @@ def test_what_cannot_be_recorded_is_refused():
             call(step, [state], batch())
         with pytest.raises(ValueError, match="warm=-1; record at least one step"):
             call(step, state, batch(), warm=-1)
+    for call in (sl.profile, sl.report.memory):
+        with pytest.raises(TypeError, match=r"the plan is a Zero; pass the one that sl\.make_plan returned"):
+            call(step, state, batch(), plan=sl.zero(0))
+    with pytest.raises(ValueError, match="steps='2'"):
+        sl.profile(step, state, batch(), steps="2")
     with pytest.raises(ValueError, match="profile: steps=0"):
         sl.profile(step, state, batch(), steps=0)
 

@@ -1,6 +1,7 @@
 """Random layer-wise token dropping: against loops that leave out the same tokens, equal on every mesh, alone and with layers
 that are left out."""
 
+import dataclasses
 import math
 from functools import partial
 
@@ -8,7 +9,20 @@ import pytest
 import torch
 from helpers import thinned
 from helpers.decoders import cut, decoder, in_float64, label_batches
-from helpers.thinned import BERT, GPT, RATE, SEED, SLICES, STEPS, in_list, kept_at, looped, tokens, trained
+from helpers.thinned import (
+    BERT,
+    GPT,
+    RATE,
+    SEED,
+    SLICES,
+    STEPS,
+    in_list,
+    layer_tokens,
+    looped,
+    tokens,
+    trained,
+    visits_at,
+)
 from helpers.trees import assert_close
 
 import shardlib as sl
@@ -22,18 +36,8 @@ LTD, DROP = sl.random_ltd(PACE), sl.progressive_layer_drop(0.5, 5.0)
 PLANS = {"tokens": LTD, "tokens and layers": sl.chain(LTD, DROP)}
 
 
-def visits(step, layers_too, rows=8, length=8, first=0):
-    """Per layer: whether it runs, the probability of that, and the positions of the tokens it sees."""
-    draws = sl.Key(SEED).fold_in(step).fold_in("random_ltd")
-    kept = kept_at(step, LayerDrop(0.5, 5.0, tuple("abcd"))) if layers_too else [(True, 1.0, None)] * 4
-    index = [drawn_tokens(draws.fold_in(n), rows, length, PACE(step), torch.device("cpu")) for n in range(4)]
-    whole = PACE(step) >= length
-    return [(runs, p, index[n] if 0 < n < 3 and not whole else None) for n, (runs, p, _) in enumerate(kept)]
-
-
-def seen(step, layers_too):
-    """Tokens that layers see at a step, by a count."""
-    return sum(8 * (8 if index is None else PACE(step)) for runs, _, index in visits(step, layers_too) if runs)
+def visits(step, layers_too):
+    return visits_at(step, PACE, LayerDrop(0.5, 5.0, tuple("abcd")) if layers_too else None)
 
 
 # The schedule and the draw.
@@ -43,14 +47,14 @@ def test_the_schedule_is_deepspeeds():
     drop = TokenDrop(sl.data.linear_pace(16, 64, steps=6, multiple=8), 1, tuple(map(str, range(12))))
     assert [drop.kept(step) for step in range(8)] == [16, 24, 32, 40, 48, 56, 64, 64]
     assert sum(drop.layer_tokens(step, 4, 64) for step in range(8)) == 17856
-    assert sl.data.layer_tokens(drop, 4, 64).total(8) == 17856
+    assert sl.data.layer_tokens(drop, sl.data.curriculum(4, sequence=64)).total(8) == 17856
     assert drop.middle == tuple(map(str, range(1, 11)))
 
 
 def test_a_rate_by_consumed_layer_tokens():
     """Not there in DeepSpeed (NotImplementedError)."""
     drop = TokenDrop(PACE, 1, tuple("abcd"))
-    per_step, whole = sl.data.layer_tokens(drop, 8, 8), 8 * 8 * 4
+    per_step, whole = sl.data.layer_tokens(drop, sl.data.curriculum(8, sequence=8)), 8 * 8 * 4
     cosine = sl.optim.cosine_decay_schedule(1.0, 20 * whole)
     rate = sl.optim.token_schedule(cosine, per_step.total)
     for step in (0, 1, 5, 17, 30):
@@ -58,7 +62,12 @@ def test_a_rate_by_consumed_layer_tokens():
         t = min(consumed / (20 * whole), 1.0)
         assert float(rate(step)) == pytest.approx(0.5 * (1 + math.cos(math.pi * t)))
     with pytest.raises(BatchError, match="kept"):
-        sl.data.layer_tokens(TokenDrop(lambda step: 4, 1, tuple("abc")), 8, 8)
+        sl.data.layer_tokens(TokenDrop(lambda step: 4, 1, tuple("abc")), sl.data.curriculum(8, sequence=8))
+    with pytest.raises(BatchError, match="give sequence="):
+        sl.data.layer_tokens(drop, sl.data.curriculum(8))
+    assert (
+        sl.data.layer_tokens(TokenDrop(4, 1, tuple("abcd")), sl.data.curriculum(8, sequence=8)).total(3) == 3 * 8 * 24
+    )
 
 
 @pytest.mark.parametrize(("length", "count"), [(1, 1), (7, 3), (64, 63), (5, 0)])
@@ -86,6 +95,22 @@ def test_a_sequence_draws_by_its_place_in_the_global_batch():
         assert torch.equal(torch.cat(of_slots), whole)
 
 
+def test_experts_weigh_the_tokens_that_a_rank_has_at_once():
+    """A router's losses are no means over rows, whatever is left out: ranks' rows are one device's micro-batches."""
+    experts = gpt.Experts((0, 4), sl.nn.MoEConfig(sl.nn.routers.top_k(2), "gelu_tanh"), load=0.1, z=1e-2)
+    config = dataclasses.replace(GPT, moe=experts)
+
+    def run(ranks, *others):
+        chain = sl.chain(LTD, DROP, *others)
+        return sl.simulate(trained, chain, gpt.make_loss(config), gpt.init(config), tokens(), mesh={"data": ranks})[0]
+
+    numbers, params, _, seen_tokens = run(1, sl.accumulate(4))
+    for found in (run(4, sl.zero(3)), run(2, sl.zero(1), sl.accumulate(2))):
+        assert_close((found[0], found[1]), (numbers, params), 1e-10)
+        assert found[3] == seen_tokens
+    assert (run(1)[0] - numbers).abs().max() > 1e-5  # another loss
+
+
 # Equal to a loop, on every mesh.
 
 CASES = {
@@ -111,7 +136,7 @@ def reference(request):
     return (
         PLANS[request.param],
         looped(loss, gpt.init(GPT), tokens()),
-        [seen(step, layers_too) for step in range(STEPS)],
+        [layer_tokens(visits(step, layers_too)) for step in range(STEPS)],
     )
 
 

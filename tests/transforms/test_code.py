@@ -109,8 +109,9 @@ TRANSFORMS = {
     "progressive_layer_drop": made(
         sl.progressive_layer_drop, theta=axes(0.5, 1, 0.25), gamma=axes(0.001, 0), layers=axes((), "*", ["0", "1"])
     ),
-    "random_ltd": made(
-        functools.partial(sl.random_ltd, sl.data.linear_pace(4, 8, 3)),
+    "random_ltd": st.builds(
+        sl.random_ltd,
+        axes(4, sl.data.linear_pace(4, 8, 3)),
         ends=axes(0, 1, 3),
         layers=axes((), ["0", "1", "2"]),
     ),

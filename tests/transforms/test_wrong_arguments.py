@@ -127,8 +127,8 @@ TABLE = [
     ),
     (
         sl.random_ltd,
-        {"kept": sl.data.constant_pace(4)},
-        {"kept": NAME, "ends": COUNT, "layers": ANY_GLOBS},
+        {"kept": 4},
+        {"kept": INTEGER, "ends": COUNT, "layers": ANY_GLOBS},
     ),
     (
         sl.remat,

@@ -69,8 +69,15 @@ class Decoder(ABC):
 
     def choices(self, layer: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
         """What a layer of `layers_of_experts` chooses for inputs ``[T, W]``: rows of its experts' leaves, −1 for none; int64
-        ``[T, k]``."""
-        raise NotImplementedError
+        ``[T, k]``. Only models with such layers need it: experts in host memory are fetched ahead by it.
+
+        Raises:
+            NotImplementedError: the model has layers of experts and does not say what they choose.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has layers of experts and does not say which they choose, by which experts in host "
+            "memory are fetched ahead: define choices(layer, x) -> rows of the experts' leaves, [T, k]"
+        )
 
     @abstractmethod
     def logits(self, params: Any, x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from shardlib.common.optional import figures
 from shardlib.plan.tables import size, table
 from shardlib.report.profile.meetings import Meeting, meetings
 from shardlib.report.profile.picture import saved
-from shardlib.report.profile.recording import Recording, TrainStep, record, require_steps
+from shardlib.report.profile.recording import Recorded, TrainStep, record, require_steps
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,8 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Comm:
-    """What `sl.report.comm` found: the exchanges of one step. Printing it shows a table.
-
-    Attributes:
-        recording: the recorded step of all ranks.
-        state: the train state after it.
-    """
-
-    recording: Recording = field(repr=False)
-    state: Any = field(repr=False, compare=False)
+class Comm(Recorded):
+    """What `sl.report.comm` found: the exchanges of one step. Printing it shows a table."""
 
     @cached_property
     def meetings(self) -> Sequence[Meeting]:

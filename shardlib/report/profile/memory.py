@@ -143,7 +143,7 @@ def memory(train_step: TrainStep, state: TrainState, batch: Any, *, warm: int = 
     >>> found.by_kind["parameters"], found.by_kind["optimizer"] >= 2 * 4 * 64 * 64
     (16384, True)
     """
-    require_steps("report.memory", state, warm=warm)
+    require_steps("report.memory", state, warm=warm, plan=plan)
     mesh = state.params.mesh
     for _ in range(warm):
         state, _ = train_step(state, batch)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from shardlib.collectives import primitives
+from shardlib.common._compat import graph_task
 from shardlib.common.clock import current_clock
 from shardlib.execute.phases import Phase, Phases, followed
 from shardlib.mesh.mesh import Mesh
+from shardlib.nn.parts import following
 from shardlib.optim.train_state import TrainState
+from shardlib.plan.plan import Plan
 from shardlib.report.profile.exchanges import Exchange, Heard
+from shardlib.report.profile.parts import Parts
 from shardlib.report.profile.timeline import Part, Span, Timeline
 from shardlib.tree import leaves_of
 
@@ -74,6 +80,19 @@ class Recording:
         return self.ranks[self.rank]
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """What is found in recorded steps.
+
+    Attributes:
+        recording: the steps of all ranks.
+        state: the train state after them.
+    """
+
+    recording: Recording = field(repr=False)
+    state: Any = field(repr=False, compare=False)
+
+
 class Follower:
     """What is noted of one step of a mesh's rank while it runs.
 
@@ -103,54 +122,96 @@ class Follower:
 
 
 class _Clocked(Phases):
-    """The phases of a micro-batch on a timeline."""
+    """The phases of a micro-batch on a timeline: of blocks, or, outside of them, of the parts of modules."""
 
     def __init__(self, executor: Any, timeline: Timeline) -> None:
         self._executor, self._timeline = executor, timeline
-        self._named: dict[int, str] = {}  # number of a block -> its unit
+        self._named: dict[int, str] = {}  # number of a block, from 1, or of a part of a module, below 0 -> its name
         self._place, self._back = 0, False
         plan = executor.plan
         (stage, *_) = plan.local_stages
         super().__init__(plan.stages.spans[stage][0] if plan.stages.axes else 0)
+        self._parts = Parts(self._part_begins, self._part_ends, lambda leaf: self._paths.get(id(leaf)))
+
+    def begin(self) -> None:
+        super().begin()
+        self._paths: dict[int, str] = {}  # identity of a leaf that stands for a parameter -> path
+        self._results: dict[int, weakref.ref[torch.Tensor]] = {}  # what parts have returned, by identity
 
     @contextmanager
     def running(self, backward: bool) -> Iterator[None]:
         self._back = backward
-        with super().running(backward):
-            self._place = self._timeline.open(self._part())
-            try:
-                yield
-            finally:
-                self._timeline.close(self._place)
+        before = following.set(self._parts.followed)
+        try:
+            with super().running(backward):
+                self._place = self._timeline.open(self._part())
+                try:
+                    yield
+                finally:
+                    self._timeline.close(self._place)
+        finally:
+            following.reset(before)
 
     def turned(self) -> None:
         self._timeline.turn(self._place, self._part())
+
+    def knows(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        self._paths = {id(leaf): path for path, leaf in leaves.items()}
 
     def meets(self, number: int, args: tuple[Any, ...]) -> None:
         tensors = (leaf for leaf in leaves_of(args) if isinstance(leaf, torch.Tensor))
         units = (self._executor.unit_of(tensor) for tensor in tensors)
         self._named[number] = next(filter(None, units), f"block {number}")
 
+    def _part_begins(self, path: str, given: list[torch.Tensor]) -> None:
+        """Begin a part of a module. In backward it ends where the gradients of what it was given are there; if a part has
+        returned that, its backward begins there."""
+        if self._elsewhere():
+            return
+        number = -1 - len(self._named)
+        self._named[number] = path
+        self._at_gradient([x for x in given if not self._returned(x)], Phase(True))
+        self._forward = Phase(False, "of", number)
+        self.turned()
+
+    def _part_ends(self, path: str, result: list[torch.Tensor]) -> None:
+        if self._elsewhere():
+            return
+        self._at_gradient(result, self._forward._replace(backward=True))
+        self._results |= {id(x): weakref.ref(x) for x in result}
+        self._forward = Phase(False)
+        self.turned()
+
+    def _elsewhere(self) -> bool:
+        """Whether a part runs in a block, or as backward recomputes it: there its time is theirs."""
+        return self._inside or graph_task() != -1
+
+    def _returned(self, x: torch.Tensor) -> bool:
+        found = self._results.get(id(x))
+        return found is not None and found() is x
+
     def _part(self) -> Part:
         way = "recompute" if self.recomputing else "backward" if self._back else "forward"
         return Part("compute", way, self.name_of(self.at(self._back)))
 
     def name_of(self, phase: Phase) -> str:
-        """The unit of a phase's block."""
+        """The unit of a phase's block, or the path of its module's part."""
         return self._named[phase.block] if phase.place == "of" else OUTSIDE
 
 
-def require_steps(verb: str, state: Any, steps: int = 1, warm: int = 0) -> None:
+def require_steps(verb: str, state: Any, steps: int = 1, warm: int = 0, plan: Any = None) -> None:
     """Refuse what cannot be recorded.
 
     Raises:
-        TypeError: a state that is no `TrainState`.
-        ValueError: fewer than one step, or fewer than none before.
+        TypeError: a state that is no `TrainState`, or a plan that is no `Plan`.
+        ValueError: fewer than one step, fewer than none before, or no whole numbers of them.
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"{verb}: the state is a {type(state).__name__}; pass the one that make_train_step returned")
-    if steps < 1 or warm < 0:
-        raise ValueError(f"{verb}: steps={steps}, warm={warm}; record at least one step, after none or more others")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"{verb}: the plan is a {type(plan).__name__}; pass the one that sl.make_plan returned")
+    if not all(isinstance(count, Integral) for count in (steps, warm)) or steps < 1 or warm < 0:
+        raise ValueError(f"{verb}: steps={steps!r}, warm={warm!r}; record at least one step, after none or more others")
 
 
 def stepped(train_step: TrainStep, state: Any, batch: Any) -> tuple[Any, Step]:

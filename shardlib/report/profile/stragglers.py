@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from shardlib.mesh.mesh import coordinates
 from shardlib.plan.tables import table
-from shardlib.report.profile.recording import Recording, Step, TrainStep, record, require_steps
+from shardlib.report.profile.recording import Recorded, Step, TrainStep, record, require_steps
 
 _NOISE = 0.05  # of a step; ranks that differ by less are not called late
 
@@ -35,16 +35,8 @@ class Lateness:
 
 
 @dataclass(frozen=True)
-class Stragglers:
-    """What `sl.report.stragglers` found. Printing it shows a table.
-
-    Attributes:
-        recording: the recorded steps of all ranks.
-        state: the train state after them.
-    """
-
-    recording: Recording = field(repr=False)
-    state: Any = field(repr=False, compare=False)
+class Stragglers(Recorded):
+    """What `sl.report.stragglers` found. Printing it shows a table."""
 
     @cached_property
     def ranks(self) -> Sequence[Lateness]:

@@ -113,7 +113,7 @@ class Profile:
 
     @cached_property
     def by_block(self) -> Mapping[str, Mapping[str, float]]:
-        """Unit of a block -> way -> seconds of computation, waits left out."""
+        """Unit of a block, or path of a module's part -> way -> seconds of computation, waits left out."""
         blocks: dict[str, dict[str, float]] = {}
         for part, seconds in self._own.items():
             if part.kind == "compute":

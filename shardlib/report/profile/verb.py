@@ -31,8 +31,8 @@ def profile(
             inside the loss and the peak of memory; by default the state's, which does not.
 
     Raises:
-        TypeError: a state that is no `TrainState`.
-        ValueError: fewer than one step, or fewer than none before.
+        TypeError: a state that is no `TrainState`, or a plan that is no `Plan`.
+        ValueError: fewer than one step, fewer than none before, or no whole numbers of them.
 
     >>> loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
     >>> state, train_step = sl.make_train_step(loss_fn, {"w": torch.ones(64, 64)}, sl.optim.sgd(0.1))
@@ -42,7 +42,7 @@ def profile(
     >>> round(sum(found.by_kind.values()) / found.seconds, 6)
     1.0
     """
-    require_steps("profile", state, steps, warm)
+    require_steps("profile", state, steps, warm, plan)
     params = state.params
     peak = measure_peak(params.mesh.device, _dtype(params.plan))
     state, recording = record(train_step, state, batch, steps, warm)

@@ -25,6 +25,15 @@ DEFECTS = (
         (f"{_CURRICULUM}::test_one_limit_is_the_order_of_a_dataset",),
     ),
     Defect(
+        "an epoch that ends before others join it",
+        "data",
+        "data/growing.py",
+        "a stream ends where the first samples have been drawn, though others have come into the epoch",
+        "math.inf]) if end <= until)",
+        "math.inf]))",
+        (f"{_CURRICULUM}::test_an_epoch_has_every_sample_that_may_be_drawn_once",),
+    ),
+    Defect(
         "a pace of rows that is read ahead",
         "data",
         "data/loader.py",
@@ -47,8 +56,8 @@ DEFECTS = (
         "factor",
         "data/lengths.py",
         "a rate by consumed tokens counts the first piece of each row alone",
-        "sequence // length * length)",
-        "length)",
+        "lambda sequence, length: sequence // length)",
+        "lambda sequence, length: 1)",
         (f"{_CURRICULUM}::test_what_is_cut_off_becomes_rows",),
     ),
     Defect(

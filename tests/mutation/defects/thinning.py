@@ -62,6 +62,15 @@ DEFECTS = (
         (f"{_TOKENS}::test_a_sequence_draws_by_its_place_in_the_global_batch",),
     ),
     Defect(
+        "more tokens counted than a sequence has",
+        "factor",
+        "plan/thinning.py",
+        "a rate by layer-tokens counts as many as layers keep where sequences are shorter",
+        "min(self.kept_at(step), length)",
+        "self.kept_at(step)",
+        ("tests/training/test_learning_with_less.py::test_layer_tokens_before_any_step",),
+    ),
+    Defect(
         "tokens in the order of their numbers",
         "order",
         "execute/subset.py",

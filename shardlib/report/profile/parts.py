@@ -1,0 +1,94 @@
+"""The parts of modules that a loss function calls: layers, and what stands beside them, by their paths."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib.common._compat import pytree
+
+
+def parts_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Dotted name -> part of a module, by the module's own structure.
+
+    The repeated elements of a list (children named 0, 1, …) are parts: layers. So are all other children that have no such
+    list inside; those that have one are looked into.
+
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> list(parts_of(torch.nn.ModuleDict({"layers": layers, "head": torch.nn.Linear(4, 2)})))
+    ['layers.0', 'layers.1', 'head']
+    """
+    children = dict(module.named_children())
+    alike = Counter(type(child) for child in children.values()) if _is_list(module) else Counter[type]()
+    found: dict[str, nn.Module] = {}
+    for name, child in children.items():
+        if alike[type(child)] < 2 and any(map(_is_list, child.modules())):
+            found |= {f"{name}.{inside}": part for inside, part in parts_of(child).items()}
+        else:
+            found[name] = child
+    return found
+
+
+def _is_list(module: nn.Module) -> bool:
+    names = [name for name, _ in module.named_children()]
+    return bool(names) and names == [str(number) for number in range(len(names))]
+
+
+class Parts:
+    """Hooks on the parts of modules while these run.
+
+    Args:
+        begin: ``begin(path, tensors)`` is called before a part runs, with the tensors that it is given.
+        end: ``end(path, tensors)``, after it, with those that it returns.
+        path_of: the path of a leaf that stands for a parameter; None for other tensors.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[str, list[torch.Tensor]], None],
+        end: Callable[[str, list[torch.Tensor]], None],
+        path_of: Callable[[torch.Tensor], str | None],
+    ) -> None:
+        self._begin, self._end, self._path_of = begin, end, path_of
+
+    @contextmanager
+    def followed(self, module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """See `shardlib.nn.parts.Follow`."""
+        place = self._place(parameters)
+        with ExitStack() as hooks:
+            for name, part in parts_of(module).items():
+                path = place + name.replace(".", "/")
+                hooks.enter_context(part.register_forward_pre_hook(self._before(path), with_kwargs=True))
+                hooks.enter_context(part.register_forward_hook(self._after(path)))
+            yield
+
+    def _place(self, parameters: Mapping[str, torch.Tensor]) -> str:
+        """What stands before the paths of a module's parameters in the plan."""
+        for name, leaf in parameters.items():
+            path, inside = self._path_of(leaf), name.replace(".", "/")
+            if path is not None and f"/{path}".endswith(f"/{inside}"):  # a tied leaf has the path of one of its names
+                return path.removesuffix(inside)
+        return ""
+
+    def _before(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._begin(path, _tensors((args, kwargs)))
+
+        return hook
+
+    def _after(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._end(path, _tensors(result))
+
+        return hook
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

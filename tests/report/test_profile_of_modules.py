@@ -1,0 +1,148 @@
+"""Profiles of modules without blocks: their layers and what stands beside them, forward, backward and recomputed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, logging
+
+import shardlib as sl
+from shardlib.report.profile.parts import parts_of
+from shardlib.report.profile.recording import OUTSIDE
+from shardlib.tree import tree_map
+
+logging.set_verbosity_error()
+WAYS = ("forward", "backward", "recompute")
+ROWS, WIDTH = 4, 8
+ONCE = 2 * ROWS * WIDTH * WIDTH  # operations of one product
+
+
+class Layer(nn.Module):
+    def __init__(self, again=False):
+        super().__init__()
+        self.linear, self.again = nn.Linear(WIDTH, WIDTH), again
+
+    def forward(self, x, *, scale):
+        return checkpoint(self._run, x, scale, use_reentrant=False) if self.again else self._run(x, scale)
+
+    def _run(self, x, scale):
+        return {"out": self.linear(x).mul_(scale).relu_()}  # in place, as torchvision's, and not a tensor
+
+
+class Net(nn.Module):
+    """Products outside of its parts too, a part that runs twice, one that is recomputed, and one that never runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.body = nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer(again=True)]), "unused": nn.Linear(1, 1)})
+        self.free = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.twice = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = F.gelu(self.first(x))
+        for layer in self.body["layers"]:
+            x = layer(x, scale=0.5)["out"] + x
+        x = torch.tanh(x @ self.free)
+        return self.twice(torch.tanh(self.twice(x)))
+
+
+def profiled(net, transform, loss_fn=None, place=""):
+    """Name -> (forward, backward, recompute), in operations, of a step on two ranks."""
+    apply, params = sl.from_module(net)
+
+    def loss_of(params, batch):
+        return apply(params, batch).square().mean()
+
+    def run(mesh):
+        tree = {place: params, "other": torch.ones(())} if place else params
+        loss = (lambda tree, batch: loss_of(tree[place], batch) * tree["other"]) if place else loss_of
+        state, step = sl.make_train_step(loss, sl.shard(tree, mesh, transform), sl.optim.sgd(0.1))
+        found = sl.profile(step, state, torch.ones(ROWS, WIDTH), steps=1, warm=1)
+        assert sum(found.by_kind.values()) == pytest.approx(found.seconds)
+        operations = {}
+        for part, count in found.operators.flops.items():
+            operations.setdefault(part.name, {})[part.way] = count
+        return {name: tuple(ways.get(way, 0) for way in WAYS) for name, ways in operations.items()}, found
+
+    return sl.simulate(run, mesh={"data": 2})[0]
+
+
+@pytest.mark.parametrize("place", ["", "student"])
+@pytest.mark.parametrize("transform", [sl.zero(0), sl.chain(sl.zero(3), sl.remat())], ids=["stage 0", "stage 3"])
+def test_operations_by_part(transform, place):
+    """Against the products that each part has: backward computes two for each of forward, without the input's one."""
+    torch.manual_seed(0)
+    names, found = profiled(Net(), transform, place=place)
+    before = f"{place}/" if place else ""
+    assert {name: ways for name, ways in names.items() if any(ways)} == {
+        f"{before}first": (ONCE, ONCE, 0),
+        f"{before}body/layers/0": (ONCE, 2 * ONCE, 0),
+        f"{before}body/layers/1": (ONCE, 2 * ONCE, ONCE),
+        OUTSIDE: (ONCE, 2 * ONCE, 0),
+        f"{before}twice": (2 * ONCE, 4 * ONCE, 0),
+    }
+    used = {f"{before}{name}" for name in ("first", "body/layers/0", "body/layers/1", "twice")}
+    assert found.by_block.keys() == used | {OUTSIDE}
+    kept = {change.name.of for change in found.memory.changes if change.name.kind == "activations"}
+    assert used <= kept <= used | {OUTSIDE}
+
+
+WORDS = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+MODELS = {
+    "llama": (
+        lambda: LlamaForCausalLM(LlamaConfig(**SIZES, **WORDS)),
+        {"model/embed_tokens", "model/rotary_emb", "model/layers/0", "model/layers/1", "model/norm", "lm_head"},
+    ),
+    "bert": (
+        lambda: BertForMaskedLM(BertConfig(max_position_embeddings=8, **SIZES, **WORDS)),
+        {"bert/embeddings", "bert/encoder/layer/0", "bert/encoder/layer/1", "cls"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_of_transformers_that_recompute(kind):
+    made, names = MODELS[kind]
+    model = made().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    apply, params = sl.from_module(model)
+    tokens = torch.randint(50, (2, 8))
+
+    def loss_fn(params, tokens):
+        return apply(params, input_ids=tokens, labels=tokens).loss
+
+    params = sl.shard(params, sl.make_mesh(), stage=3)
+    found = sl.profile(*reversed(sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1))), tokens, steps=1, warm=1)
+    assert found.by_block.keys() == names | {OUTSIDE}
+    again = {name for name, ways in found.by_block.items() if ways["recompute"]}
+    assert again == {name for name in names if "/layer" in name}
+    counts = {(part.name, part.way): count for part, count in found.operators.flops.items()}
+    for name in again:
+        assert counts[name, "backward"] >= 2 * counts[name, "forward"] > 0
+        assert 0 < counts[name, "recompute"] <= counts[name, "forward"]  # a checkpoint stops at its last saved tensor
+
+
+def test_blocks_go_before_parts():
+    apply, params = sl.from_module(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    block = sl.block(lambda params, x: apply(params["all"], x))
+    others = tree_map(torch.clone, params)
+
+    def loss_fn(params, batch):
+        return (block(params["inside"], batch) + apply(params["outside"], batch)).sum()
+
+    state, step = sl.make_train_step(loss_fn, {"inside": {"all": params}, "outside": others}, sl.optim.sgd(0.1))
+    found = sl.profile(step, state, torch.ones(ROWS, WIDTH), steps=1, warm=1)
+    assert found.by_block.keys() == {"inside/all/0", "outside/0", "outside/1", OUTSIDE}
+
+
+def test_steps_that_are_not_profiled_have_no_hooks():
+    hooks, net = [], Net()
+    net.register_forward_pre_hook(lambda module, _: hooks.append(sum(len(m._forward_hooks) for m in module.modules())))
+    apply, params = sl.from_module(net)
+    state, step = sl.make_train_step(lambda p, x: apply(p, x).sum(), params, sl.optim.sgd(0.1))
+    found = sl.report.comm(step, state, torch.ones(ROWS, WIDTH), warm=0)
+    step(found.state, torch.ones(ROWS, WIDTH))
+    assert hooks == [len(parts_of(net)), 0]
