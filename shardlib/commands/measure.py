@@ -163,8 +163,8 @@ def _link(mesh: Mesh) -> Link:
         elements *= 4
         large = gather(elements)
     sent = 4 * elements * (mesh.size - 1)
-    # Processors that are idle while ranks compute send beside them.
-    work = gather(elements, time.process_time) if _busy(mesh) >= 1 else 0.0
+    busy = _busy(mesh)  # processors that are idle while ranks compute send beside them
+    work = busy * gather(elements, time.process_time) if busy >= 1 else 0.0
     return Link(sent / (large - small), small / (mesh.size - 1), work / sent)
 
 

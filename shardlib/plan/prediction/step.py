@@ -215,6 +215,14 @@ def _stages(plan: PlanValue, forward: float | Mapping[str, float], backward: flo
     ]
 
 
+def _recomputed(plan: PlanValue, stage: int) -> int:
+    """Blocks of a stage that a micro-batch's backward computes again; none without a trace."""
+    if plan.traces is None or plan.step.remat is None:
+        return 0
+    blocks, most = plan.traces[stage].blocks, plan.step.remat.blocks
+    return blocks if most is None else min(blocks, most)
+
+
 def _elements(stage: PlanValue) -> dict[str, int]:
     return {unit: sum(bucket.size(0) for bucket in buckets) for unit, buckets in stage.buckets_of.items()}
 
@@ -236,7 +244,7 @@ def _run(
         (number, kind, microbatch), rank = action, ranks[rank_number]
         stage, final = stages[number], last[number] == microbatch
         first, later = plan.traces[number].launches if plan.traces else (0, 0)
-        recomputed = plan.traces[number].blocks if plan.traces and plan.step.remat else 0
+        recomputed = _recomputed(plan, number)
         rank.now = max(rank.now, ready[need])
         if kind is Kind.F:
             rank.walk(stage.plan, stage.forward, first=True, launches=first)

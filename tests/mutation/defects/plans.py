@@ -201,15 +201,6 @@ DEFECTS = (
         ("tests/plan/test_machine.py::test_stages_that_share_processors_compute_while_others_wait",),
     ),
     Defect(
-        "a machine that waits while it is measured",
-        "time",
-        "commands/measure.py",
-        "other jobs make what doctor measures of a machine slower",
-        "_seconds(mesh, call, time.thread_time)",
-        "_seconds(mesh, call)",
-        ("tests/commands/test_plan_search.py::test_seconds_of_computing_are_the_processors",),
-    ),
-    Defect(
         "views that take time",
         "time",
         "execute/phases.py",
