@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,6 +20,8 @@ from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.thinning import Layers
 from shardlib.execute.tiles import refuse_tiles
 from shardlib.plan.plan import Plan
+
+_log = logging.getLogger("shardlib.execute")
 
 
 class Blocks:
@@ -51,6 +54,16 @@ class Blocks:
     def begin(self) -> None:
         """Begin a micro-batch."""
         self.count, self._around = 0, None
+
+    def tell_of_none(self) -> None:
+        """Log that nothing is recomputed, where the plan says so of blocks and the function has had none. (Inputs of
+        checkpoints that the function makes itself go to the plan's store too.)"""
+        if self._how is not None and not self._how.store and not self.count:
+            _log.warning(
+                "remat recomputes blocks, and the loss function has none: all activations are kept. Mark its layers with "
+                "sl.block, or cut the module by sl.from_module(module, blocks=[...]); models of transformers recompute "
+                "themselves after gradient_checkpointing_enable()"
+            )
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a block."""

@@ -154,6 +154,8 @@ class Executor:
             if total is not None and self.record.order is None:
                 refuse_reentrant_checkpoints(total)
                 self.require_names()
+                if self.mesh.rank == 0 and not self.mesh.abstract:
+                    self.blocks.tell_of_none()
             self._gathering.turn()
             # The loss of one micro-batch may be a constant.
             outputs = [] if total is None or not total.requires_grad else [total]

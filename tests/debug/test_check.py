@@ -31,6 +31,18 @@ def test_a_plan_that_keeps_them_says_what_was_compared():
     assert not result.failures and not result.notes
 
 
+def three(step):
+    return 3
+
+
+def test_a_step_sends_what_it_does_not_leave_out():
+    loss_fn, params, batch = transformer(layers=3)
+    drop = sl.progressive_layer_drop(theta=0.2, gamma=10.0)
+    plan = {"data": 2}, sl.chain(sl.zero(3), drop, sl.random_ltd(three))
+    result = sl.debug.check(plan, loss_fn, batch, params=params)
+    assert result and not result.notes, result
+
+
 @dataclass(frozen=True)
 class Forgetful(sl.plan.Transform):
     """A user's own transform, which takes a leaf for one that ranks have each for themselves."""

@@ -321,3 +321,27 @@ def test_in_pipelines(kind, schedule, stage):
     got = training.simulate({"data": 2, "pipe": 2}, loss_fn, params, batches, transform, training.optimizer())
     assert got[0] == pytest.approx(wanted[0], rel=1e-10, abs=0)
     assert_close(got[2], wanted[2], 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("transform", "marked", "said"),
+    [
+        (sl.remat(), False, 1),
+        (sl.remat(), True, 0),
+        (sl.remat(store="host"), False, 0),  # where checkpoints of the function's own keep their inputs
+        (sl.chain(), False, 0),
+    ],
+    ids=["remat", "blocks", "a store", "none"],
+)
+def test_a_loss_without_blocks_that_are_to_be_recomputed_is_told_of_once(transform, marked, said, caplog):
+    apply, params = sl.from_module(nn.Linear(4, 4))
+    layer = sl.block(apply) if marked else apply
+
+    def run(mesh):
+        placed = sl.shard(params, mesh, sl.chain(sl.zero(1), sl.accumulate(2), transform))
+        state, step = sl.make_train_step(lambda p, x: layer(p, x).sum(), placed, sl.optim.sgd(0.1))
+        for _ in range(2):
+            state, _ = step(state, torch.ones(4, 4))
+
+    sl.simulate(run, mesh={"data": 2})
+    assert sum("remat recomputes blocks, and the loss function has none" in text for text in caplog.messages) == said

@@ -45,7 +45,7 @@ class Net(nn.Module):
         for layer in self.body["layers"]:
             x = layer(x, scale=0.5)["out"] + x
         x = torch.tanh(x @ self.free)
-        return self.twice(torch.tanh(self.twice(x)))
+        return self.twice(self.twice(x))
 
 
 def profiled(net, transform, loss_fn=None, place=""):

@@ -33,4 +33,22 @@ DEFECTS = (
         "entered, left",
         (f"{_BISECT}::test_residuals_of_two_steps_are_no_finding",),
     ),
+    Defect(
+        "one device that draws for the first step",
+        "stale",
+        "debug/one_device.py",
+        "one device leaves out at every step what the first one leaves out",
+        "self._plan.step.thinned(step, key)",
+        "self._plan.step.thinned(0, key)",
+        (f"{_BISECT}::test_layers_and_tokens_are_left_out_by_the_same_draws[stage 3]",),
+    ),
+    Defect(
+        "a payload of all layers",
+        "bytes",
+        "debug/check.py",
+        "the bytes of a step are held against those of one that leaves out nothing",
+        "planned.at_step(step, key)",
+        "planned",
+        ("tests/debug/test_check.py::test_a_step_sends_what_it_does_not_leave_out",),
+    ),
 )

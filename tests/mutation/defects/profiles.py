@@ -15,6 +15,15 @@ DEFECTS = (
         ("tests/report/test_flops.py::test_selective_recompute",),
     ),
     Defect(
+        "a part that hands on its result",
+        "order",
+        "report/profile/recording.py",
+        "a part's backward is that of nobody where the next part was given its very result",
+        "[x for x in given if not self._returned(x)]",
+        "given",
+        ("tests/report/test_profile_of_modules.py::test_operations_by_part",),
+    ),
+    Defect(
         "time counted twice",
         "sum",
         "report/profile/timeline.py",
