@@ -36,9 +36,13 @@ class Network:
     def address(self, host: int) -> str:
         return f"192.168.211.{host + 1}"
 
-    def limit(self, rate: str | None) -> None:
-        """Limits both directions of every link to ``rate``, in tc's notation ("100mbit"); None lifts the limit."""
-        shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms") if rate else ("noqueue",)
+    def limit(self, rate: str | None, burst: str = "256kb") -> None:
+        """Limits both directions of every link to ``rate``, in tc's notation ("100mbit"); None lifts the limit.
+
+        Args:
+            burst: bytes that pass at once after a pause, however slow the link. Messages of less see no limit.
+        """
+        shape = ("tbf", "rate", rate, "burst", burst, "latency", "50ms") if rate else ("noqueue",)
         for space, device in self._ends():
             _run("tc", "-n", space, "qdisc", "replace", "dev", device, "root", *shape)
 

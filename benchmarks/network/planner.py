@@ -1,18 +1,23 @@
-"""The search for a plan against brute force: every choice of a small space is measured, on links that are limited too.
+"""The search for a plan against brute force: choices of a small space are measured, on links that are limited too.
 
 A rank on each of two or four hosts; all ranks measure what they do per second, then train by one choice after the other, in
-turns. Without a limit all ranks are one host's. Needs root and iproute2.
+turns. Plans are made, searched for and predicted before and after, by one process. Without a limit all ranks are one host's.
+Needs root and iproute2.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,129 +25,182 @@ import torch.distributed as dist
 import shardlib as sl
 from benchmarks.harness import tables
 from benchmarks.harness.case import CPU, Case, Result, Setting
-from benchmarks.harness.timing import interleave, medians
-from benchmarks.network.namespaces import NoNetwork, network
+from benchmarks.harness.timing import Times, interleave, medians
+from benchmarks.network.namespaces import Network, NoNetwork, network
 from shardlib.commands.measure import measure_machine
 from shardlib.models import gpt
+from shardlib.plan import Machine
 from shardlib.search import Choice, Space
 from shardlib.search.model import Model
 from shardlib.search.searching import Searching
 from shardlib.search.space import choices
 
 _TITLE = "Searched for and measured"
-_RATES = {"unlimited": None, "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
+_RATES = {"no limit": None, "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
+_BURST = "32kb"  # of a link: less than a message between stages
 _ROWS = 8
-_MOST = 12  # choices of one network
+_PICKED, _RECOMPUTED = 10, 2  # choices without recompute; how many of them are tried with it too
+_WITHIN = 0.15  # what a prediction may be off
 _SPACE = Space(precisions=("fp32",), schedules=("1f1b",), offloads=(None,))
 _CONFIG = gpt.GPTConfig(vocab=256, layers=4, width=256, heads=4, sequence=128)
-_SMALL = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=2, sequence=16)
-_WARM = 2
+_SMALL = gpt.GPTConfig(vocab=64, layers=4, width=32, heads=4, sequence=16)
+_WARM = 1
 _HEADER = ("section", "what", "round", "seconds")
+_PREDICTED = "predicted"  # stands for the number of a round
+
+
+class _Tried(NamedTuple):
+    """Choices that are measured on one network.
+
+    Attributes:
+        times: seconds of each choice in each round.
+        predicted: seconds of each.
+        held: bytes of a rank's device in each, by its plan.
+        winners: budget of bytes -> the choice that is searched for.
+    """
+
+    times: Times
+    predicted: dict[str, float]
+    held: dict[str, int]
+    winners: dict[int, str]
+
+
+class _Job:
+    """A small GPT, with what it is trained and planned by."""
+
+    def __init__(self, small: bool) -> None:
+        self.config = _SMALL if small else _CONFIG
+        self.rules, self.optimizer = gpt.slicing_rules(self.config, blocks=True), sl.optim.adamw(1e-3)
+        self.loss_fn, self.params = gpt.make_sequential(self.config), gpt.to_blocks(gpt.init(self.config))
+
+    def batch(self, rows: int) -> dict[str, torch.Tensor]:
+        tokens = torch.zeros(rows, self.config.sequence, dtype=torch.int64)
+        return {"tokens": tokens, "targets": tokens}
+
+    def model(self) -> Model:
+        return Model(self.loss_fn, self.params, self.batch(_ROWS), self.optimizer, self.rules)
+
+    def step(self, choice: Choice) -> Callable[[int], Any]:
+        """A step by a choice, on this rank."""
+        params = sl.shard(self.params, sl.make_mesh(**choice.mesh), choice.transform(self.rules))
+        state, train = sl.make_train_step(self.loss_fn, params, self.optimizer)
+        batch = self.batch(choice.rows * choice.microbatches)
+
+        def step(number: int) -> None:
+            nonlocal state
+            state, metrics = train(state, batch)
+            metrics["loss"].item()
+
+        return step
 
 
 def measure(ranks: int, setting: Setting) -> Result:
-    """Predicted and measured seconds of every choice, and what the searched for one takes beyond the quickest."""
+    """Predicted and measured seconds of each choice, and what the searched for one takes beyond the quickest."""
     title = f"{_TITLE}, {ranks} ranks"
+    model = _Job(setting.small).model()
+    plans = {choice: model.exact(choice) for choice in picked(ranks, model.count)}
     try:
         with network(ranks) as hosts:
-            found = {}
-            for name, rate in _RATES.items():
-                hosts.limit(rate)
-                small = ["small"] * setting.small
-                found[name] = json.loads(hosts.run(__name__, str(setting.rounds), name, *small, timeout=1800))
+            found = {name: _tried(hosts, rate, model, plans, setting) for name, rate in _RATES.items()}
     except NoNetwork as error:
         return Result(f"## {title}\n\nNot measured: {error}.\n", _HEADER, [], missing=["a network"])
-    lines, samples, errors = [], [], []
-    for name, answer in found.items():
-        seconds = medians(answer["times"])
-        errors += [abs(answer["predicted"][choice] / seconds[choice] - 1) for choice in seconds]
-        for budget, winner in answer["winners"].items():
-            fitting = {choice: seconds[choice] for choice in seconds if answer["bytes"][choice] <= float(budget)}
+    return _result(title, found, setting)
+
+
+def picked(ranks: int, blocks: int) -> list[Choice]:
+    """Choices that are measured, drawn at random: of each mesh in turn one, of another stage of ZeRO each time it has one."""
+    everything = choices(_SPACE, ranks, _ROWS, blocks=blocks, slices=True, experts=0, memories=frozenset())
+    drawn = [choice for choice in everything if choice.recompute is None]
+    dice = random.Random(0)
+    dice.shuffle(drawn)
+    in_turns = _in_turns(_in_turns(drawn, lambda choice: (choice.sizes, choice.stage)), lambda choice: choice.sizes)
+    found = in_turns[:_PICKED]
+    return [*found, *(replace(choice, recompute="full") for choice in dice.sample(found, _RECOMPUTED))]
+
+
+def _in_turns(some: Iterable[Choice], key: Callable[[Choice], Any]) -> list[Choice]:
+    """Choices, the first of every key before the second of any."""
+    turns = Counter[Any]()
+    numbered = []
+    for choice in some:
+        numbered.append((turns[key(choice)], choice))
+        turns[key(choice)] += 1
+    return [choice for _, choice in sorted(numbered, key=lambda each: each[0])]
+
+
+def _tried(hosts: Network, rate: str | None, model: Model, plans: Mapping[Choice, Any], setting: Setting) -> _Tried:
+    """The choices on one network, measured by all ranks and then searched through."""
+    hosts.limit(rate, _BURST)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "machine.json"
+        arguments = str(hosts.hosts), str(setting.rounds), str(path), *["small"] * setting.small
+        times = json.loads(hosts.run(__name__, *arguments, timeout=600))
+        machine = Machine.read(path)
+    predicted = {str(choice): sl.report.predict_on(plan, machine).total for choice, plan in plans.items()}
+    held = {str(choice): _searched(model, machine, hosts.hosts, [choice], machine.memory)[1] for choice in plans}
+    budgets = machine.memory, int(statistics.median(held.values()))
+    winners = {budget: str(_searched(model, machine, hosts.hosts, plans, budget)[0]) for budget in budgets}
+    return _Tried(times, predicted, held, winners)
+
+
+def _searched(model: Model, machine: Machine, ranks: int, some: Iterable[Choice], budget: int) -> tuple[Choice, int]:
+    """The quickest of some choices that holds no more than a budget, and its bytes."""
+    found = Searching(model, replace(machine, memory=budget), ranks, list(some), 0.0).quickest(budget)
+    assert found is not None
+    return found.choice, found.bytes
+
+
+def _result(title: str, found: Mapping[str, _Tried], setting: Setting) -> Result:
+    searches, each, errors = [], [], []
+    samples: list[tuple[Any, ...]] = []
+    for name, tried in found.items():
+        seconds = medians(tried.times)
+        ratios = {choice: tried.predicted[choice] / seconds[choice] for choice in seconds}
+        errors += [abs(ratio - 1) for ratio in ratios.values()]
+        for budget, winner in tried.winners.items():
+            fitting = {choice: seconds[choice] for choice in seconds if tried.held[choice] <= budget}
             regret = seconds[winner] / min(fitting.values()) - 1
             over = "" if winner in fitting else "over the budget"
-            ratio = answer["predicted"][winner] / seconds[winner]
-            lines.append((name, len(fitting), winner, f"{seconds[winner]:.3g}", f"{ratio:.2f}", f"{regret:.1%}", over))
-        samples += [
-            (f"{title}, {name}", c, n, f"{t:.9f}") for c, ts in answer["times"].items() for n, t in enumerate(ts)
-        ]
-    columns = ("links", "choices that fit", "searched for", "measured, s", "predicted / measured", "regret", "")
-    within = sum(error <= 0.15 for error in errors)
+            cells = f"{seconds[winner]:.3g}", f"{ratios[winner]:.2f}", f"{regret:.1%}", over
+            searches.append((name, len(fitting), winner, *cells))
+        section = f"{title}, {name}"
+        samples += [(section, what, n, f"{t:.9f}") for what, ts in tried.times.items() for n, t in enumerate(ts)]
+        samples += [(section, what, _PREDICTED, f"{t:.9f}") for what, t in tried.predicted.items()]
+        each.append({choice: f"{seconds[choice]:.3g}, {ratio:.2f}" for choice, ratio in ratios.items()})
+    rows = [(choice, *(column[choice] for column in each)) for choice in each[0]]
+    within = sum(error <= _WITHIN for error in errors)
     about = (
         f"A GPT of {_CONFIG.layers} layers of width {_CONFIG.width}, {_ROWS} rows of {_CONFIG.sequence} tokens of all ranks, "
         f"fp32, one thread a rank, {setting.rounds} rounds, in which all choices take turns. For each network two searches: "
         "with any memory, and with that which half of the choices hold. Regret is what the choice that is searched for takes "
-        f"beyond the quickest that fits, both measured. Of {len(errors)} choices {within} are predicted within 15 %."
+        f"beyond the quickest that fits, both measured. Of {len(errors)} predictions {within} are within 15 %. For each "
+        "choice and network: seconds measured, and predicted / measured."
     )
-    return Result(tables.section(title, about, tables.grid(columns, lines)), _HEADER, samples)
+    columns = ("links", "choices that fit", "searched for", "measured, s", "predicted / measured", "regret", "")
+    lines = [*tables.grid(columns, searches), "", *tables.grid(("choice", *found), rows)]
+    return Result(tables.section(title, about, lines), _HEADER, samples)
 
 
-def _rank(rounds: int, rate: str, small: bool) -> dict[str, Any]:
+def _rank(ranks: int, rounds: int, path: str, small: bool) -> Times:
+    """Seconds of every choice; rank 0 writes the machine that all ranks measured."""
     torch.set_num_threads(1)
-    world, config = sl.make_mesh(), _SMALL if small else _CONFIG
+    world, job = sl.make_mesh(), _Job(small)
     machine = measure_machine(world)
-    rules, optimizer = gpt.slicing_rules(config, blocks=True), sl.optim.adamw(1e-3)
-    loss_fn, tree = gpt.make_sequential(config), gpt.to_blocks(gpt.init(config))
-    model = Model(loss_fn, tree, _batch(config, _ROWS), optimizer, rules)
-    plans, calls = {}, {}
-    for choice in _some(
-        choices(_SPACE, world.size, _ROWS, blocks=model.count, slices=True, experts=0, memories=frozenset())
-    ):
-        plans[choice] = model.exact(choice)
-        calls[str(choice)] = _step(config, choice, rules, loss_fn, tree, optimizer)
-    times = interleave(calls, rounds, warm=_WARM, barrier=dist.barrier)
-    held = {choice: _peak(model, machine, world.size, choice) for choice in plans}
-    winners = {}
-    for budget in (machine.memory, int(statistics.median(held.values()))):
-        searching = Searching(model, replace(machine, memory=budget), world.size, list(plans), 0.0)
-        found = searching.quickest(budget)
-        assert found is not None
-        winners[budget] = str(found.choice)
-    predicted = {str(choice): sl.report.predict_on(plan, machine).total for choice, plan in plans.items()}
-    return {"times": times, "predicted": predicted, "bytes": {str(c): b for c, b in held.items()}, "winners": winners}
-
-
-def _some(found: Any) -> list[Choice]:
-    """Choices, evenly taken from all."""
-    everything = list(found)
-    return everything[:: max(1, -(-len(everything) // _MOST))]
-
-
-def _peak(model: Model, machine: Any, ranks: int, choice: Choice) -> int:
-    found = Searching(model, machine, ranks, [choice], 0.0).quickest(machine.memory)
-    assert found is not None
-    return found.bytes
-
-
-def _step(
-    config: gpt.GPTConfig, choice: Choice, rules: Mapping[str, Any], loss_fn: Any, tree: Any, optimizer: Any
-) -> Callable[[int], Any]:
-    """A step by a choice, on this rank."""
-    params = sl.shard(tree, sl.make_mesh(**choice.mesh), choice.transform(rules))
-    state, train = sl.make_train_step(loss_fn, params, optimizer)
-    batch = _batch(config, choice.rows * choice.microbatches)
-
-    def step(number: int) -> None:
-        nonlocal state
-        state, metrics = train(state, batch)
-        metrics["loss"].item()
-
-    return step
-
-
-def _batch(config: gpt.GPTConfig, rows: int) -> dict[str, torch.Tensor]:
-    tokens = torch.zeros(rows, config.sequence, dtype=torch.int64)
-    return {"tokens": tokens, "targets": tokens}
+    if world.rank == 0:
+        machine.write(path)
+    calls = {str(choice): job.step(choice) for choice in picked(ranks, len(job.params))}
+    return interleave(calls, rounds, warm=_WARM, barrier=dist.barrier)
 
 
 CASES = tuple(
     Case(
         f"planner_{ranks}",
         f"the search for a plan against brute force on {ranks} ranks; needs root",
-        {CPU: 7},
+        {CPU: 5},
         partial(measure, ranks),
     )
     for ranks in (2, 4)
 )
 
 if __name__ == "__main__":
-    print(json.dumps(_rank(int(sys.argv[1]), sys.argv[2], "small" in sys.argv)))
+    print(json.dumps(_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], "small" in sys.argv)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -25,10 +25,12 @@ class Link:
         bandwidth: bytes per second, each way.
         latency: seconds of one hop, however little is sent. A collective over n ranks has n − 1 hops, an all-reduce twice
             as many.
+        processor: seconds that a rank's processor is kept from computing by each byte that the rank sends, and receives.
     """
 
     bandwidth: float
     latency: float = 0.0
+    processor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Overheads:
         unit: of a unit that is gathered for a use.
         bucket: of a bucket in the update.
         exchange: of a collective that a rank takes part in.
+        recompute: of a block that is computed again.
     """
 
     step: float = 0.0
@@ -48,6 +51,7 @@ class Overheads:
     unit: float = 0.0
     bucket: float = 0.0
     exchange: float = 0.0
+    recompute: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,14 @@ class Machine:
         between: the link of one host to others, which its ranks share; None where there is one host.
         ranks_per_host: ranks of a host, which are neighbours in the mesh.
         streaming: bytes per second that operators other than products read and write on the device.
+        updating: bytes per second that an update reads and writes there, in place; None for those of ``streaming``.
         launches: operators per second that a device begins, however small they are.
         host_memory: bytes of a host, which its ranks share; None where no states are to be kept there. As text too.
         disk: bytes of a host's disks for states; None where none are to be kept there. As text too.
         ways: bytes per second of one rank: "down" to the host and "up" from it, "read" and "written" on its share of the
             disks, and "update", of states that the host updates. What is left out takes no time.
         overheads: of Python.
+        crowd: ranks that share a processor as they compute. All rates are those of all ranks at once.
 
     Raises:
         ValueError: a size that is none, a rate that is not above 0, an unknown precision.
@@ -88,6 +94,8 @@ class Machine:
     disk: int | None = None
     ways: Mapping[str, float] = field(default_factory=dict)
     overheads: Overheads = Overheads()
+    updating: float | None = None
+    crowd: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("memory", "host_memory", "disk"):
@@ -97,14 +105,43 @@ class Machine:
             raise ValueError(f"Machine(flops=) names {', '.join(map(repr, unknown))}: use {', '.join(PRECISIONS)}")
         links = {f"{name}.bandwidth": link.bandwidth for name, link in self._links.items()}
         rates = {**self.flops, **links, **self.ways, "streaming": self.streaming, "launches": self.launches}
+        rates["updating"] = self.in_place
         if wrong := [f"{name}={rate}" for name, rate in rates.items() if not rate > 0]:
             raise ValueError(f"Machine has rates that are not above 0: {', '.join(wrong)}")
         if self.ranks_per_host < 1:
             raise ValueError(f"Machine(ranks_per_host={self.ranks_per_host}): give at least 1")
+        if self.crowd < 1:
+            raise ValueError(f"Machine(crowd={self.crowd}): give at least 1, ranks with a processor each")
+
+    @property
+    def in_place(self) -> float:
+        """Bytes per second that an update reads and writes."""
+        return self.streaming if self.updating is None else self.updating
 
     @property
     def _links(self) -> dict[str, Link]:
         return {"inside": self.inside} | ({"between": self.between} if self.between else {})
+
+    def apart(self, stages: int) -> Machine:
+        """The machine on which one of some stages computes while the others wait, so that fewer ranks share a processor."""
+        faster = self.crowd / max(1.0, self.crowd / stages)
+        if faster == 1:
+            return self
+        inside, between = (
+            link and replace(link, processor=link.processor / faster) for link in (self.inside, self.between)
+        )
+        assert inside is not None
+        return replace(
+            self,
+            flops={name: rate * faster for name, rate in self.flops.items()},
+            inside=inside,
+            between=between,
+            streaming=self.streaming * faster,
+            launches=self.launches * faster,
+            overheads=Overheads(**{name: seconds / faster for name, seconds in asdict(self.overheads).items()}),
+            updating=self.in_place * faster,
+            crowd=self.crowd / faster,
+        )
 
     def link(self, sizes: Mapping[str, int], axis: str) -> Link:
         """The link of one rank along an axis of a mesh, with the latency of the n − 1 hops of a collective over its ranks.
@@ -123,7 +160,7 @@ class Machine:
         hosts = math.ceil(ways / together)
         inside = self.inside.latency * (ways - hosts)
         if hosts == 1:
-            return Link(self.inside.bandwidth, inside)
+            return replace(self.inside, latency=inside)
         if self.between is None:
             ranks = math.prod(sizes.values())
             raise MeshError(
@@ -132,7 +169,7 @@ class Machine:
         groups = min(self.ranks_per_host, math.prod(sizes.values())) // together
         bandwidth = self.between.bandwidth / max(1, groups)
         bandwidth = min(bandwidth, self.inside.bandwidth) if together > 1 else bandwidth
-        return Link(bandwidth, inside + self.between.latency * (hosts - 1))
+        return replace(self.between, bandwidth=bandwidth, latency=inside + self.between.latency * (hosts - 1))
 
     def write(self, path: str | Path) -> None:
         """Writes the machine to a JSON file."""
@@ -157,19 +194,25 @@ class Machine:
         rows = [("a rank's memory", size(self.memory)), ("ranks per host", str(self.ranks_per_host))]
         rows += [(f"products, {name}", f"{rate:.3g} FLOP/s") for name, rate in self.flops.items()]
         rows += [("other operators", _rate(self.streaming))] if self.streaming < math.inf else []
+        rows += [("updates", _rate(self.updating))] if self.updating else []
         rows += [("launches", f"{self.launches:,.0f} operators per second")] if self.launches < math.inf else []
         rows += [
-            (f"link {name}", f"{_rate(link.bandwidth)}, {link.latency * 1e6:.3g} µs a hop")
+            (f"link {name}", f"{_rate(link.bandwidth)}, {link.latency * 1e6:.3g} µs a hop{_processor(link)}")
             for name, link in self._links.items()
         ]
         rows += [
             (what, size(held)) for what, held in (("a host's memory", self.host_memory), ("disk", self.disk)) if held
         ]
         rows += [(name, _rate(rate)) for name, rate in self.ways.items()]
+        rows += [("ranks that share a processor", f"{self.crowd:g}")] if self.crowd > 1 else []
         rows += [
             (f"Python, a {name}", f"{value * 1e6:.3g} µs") for name, value in asdict(self.overheads).items() if value
         ]
         return table(("machine", ""), rows)
+
+
+def _processor(link: Link) -> str:
+    return f", {link.processor * 1e9:.3g} ns a byte of the processor" if link.processor else ""
 
 
 def _rate(bandwidth: float) -> str:

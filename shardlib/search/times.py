@@ -71,7 +71,7 @@ class Times:
             plain: traces of all blocks for one row, on one device, without recompute.
         """
         products = sum(sum(trace.flops) for trace in plain)
-        even = self._model.rows * products / self._ranks / self._machine.flops[choice.precision]
+        even = self._model.rows * products / self._ranks / self._alone(choice).flops[choice.precision]
         if choice.schedule is None:
             return even
         # A stage waits for the first micro-batch to pass the stages before it, and they for the last one to come back; with
@@ -109,6 +109,10 @@ class Times:
         landed = max((final + links.landed).max(), (first + count * links.each).max())
         return float(max(max(computed, reduced, exchanged, fetched) + self._update(choice, stages), landed))
 
+    def _alone(self, choice: Choice) -> Machine:
+        """The machine as each stage's ranks have it, if the others compute at other times."""
+        return self._machine.apart(choice.size("pipe"))
+
     def _walked(self, choice: Choice, stages: Stages) -> _Walks:
         known = (choice.traced, choice.sizes, choice.split)
         if known not in self._walks:
@@ -116,7 +120,7 @@ class Times:
         return self._walks[known]
 
     def _walks_of(self, choice: Choice, stages: Stages) -> _Walks:
-        machine, mesh = self._machine, choice.mesh
+        machine, mesh = self._alone(choice), choice.mesh
         sent = np.zeros(stages.count)
         for axis, count in stages.activations.items():
             if mesh.get(axis, 1) > 1:
@@ -178,7 +182,7 @@ class Times:
 
     def _update(self, choice: Choice, stages: Stages) -> float:
         """Seconds of the update, and of the gathers after it."""
-        machine, data, split = self._machine, choice.size("data"), choice.stage >= 1
+        machine, data, split = self._alone(choice), choice.size("data"), choice.stage >= 1
         ways = machine.ways
         states = stages.bytes(lambda held: held.states, data, split)
         trained = stages.bytes(lambda held: held.trained, data, split)
@@ -191,7 +195,7 @@ class Times:
             restored = self._sent(choice, stages.bytes(lambda held: held.trained), stages.trained)
         if choice.offload is None:
             gradients = stages.bytes(lambda held: held.gradients, data, split)
-            seconds += (2 * states + 2 * trained + gradients) / machine.streaming + restored
+            seconds += (2 * states + 2 * trained + gradients) / machine.in_place + restored
         else:
             up = trained / ways.get("up", math.inf) if choice.offload == "host" else 0 * trained
             seconds = np.maximum.reduce([seconds, states / ways.get("update", math.inf), up, restored])

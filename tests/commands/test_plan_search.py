@@ -1,8 +1,15 @@
 """The commands that measure a machine and search for a plan on it."""
 
-import pytest
+import math
+import os
+import time
 
+import pytest
+import torch
+
+import shardlib as sl
 from shardlib.commands import __main__ as cli
+from shardlib.commands import measure
 from shardlib.commands.measure import _least_squares
 from shardlib.plan import Link, Machine
 
@@ -37,7 +44,40 @@ def test_the_search_says_why_nothing_fits(machine, capsys):
 def test_what_doctor_measures_is_a_machine(tmp_path, capsys):
     path = tmp_path / "machine.json"
     assert cli.main(["doctor", "--measure", "--out", str(path)]) == 0
-    assert str(Machine.read(path)) in capsys.readouterr().out
+    machine = Machine.read(path)
+    assert str(machine) in capsys.readouterr().out
+    assert {"down", "up", "update"} == set(machine.ways) and min(machine.ways.values()) > 1e7
+
+
+def test_seconds_of_computing_are_the_processors(monkeypatch):
+    """What a rank waits for does not count, and ranks that are more than processors share them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    threads = torch.get_num_threads()
+
+    def measured(mesh):
+        return measure._busy(mesh), measure._computing(mesh, lambda: time.sleep(0.02))
+
+    for busy, slept in sl.simulate(measured, mesh={"data": 4}):
+        assert busy == 4 * threads / 2
+        assert slept < busy * 0.01
+
+    def spinning(mesh):
+        def spin():
+            end = time.thread_time() + 0.01
+            while time.thread_time() < end:
+                pass
+
+        return measure._computing(mesh, spin)
+
+    assert all(0.01 <= seconds / max(1, 2 * threads) < 0.02 for seconds in sl.simulate(spinning, mesh={"data": 4}))
+
+
+@pytest.mark.nightly
+def test_ranks_measure_their_machine_together():
+    first, second = sl.launch(measure.measure_machine, mesh={"data": 2}, timeout=300)
+    assert first == second and first.ranks_per_host == 2
+    assert math.inf > first.updating > 0 and math.inf > first.launches > 100
+    assert first.inside.bandwidth < math.inf and first.inside.latency > 0
 
 
 def test_overheads_are_not_negative():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,6 +44,8 @@ def test_hosts_without_a_link_between_them():
         ({"inside": Link(-1.0)}, "inside.bandwidth=-1.0"),
         ({"memory": "16 hands"}, "'16 hands' is not a size"),
         ({"ranks_per_host": 0}, "ranks_per_host=0"),
+        ({"updating": 0.0}, "updating=0.0"),
+        ({"crowd": 0.5}, "crowd=0.5"),
     ],
 )
 def test_what_is_no_machine(wrong, words):
@@ -51,16 +54,16 @@ def test_what_is_no_machine(wrong, words):
 
 
 def test_a_file_holds_the_machine(tmp_path):
-    whole = Machine(
-        1 << 30, {"bf16": 1e14}, Link(1e9, 1e-6), Link(2e9), 8, 1e12, 1e5, 1 << 40, None, {"up": 1e9}, Overheads(1e-3)
-    )
+    links = {"inside": Link(1e9, 1e-6, 1e-9), "between": Link(2e9)}
+    rates = {"streaming": 1e12, "updating": 2e12, "launches": 1e5, "ways": {"up": 1e9}, "overheads": Overheads(1e-3)}
+    whole = Machine(1 << 30, {"bf16": 1e14}, **links, ranks_per_host=8, host_memory=1 << 40, crowd=4.0, **rates)
     for machine in (whole, MACHINE):
         machine.write(tmp_path / "machine.json")
         assert Machine.read(tmp_path / "machine.json") == machine
     (tmp_path / "machine.json").write_text(json.dumps({"memory": "1GiB", "flops": {}, "inside": {"speed": 1}}))
     with pytest.raises(ValueError, match=r"machine.json describes no machine: .*speed"):
         Machine.read(tmp_path / "machine.json")
-    assert str(whole).count("\n") > 8 and "products, bf16" in str(whole)
+    assert str(whole).count("\n") > 10 and "products, bf16" in str(whole) and "1 ns a byte" in str(whole)
 
 
 WIDTH, ROWS = 64, 16
@@ -72,12 +75,12 @@ def loss_fn(params, x):
     return x.sum()
 
 
-def planned(mesh=None, *transforms, ranks=1, **options):
+def planned(mesh=None, *transforms, ranks=1, loss=loss_fn, **options):
     params = [{"w": torch.ones(WIDTH, WIDTH)} for _ in range(3)]
     mesh = sl.abstract_mesh(**(mesh or {"data": ranks}))
     parallel = sl.chain(*(transforms or [sl.zero(0)]))
     batch, tx = torch.ones(ROWS, WIDTH), sl.optim.adamw(1e-3)
-    return sl.make_plan(params, mesh, parallel, loss_fn=loss_fn, batch=batch, optimizer=tx, **options)
+    return sl.make_plan(params, mesh, parallel, loss_fn=loss, batch=batch, optimizer=tx, **options)
 
 
 def machine(**options):
@@ -99,14 +102,16 @@ def test_other_operators_and_the_update_take_the_time_of_their_bytes():
     activation, elements = ROWS * WIDTH * 4, 3 * WIDTH * WIDTH
     numbers = plan.traces[0].streamed[0] - activation  # the sum reads its input; what follows are single numbers
     assert 4 <= numbers < 64
-    assert sl.report.predict_on(plan, machine(streaming=1.0)).total == stream + elements * 4 * (2 * 2 + 2 + 1)
+    update = elements * 4 * (2 * 2 + 2 + 1)
+    assert sl.report.predict_on(plan, machine(streaming=1.0)).total == stream + update
+    assert sl.report.predict_on(plan, machine(streaming=1.0, updating=0.5)).total == stream + update / 0.5
 
 
 def test_python_takes_its_time():
     ranks, stage_3 = 4, planned(None, sl.zero(3), sl.accumulate(2), ranks=4)
     steps = {
         name: sl.report.predict_on(stage_3, machine(ranks_per_host=ranks, overheads=Overheads(**{name: 1.0}))).total
-        for name in ("step", "walk", "unit", "bucket", "exchange")
+        for name in ("step", "walk", "unit", "bucket", "exchange", "recompute")
     }
     gathers, reductions = 2 * 2 * len(stage_3.units), 2 * len(stage_3.trained)
     assert steps == {
@@ -115,7 +120,22 @@ def test_python_takes_its_time():
         "unit": gathers,
         "bucket": len(stage_3.trained),
         "exchange": gathers + reductions,
+        "recompute": 0.0,
     }
+
+
+def test_blocks_that_are_computed_again_take_pythons_time_in_backward():
+    def blocks(params, x):
+        for layer in params:
+            x = sl.block(lambda layer, x: x @ layer["w"])(layer, x)
+        return x.sum()
+
+    again = machine(overheads=Overheads(recompute=1.0))
+    plans = [
+        planned(None, sl.accumulate(2), *recompute, loss=blocks)
+        for recompute in ((), (sl.remat(),), (sl.remat(blocks=2),))
+    ]
+    assert [sl.report.predict_on(plan, again).total for plan in plans] == pytest.approx([0.0, 2 * 3, 2 * 2])
 
 
 def test_hops_take_their_time():
@@ -124,6 +144,53 @@ def test_hops_take_their_time():
     messages = len(plan.trained) + 1
     found = sl.report.predict_on(plan, machine(inside=Link(1e30, 1.0), ranks_per_host=4)).total
     assert found == pytest.approx(messages * 2 * 3)
+
+
+def test_messages_keep_the_processor_from_computing():
+    """While gradients are on their way backward goes on, but for the time that the processor sends. A rank that waits for its
+    message, as after the update, waits no longer for that."""
+    ranks, rate, work = 4, 1.0, 0.25
+    plan = planned(None, sl.zero(0), ranks=ranks)
+    products, sent = 8 * 2 * ROWS * WIDTH * WIDTH, plan.payload()["data"]
+    slow = machine(flops={"fp32": rate}, inside=Link(1e9 * sent, 0.0, work), ranks_per_host=ranks)
+    found = sl.report.predict_on(plan, slow)
+    assert found.total == pytest.approx(products / rate + work * sent) and found.compute == pytest.approx(found.total)
+    waited = planned(None, sl.zero(3), ranks=ranks)
+    link = Link(1.0, 0.0, work)
+    assert sl.report.predict_on(waited, machine(inside=link, ranks_per_host=ranks)).total == pytest.approx(
+        sl.report.predict_on(waited, machine(inside=replace(link, processor=0.0), ranks_per_host=ranks)).total
+    )
+
+
+def pipelined(ranks, microbatches):
+    loss = sl.sequential(
+        [lambda w, x, batch: (batch if x is None else x) @ w] * (ranks - 1) + [lambda w, x, _: (x @ w).sum()]
+    )
+    params = [torch.ones(WIDTH, WIDTH) for _ in range(ranks)]
+    parallel = sl.pipeline("1f1b", microbatches)
+    batch = torch.ones(ROWS, WIDTH, requires_grad=True)  # so that all stages compute as much
+    return sl.make_plan(params, sl.abstract_mesh(pipe=ranks), parallel, loss_fn=loss, batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "crowd", "together"), [(2, 1.0, False), (2, 2.0, True), (4, 2.0, True), (4, 4.0, True)]
+)
+def test_stages_that_share_processors_compute_while_others_wait(ranks, crowd, together):
+    """A stage that waits leaves its share of the processors to the others, so that a bubble costs nothing as long as
+    processors have something to do."""
+    plan = pipelined(ranks, microbatches=2 * ranks)
+    one = sl.report.predict_on(plan, machine(flops={"fp32": 1.0}, ranks_per_host=ranks))
+    shared = sl.report.predict_on(plan, machine(flops={"fp32": 1 / crowd}, ranks_per_host=ranks, crowd=crowd))
+    assert one.bubble > 0.2
+    assert one.total <= shared.total < crowd * one.total or crowd == 1
+    assert shared.total == pytest.approx(max(one.total, crowd * sum(one.ranks) / ranks))
+    assert (shared.total > one.total) == together
+
+
+def test_all_ranks_of_one_stage_compute_at_once():
+    plan, rate = planned(), {"fp32": 1.0}
+    crowded = sl.report.predict_on(plan, machine(flops=rate, crowd=4.0))
+    assert crowded == sl.report.predict_on(plan, machine(flops=rate))
 
 
 def test_collectives_of_slices_are_counted():

@@ -24,11 +24,13 @@ class Rates:
     Attributes:
         bandwidth: link -> bytes per second; "launches" -> operators per second.
         latency: axis -> seconds of the hops of one collective that is no all-reduce.
+        processor: axis -> seconds that the processor is kept from computing by each byte.
         overheads: of Python.
     """
 
     bandwidth: Mapping[str, float]
     latency: Mapping[str, float] = field(default_factory=dict)
+    processor: Mapping[str, float] = field(default_factory=dict)
     overheads: Overheads = field(default_factory=Overheads)
 
 
@@ -85,11 +87,13 @@ class Rank:
         whole: bool = True,
         first: bool = False,
         launches: float = 0.0,
+        recomputed: float = 0.0,
     ) -> None:
         """Compute each unit's ``seconds`` in turn, with the unit's gathers, activations and reductions.
 
         Args:
             launches: operators that the walk begins, of which units have equal shares.
+            recomputed: blocks that the walk computes again, of which units have equal shares too.
             last: None in a walk without gradients; else whether its gradients are the step's last.
             whole: whether parameters are gathered and activations exchanged; not so for weight gradients alone.
             first: whether this is the micro-batch's first walk.
@@ -123,10 +127,11 @@ class Rank:
                     self._kept[after] = self.send("up", up, self.now)
             self.compute(seconds[unit])
             self.launch(launches / len(units))
+            self.compute(recomputed / len(units) * self.rates.overheads.recompute)
             for axis, count in sent.items():
                 collectives = trace.collectives.get(axis, 0) / 2 / len(units) if trace else 0.0
-                self.compute(collectives * self.rates.overheads.exchange)
-                self.now = self.send(axis, count / 2 / len(units), self.now, 2 * collectives)
+                arrived = self.exchange(axis, count / 2 / len(units), self.now, 2 * collectives, collectives)
+                self.now = max(self.now, arrived)
             if first and after is not None:
                 self.now = max(self.now, self._kept[unit])
             if last is not None:
@@ -188,13 +193,25 @@ class Rank:
     def along(self, route: Sequence[Exchange], ready: float) -> float:
         """The time at which a bucket's exchanges are done that start at ``ready``; the optimizer's own sums take no time."""
         for exchange in route:
-            owned = exchange.op is Op.SUM and exchange.axis == self.owned
-            if cost := 0.0 if owned else self.rates.overheads.exchange:
-                self.compute(cost)
-                ready = max(ready, self.now)
-            passes = 2.0 if exchange.op is Op.SUM else 1.0
-            ready = self.send(exchange.axis, 0 if owned else exchange.payload, ready, passes)
+            if exchange.op is not Op.SUM or exchange.axis != self.owned:
+                passes = 2.0 if exchange.op is Op.SUM else 1.0
+                ready = self.exchange(exchange.axis, exchange.payload, ready, passes)
         return ready
+
+    def exchange(self, axis: str, count: float, ready: float, passes: float, times: float = 1.0) -> float:
+        """The time at which ``times`` collectives are done, which the rank begins now. While ``count`` bytes are on their
+        way they keep its processor from computing.
+
+        Args:
+            ready: when the bytes are there.
+            passes: how often the hops of a collective are waited for.
+        """
+        if cost := times * self.rates.overheads.exchange:
+            self.compute(cost)
+            ready = max(ready, self.now)
+        done = self.send(axis, count, ready, passes)
+        self.compute(count * self.rates.processor.get(axis, 0.0))
+        return done
 
     def _gather(self, plan: PlanValue, unit: str, first: bool, asked: float) -> None:
         """Start a unit's gather; what comes up for it is asked for at ``asked``, without waiting for the unit before."""

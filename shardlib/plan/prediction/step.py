@@ -10,7 +10,8 @@ starts when every rank has every gradient (the global norm needs all of them). R
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 
@@ -116,7 +117,8 @@ def predict_on(plan: PlanValue, machine: Machine, *, owned: bool = False) -> Ste
 
     A stage takes the time of its products at the rate of the precision that most parameters have, of the bytes that other
     operators read and write, and of each operator's launch; an update that of the bytes of states, gradients and
-    parameters; a message what its link takes.
+    parameters; a message what its link takes. Of a pipeline's ranks that share processors the stages compute alone, which is
+    as fast as they can, and all together no faster than the processors.
 
     Args:
         plan: made with ``loss_fn`` and ``batch``, and with the optimizer, whose states are counted.
@@ -138,9 +140,21 @@ def predict_on(plan: PlanValue, machine: Machine, *, owned: bool = False) -> Ste
     plan = plan.everywhere
     if plan.traces is None:
         raise ValueError("predict_on counts the operations of a traced plan: give make_plan loss_fn= and batch=")
+    alone = machine.apart(plan.stages.schedule.ranks)
+    found = _predicted(plan, alone, owned)
+    crowded = machine.crowd / alone.crowd * fmean(found.ranks)
+    return replace(found, total=max(found.total, crowded))
+
+
+def _predicted(plan: PlanValue, machine: Machine, owned: bool) -> StepTime:
+    """The time of a step if each stage's ranks compute at the machine's rates."""
+    assert plan.traces is not None
     links = {axis: machine.link(plan.sizes, axis) for axis, ways in plan.sizes.items() if ways > 1}
     bandwidth = {**machine.ways, "launches": machine.launches, **{axis: link.bandwidth for axis, link in links.items()}}
-    rates = Rates(bandwidth, {axis: link.latency for axis, link in links.items()}, machine.overheads)
+    latency, processor = (
+        {axis: getattr(link, name) for axis, link in links.items()} for name in ("latency", "processor")
+    )
+    rates = Rates(bandwidth, latency, processor, machine.overheads)
     flops = _products(plan, machine)
     stages = []
     for stage, trace in zip(plan.stage_plans, plan.traces, strict=True):
@@ -152,7 +166,7 @@ def predict_on(plan: PlanValue, machine: Machine, *, owned: bool = False) -> Ste
         whole = sum(counts.values()) or 1
         both = ({unit: seconds * count / whole for unit, count in counts.items()} for seconds in (forward, backward))
         stages.append(_Stage(stage.tiled, *both))
-    return _run(plan, stages, rates, [_updated(view) / machine.streaming for view in plan.views], owned)
+    return _run(plan, stages, rates, [_updated(view) / machine.in_place for view in plan.views], owned)
 
 
 def _products(plan: PlanValue, machine: Machine) -> float:
@@ -202,6 +216,14 @@ def _stages(plan: PlanValue, forward: float | Mapping[str, float], backward: flo
     ]
 
 
+def _recomputed(plan: PlanValue, stage: int) -> int:
+    """Blocks of a stage that a micro-batch's backward computes again; none without a trace."""
+    if plan.traces is None or plan.step.remat is None:
+        return 0
+    blocks, most = plan.traces[stage].blocks, plan.step.remat.blocks
+    return blocks if most is None else min(blocks, most)
+
+
 def _elements(stage: PlanValue) -> dict[str, int]:
     return {unit: sum(bucket.size(0) for bucket in buckets) for unit, buckets in stage.buckets_of.items()}
 
@@ -224,17 +246,18 @@ def _run(
         (number, kind, microbatch), rank = action, ranks[rank_number]
         stage, final = stages[number], last[number] == microbatch
         first, later = plan.traces[number].launches if plan.traces else (0, 0)
+        recomputed = _recomputed(plan, number)
         rank.now = max(rank.now, ready[need])
 
         def walk() -> None:
             if kind is Kind.F:
                 rank.walk(stage.plan, stage.forward, first=True, launches=first)
             elif kind is Kind.I:
-                rank.walk(stage.plan, stage.back(0.5), launches=later / 2)
+                rank.walk(stage.plan, stage.back(0.5), launches=later / 2, recomputed=recomputed)
             elif kind is Kind.W:
                 rank.walk(stage.plan, stage.back(0.5), final, whole=False, launches=later / 2)
             else:
-                rank.walk(stage.plan, stage.back(), final, launches=later)
+                rank.walk(stage.plan, stage.back(), final, launches=later, recomputed=recomputed)
 
         repeats[number].walk(rank, (kind, final), walk)
         if kind is not Kind.W:
@@ -251,8 +274,7 @@ def _run(
             return rank.now
         count = plan.traces[stage].forward if forwards else plan.traces[other].backward
         (axis,) = plan.stages.axes
-        rank.compute(rates.overheads.exchange)
-        return rank.send(axis, count, rank.now, 1 / (schedule.ranks - 1))
+        return rank.exchange(axis, count, rank.now, 1 / (schedule.ranks - 1))
 
     run(schedule, visit)
     run_update(plan, ranks, updates)
