@@ -211,6 +211,19 @@ class Machine:
         return table(("machine", ""), rows)
 
 
+def require_machine(what: str, given: object) -> None:
+    """Refuse an argument of ``what`` that is no `Machine`.
+
+    Raises:
+        TypeError: says how to make one.
+    """
+    if not isinstance(given, Machine):
+        raise TypeError(
+            f"{what} takes a sl.plan.Machine, not {type(given).__name__} {given!r}: make one, or read the file that "
+            "`shardlib doctor --measure` writes by sl.plan.Machine.read(path)"
+        )
+
+
 def _processor(link: Link) -> str:
     return f", {link.processor * 1e9:.3g} ns a byte of the processor" if link.processor else ""
 

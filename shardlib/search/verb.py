@@ -8,7 +8,7 @@ from typing import Any
 
 from shardlib.init.deferred import defer
 from shardlib.optim.wrapping import require_transformations
-from shardlib.plan.machine import Machine
+from shardlib.plan.machine import Machine, require_machine
 from shardlib.search.model import Model
 from shardlib.search.searching import Searching
 from shardlib.search.space import Space, choices
@@ -48,7 +48,7 @@ def search_plan(
         within: a share of time: what may be quicker by no more is left.
 
     Raises:
-        TypeError: an optimizer that is not a gradient transformation.
+        TypeError: an optimizer that is not a gradient transformation, or a machine that is no `shardlib.plan.Machine`.
         ValueError: fewer than one rank, or no precision of the space that the machine has a rate for.
 
     >>> from shardlib.models import gpt
@@ -62,6 +62,7 @@ def search_plan(
     True
     """
     require_transformations("search_plan", optimizer)
+    require_machine("search_plan", machine)
     if ranks < 1:
         raise ValueError(f"search_plan(ranks={ranks}): give at least 1")
     space = space or Space()

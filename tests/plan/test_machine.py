@@ -216,3 +216,9 @@ def test_a_plan_without_a_trace_has_no_operations():
     plan = sl.make_plan({"w": torch.ones(4)}, sl.abstract_mesh(data=1), sl.zero(0))
     with pytest.raises(ValueError, match="give make_plan loss_fn= and batch="):
         sl.report.predict_on(plan, machine())
+
+
+def test_rates_alone_are_no_machine():
+    plan = sl.make_plan({"w": torch.ones(4)}, sl.abstract_mesh(data=1), sl.zero(0))
+    with pytest.raises(TypeError, match=r"predict_on takes a sl.plan.Machine, not float 10+\.0: make one"):
+        sl.report.predict_on(plan, 1e11)

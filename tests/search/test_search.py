@@ -252,6 +252,7 @@ def test_nothing_fits():
         ({"ranks": 0}, "ranks=0"),
         ({"space": Space(precisions=("fp16",))}, "no rate for fp16, only for bf16"),
         ({"optimizer": 3}, "search_plan"),
+        ({"machine": "machine.json"}, r"search_plan takes a sl.plan.Machine, not str 'machine.json': .*Machine.read"),
     ],
 )
 def test_what_cannot_be_searched_for(wrong, words):

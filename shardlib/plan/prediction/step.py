@@ -16,7 +16,7 @@ from statistics import fmean
 import torch
 
 from shardlib.errors import MeshError, axes_named, listing
-from shardlib.plan.machine import PRECISIONS, Machine
+from shardlib.plan.machine import PRECISIONS, Machine, require_machine
 from shardlib.plan.prediction.rank import Rank, Rates
 from shardlib.plan.prediction.repeats import Repeats
 from shardlib.plan.prediction.update import run_update
@@ -125,6 +125,7 @@ def predict_on(plan: PlanValue, machine: Machine, *, owned: bool = False) -> Ste
         owned: as for `predict_step`.
 
     Raises:
+        TypeError: a machine that is no `shardlib.plan.Machine`.
         ValueError: a plan without traces, or a precision that the machine has no rate for.
         MeshError: as for `predict_step`; ranks of several hosts on a machine of one.
 
@@ -137,6 +138,7 @@ def predict_on(plan: PlanValue, machine: Machine, *, owned: bool = False) -> Ste
     >>> sl.report.predict_on(plan, machine).total < 0.01
     True
     """
+    require_machine("predict_on", machine)
     plan = plan.everywhere
     if plan.traces is None:
         raise ValueError("predict_on counts the operations of a traced plan: give make_plan loss_fn= and batch=")
