@@ -1,6 +1,6 @@
 """Memory of kernels' results: large ones on a CPU in huge pages.
 
-The C library maps memory for a large result anew each time, and the system zeroes it at the first touch, a page of 4 KB after
+The C library gives memory of large results back to the system, which zeroes it anew at the first touch, a page of 4 KB after
 the other: of bf16, 32 MB took longer to touch than SwiGLU took to compute. Huge pages are touched a five-hundredth as often.
 """
 
@@ -15,9 +15,7 @@ import torch
 
 from shardlib.kernels.common.thresholds import Threshold
 
-_MAPPED = Threshold(
-    1 << 25
-)  # bytes, from which glibc maps memory for one allocation alone (M_MMAP_THRESHOLD's largest)
+_LARGE = Threshold(1 << 22)  # bytes of at least one whole huge page, wherever they begin
 
 
 def like(x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +27,7 @@ def empty(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """An empty contiguous tensor of the dtype and on the device of ``x``."""
     made = x.new_empty(shape)
     size = made.numel() * made.element_size()
-    if made.device.type == "cpu" and size >= _MAPPED():
+    if made.device.type == "cpu" and size >= _LARGE():
         first, last = made.data_ptr(), made.data_ptr() + size
         first, last = first + -first % mmap.PAGESIZE, last - last % mmap.PAGESIZE
         if first < last:
