@@ -57,7 +57,7 @@ def test_no_other_large_size_decides_anything():
     known |= {"SHARD", "SMALLEST"}  # of an exported file, of what is moved to the host: the defaults of arguments
     known |= {"BLOCK", "NOTES"}  # of a disk, and what a step there may say
     known |= {"_PART", "_ROOM"}  # samples that are analyzed and merged at once: arguments, which tests give
-    known |= {"_SIDE", "_SENT"}  # of matrices and messages that are timed
+    known |= {"_SIDES"}  # of matrices that are timed
     found = set()
     for path in SOURCES.rglob("*.py"):
         if path.name not in ("triton.py", "cuda.py"):  # tiles, of which tests have several
