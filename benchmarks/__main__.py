@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     options.add_argument(
         "--work",
         type=Path,
-        help="a folder from which learning_experts or learning_curricula goes on after it was stopped",
+        help="a folder from which learning_experts, learning_less or learning_curricula goes on after a stop",
     )
     options.add_argument("--out", type=Path, default=results.FOLDER, help="where full tables are written")
     survives = commands.add_parser("soak", help="kill ranks of a run at random times (results/soak.md)")

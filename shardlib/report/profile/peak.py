@@ -13,7 +13,9 @@ _ROUNDS = 5
 
 
 def measure_peak(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
-    """Floating-point operations per second of a large product of matrices, with torch's present number of threads.
+    """Floating-point operations per second of large products of matrices, with torch's present number of threads.
+
+    Matrices of 1,024 rows, and twice as many while a product takes less than 5 ms, up to 8,192.
 
     The best of some rounds, measured once in a process for each device, dtype and number of threads.
 
