@@ -34,7 +34,6 @@ from shardlib.plan.claims import Live, Reduce, Use
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key
 from shardlib.sharded.shard import shard_alike
-from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
 
 _STEPS = 2  # the second one shows what is kept from step to step
@@ -239,7 +238,7 @@ class _Subject:
             return
 
         def of_rank(mesh: Mesh) -> Any:
-            placed = shard_alike(self.trial.params, Sharded(self.plan.at(mesh.coords), mesh, "param", {}))
+            placed = shard_alike(self.trial.params, self.plan.at(mesh.coords), mesh)
             return make_eval_step(self.trial.loss_fn, placed)(placed, share_of(batch, self.plan, mesh.coords))
 
         for rank, value in enumerate(simulate(of_rank, mesh=self.plan.sizes)):

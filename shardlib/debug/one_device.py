@@ -32,13 +32,6 @@ class Evaluated:
     grads: Leaves
 
 
-@dataclass
-class _Seen:
-    """How many tokens the layers of a micro-batch saw, which nobody asks."""
-
-    layer_tokens: int = 0
-
-
 class OneDevice:
     """One device that trains as a plan's ranks are to train together: in their dtypes, on the same micro-batches, without
     what the plan's steps leave out of layers.
@@ -90,7 +83,7 @@ class OneDevice:
     @contextmanager
     def _thinned(self, step: int, key: Key, leaves: list[torch.Tensor]) -> Iterator[None]:
         """A context in which blocks leave out what the step leaves out of layers, by its own draws."""
-        layers = Layers(self._plan, _Seen(), torch.device("cpu"))
+        layers = Layers(self._plan, torch.device("cpu"))
         layers.begin(self._plan.step.thinned(step, key), computes=False)
         layers.know(leaves)
         inside = False

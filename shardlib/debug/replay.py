@@ -22,7 +22,6 @@ from shardlib.optim.shards import WHOLE, Shards
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key
 from shardlib.sharded.shard import shard_alike
-from shardlib.sharded.tree import Sharded
 from shardlib.train import make_train_step
 from shardlib.tree import Tree, flatten, tree_map, unflatten
 
@@ -169,7 +168,7 @@ def replay(plan: Plan, trial: Trial) -> Replay:
         mesh = made.wire.watched(mesh)
         rank, watch = mesh.rank, Watch()
         mine = made.steps[rank] = []
-        placed = shard_alike(trial.params, Sharded(plan.at(mesh.coords), mesh, "param", {}))
+        placed = shard_alike(trial.params, plan.at(mesh.coords), mesh)
         made.start[rank] = _copies(placed.buffers)
         watched = _Watched(trial.optimizer)
         state, train_step = make_train_step(

@@ -289,7 +289,7 @@ class Executor:
             unit.forget()
         self._saved.clear()
         self._slices.clear()
-        self.blocks.layers.end()
+        self.record.layer_tokens += self.blocks.layers.end()
         self._on_disk, self._held, self._phases = None, frozenset(), None
 
     def _call(self, fn: Callable[[Tree], Any]) -> Any:

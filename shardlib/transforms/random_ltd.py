@@ -61,8 +61,9 @@ def random_ltd(kept: int | Callable[[int], int], *, ends: int = 1, layers: str |
 
     Layers are blocks (`sl.block`, `sl.sequential`) with a residual stream (B, tokens, width), whose parameters are elements
     of a list. Of their other inputs every tensor (B, tokens, ...) is cut to the kept tokens, and masks (B, heads, tokens,
-    tokens) on both sides. A block that makes positions itself must take ``gate`` (`sl.nn.Gate`) and use ``gate.tokens``, as
-    those of transformers' decoders here do.
+    tokens) on both sides. A matrix of floats is not: its rows are vectors of the sequences, and values of tokens are
+    (B, tokens, 1). Another sequence that may be as long, an encoder's, is (B, 1, tokens, width). A block that makes
+    positions itself must take ``gate`` (`sl.nn.Gate`) and use ``gate.tokens``, as those of transformers' decoders here do.
 
     Args:
         kept: the number of kept tokens, or a function of the step: `sl.data.linear_pace(128, 512, steps=10_000, multiple=16)`

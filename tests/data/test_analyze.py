@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardlib as sl
@@ -40,13 +40,14 @@ def check_order(index, values):
     index.verify()
 
 
-@given(documents_, st.integers(1, 5))
-def test_metrics_of_lists(tmp_path_factory, documents, part):
-    """With empty samples, and dictionaries with padding."""
+@given(documents_, st.integers(1, 5), st.sampled_from([7, 300, -1]))
+@example([[], [0]], 1, 7)
+def test_metrics_of_lists(tmp_path_factory, documents, part, pad):
+    """With empty samples, and dictionaries with padding, by a token or by what is none."""
     folder = tmp_path_factory.mktemp("index")
     width = max(map(len, documents))
     padded = [
-        {"input_ids": [*row, *[7] * (width - len(row))], "attention_mask": [1] * len(row) + [0] * (width - len(row))}
+        {"input_ids": [*row, *[pad] * (width - len(row))], "attention_mask": [1] * len(row) + [0] * (width - len(row))}
         for row in documents
     ]
     for dataset in (documents, padded):
@@ -181,6 +182,7 @@ def test_files_that_are_damaged_or_of_something_else(tmp_path):
         ([[1]], "depth", "metric='depth': use 'length' or 'rarity'"),
         ([{"x": 1}], "length", r"sample 0 has no tokens that can be found \('x'\)"),
         ([[1], [0.5]], "rarity", "sample 1 has no tokens"),
+        ([[1], [2, -100]], "rarity", "sample 1 has negative tokens: .* attention_mask"),
         ([[1], [2]], lambda sample: None, "the metric of sample 0 is None: it must be a number"),
         ([[1], [2]], lambda sample: math.nan, "the metric of sample 0 is nan, as of 2 samples"),
     ],
