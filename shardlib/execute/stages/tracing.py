@@ -163,6 +163,7 @@ def _trace_stages(
                 run.executor.weights_gradient(grads, Turn(0, last=False))
             else:
                 run.executor.differentiate(run.outputs, seeds, run.inputs, grads, Turn(0, last=False))
+            grads.land()
         run.executor.close()
     peaks = [
         (peak_of(watch.stretches(without=grads.held)), peak_of(watch.stretches()))
