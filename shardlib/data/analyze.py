@@ -74,6 +74,8 @@ def analyze(
     if processes < 1 or part < 1:
         raise BatchError(f"analyze: processes={processes}, part={part}: use 1 or more of each")
     dataset, path = as_dataset(dataset), Path(path)
+    if not path.name or path.is_dir():
+        raise BatchError(f"analyze: {path} is a folder: give the name of a file for the index")
     named = metric if hasattr(metric, "__qualname__") else type(metric)
     name = metric if isinstance(metric, str) else f"{named.__module__}:{named.__qualname__}"
     about = {"samples": len(dataset), "metric": name, "dataset": getattr(dataset, "identity", None)}

@@ -193,6 +193,14 @@ def test_wrong_analyses_are_refused(tmp_path, dataset, metric, message):
     assert not (tmp_path / "a").exists()
 
 
+def test_a_folder_is_no_index(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (".", "", tmp_path):
+        with pytest.raises(BatchError, match="is a folder: give the name of a file"):
+            sl.data.analyze([[1]], "length", path)
+    assert not list(tmp_path.iterdir()) and not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
+
+
 def test_a_loader_takes_an_index_file_of_its_dataset(tmp_path):
     file = sl.data.write_tokens(tmp_path / "a.tokens", [bytes(range(64))])
     windows = sl.data.tokens(file.path, 4)
