@@ -35,7 +35,8 @@ _MASK = 255  # a byte that the text, which is UTF-8, does not have
 
 
 class Task(NamedTuple):
-    """Sizes of both models, rows of a batch, steps, steps between evaluations, and the grid of peak rates."""
+    """Sizes of the models, rows of a batch, steps, steps between evaluations, the grid of peak rates, and how often a
+    little text is seen."""
 
     layers: int
     width: int
@@ -44,10 +45,16 @@ class Task(NamedTuple):
     steps: int
     every: int
     rates: tuple[float, ...]
+    epochs: int
+
+    @property
+    def little(self) -> int:
+        """The bytes of a text that is seen that often."""
+        return self.steps * self.batch * self.sequence // self.epochs
 
 
-TASK = Task(12, 64, 64, 16, 2000, 200, (1e-3, 2e-3, 4e-3))
-SMALL = Task(3, 8, 8, 2, 4, 2, (1e-3,))
+TASK = Task(12, 64, 64, 16, 2000, 200, (1e-3, 2e-3, 4e-3), epochs=16)
+SMALL = Task(3, 8, 8, 2, 4, 2, (1e-3,), epochs=2)
 
 
 class Job(NamedTuple):
@@ -81,16 +88,22 @@ class Trial(NamedTuple):
 
 
 class Model(NamedTuple):
-    """``batch(rows, step)`` makes a batch from rows of text, masked by the step's number."""
+    """``batch(rows, step)`` makes a batch from rows of text, masked by the step's number; of the text are taken as many
+    ``bytes`` as are given, or all."""
 
     params: Any
     loss_fn: Callable[..., Any]
     batch: Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]]
+    bytes: int | None = None
 
 
 def _gpt(task: Task, seed: int) -> Model:
     config = gpt.GPTConfig(vocab=256, layers=task.layers, width=task.width, heads=4, sequence=task.sequence)
     return Model(gpt.init(config, seed=seed), gpt.make_loss(config), lambda rows, step: rows)
+
+
+def _gpt_on_little(task: Task, seed: int) -> Model:
+    return _gpt(task, seed)._replace(bytes=task.little)
 
 
 def _bert(task: Task, seed: int) -> Model:
@@ -103,7 +116,7 @@ def _bert(task: Task, seed: int) -> Model:
     return Model(bert.init(config, seed=seed), bert.make_loss(config), masked)
 
 
-MODELS = {"GPT": _gpt, "BERT": _bert}
+MODELS = {"GPT": _gpt, "BERT": _bert, "GPT on little text": _gpt_on_little}
 
 
 def transform(task: Task, method: str) -> Any:
@@ -128,6 +141,7 @@ def train(task: Task, folder: Path, job: Job) -> Trial:
     state, train_step = sl.make_train_step(model.loss_fn, sharded, optimizer, rng=job.seed)
     evaluate = sl.make_eval_step(_scores(model.loss_fn), state.params)
     text, held_out = byte_gpt.texts()
+    text = text[: model.bytes]
     curve, seconds, seen = [], 0.0, 0
     with _file(folder, job).open("w", newline="") as opened:
         rows = csv.writer(opened, lineterminator="\n")
@@ -212,8 +226,9 @@ def text(task: Task, tuned: Sequence[Trial], trials: Sequence[Trial]) -> str:
     about = (
         "Loss on held-out text (nats per byte) of a GPT and a pre-norm BERT (per masked byte) on the bytes of Python's "
         f"standard library: {task.layers} layers, width {task.width}, {task.steps} steps of {task.batch} rows of "
-        f"{task.sequence} bytes; seeds of model, order of the text and what is left out. AdamW, a warm-up over a "
-        "twentieth of the steps, then a cosine to 0, gradients clipped to 1, at the best rate of a grid for the model "
+        f"{task.sequence} bytes; “on little text”: on its first {task.little:,} bytes alone, which are seen {task.epochs} "
+        "times; seeds of model, order of the text and what is left out. AdamW, a warm-up over a twentieth of the steps, "
+        "then a cosine to 0, gradients clipped to 1, at the best rate of a grid for the model "
         "that leaves out nothing, on a seed of its own. Fewer layers: `progressive_layer_drop(0.5, 100 / steps)`; fewer "
         "tokens: `random_ltd`, a quarter of the tokens at first, all of them after three quarters of the steps. Ratios to "
         "the model that leaves out nothing, by seed. Time is the processor's, of the steps alone, on one thread."
