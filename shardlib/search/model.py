@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.errors import IllegalComposition, ShardlibError
-from shardlib.execute.stages.fake import Shortly, Tracing
+from shardlib.execute.stages.fake import Tracing, traced_once
 from shardlib.mesh.mesh import abstract_mesh
 from shardlib.nn.blocks import Sequential
 from shardlib.plan.buckets import Bucket
@@ -144,6 +144,7 @@ class Model:
         self._loss, self._params, self._optimizer, self._rules = loss_fn, params, optimizer, rules
         self._batch = tree_map(_shape, batch)
         self._blocks: dict[Choice, Blocks | ShardlibError] = {}
+        self._known: dict[int, Traced] = {}  # rows of a rank -> the traces of plans
         self.cuts = isinstance(loss_fn, Sequential) and isinstance(params, (list, tuple))
         self.count = len(params) if self.cuts else 1
 
@@ -240,12 +241,10 @@ class Model:
         return Blocks(held, one, two, not self.cuts)
 
     def _traced(self, plan: Plan, rows: int) -> Plan:
-        tracing = Tracing(self._loss, self.share(rows), None, torch.device("cpu"), None, Key(0))
-        shortly = Shortly(tracing)
-        if not self.cuts:
-            return Traced(tracing.traced, shortly)(plan)
-        traces = shortly(plan)  # whose blocks are one function: a trace of all of them would show nothing else
-        return tracing.traced(plan) if traces is None else replace(plan, traces=traces)
+        if rows not in self._known:
+            tracing = Tracing(self._loss, self.share(rows), None, torch.device("cpu"), None, Key(0))
+            self._known[rows] = traced_once(tracing)
+        return self._known[rows](plan)
 
 
 def paced(plan: Plan, microbatches: int) -> Plan:
