@@ -74,13 +74,18 @@ class Blocks:
             return traces[0]
         inner = traces[start:stop]
         kept = sum(trace.kept for trace in inner) - sum(trace.forward for trace in inner[:-1])
-        live = kept + max(trace.live - trace.kept for trace in inner)
+        between = sum(trace.between for trace in inner) - sum(trace.forward for trace in inner[:-1])
+        live = max(kept + max(trace.live - trace.kept for trace in inner), between)
+        if start == 0:  # whose backward is not split, as no stage waits for the gradients of its inputs
+            live = kept + max(trace.live - max(trace.kept, trace.between) for trace in inner)
+            between = 0
         return Trace(
             (),
             _summed(trace.activations for trace in inner),
             live,
             live,  # gradients come as activations go
             kept,
+            max(0, between),
             inner[-1].forward,
             inner[-1].backward,
             sum(trace.down for trace in inner),
@@ -224,10 +229,12 @@ class Model:
 
     def _computed(self, way: Choice) -> Blocks:
         sizes = {"data": 1, **way.mesh}
-        parts = [self.transform(replace(way, stage=1, sizes=tuple(sizes.items())))]  # whose buckets name their axes
+        parts = [
+            self.transform(replace(way, stage=1, sizes=tuple(sizes.items()), schedule=None))
+        ]  # whose buckets name their axes
         if self.cuts:
             sizes = {"pipe": self.count, **sizes}
-            parts.append(pipeline("gpipe", 1, partition="count"))
+            parts.append(pipeline(way.schedule or "gpipe", 1, partition="count"))
         plan = build_plan(self._params, abstract_mesh(**sizes), chain(*parts), optimizer=self._optimizer)
         one, two = (self._traced(plan, min(rows, self.rows)).traces for rows in (1, 2))
         if one is None or two is None:

@@ -51,7 +51,7 @@ def _treated(plan: Plan, stage: int, places: dict[str, str]) -> list[Any]:
 
     def local(path: str) -> str:
         block, slash, rest = path.partition("/")
-        return f"{places[block]}{slash}{rest}"
+        return f"{places.get(block, block)}{slash}{rest}"
 
     for bucket in view.buckets:
         if bucket.name in alone:

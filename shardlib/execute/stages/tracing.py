@@ -122,6 +122,7 @@ class _Stage:
         self.number, self._plan, self._mesh = number, plan, mesh
         self.executor = Executor(plan.of_stage(number), mesh, trained=True)
         self._gradients = self.executor.gradients(default_options(mesh))
+        self._between = 0
         self._phases = phases = _Phases(True)
         self._live = LiveBytes(lambda: phases.now)
         self._work = Work(lambda: phases.now, lambda: _moved(self.executor, mesh))
@@ -157,6 +158,7 @@ class _Stage:
             if self._plan.stages.schedule.splits and run.inputs and run.outputs:
                 self.executor.inputs_gradient(run.outputs, seeds, run.inputs)
                 self.executor.rest()
+                self._between = self._live.now
                 self.executor.weights_gradient(self._gradients, turn)
             else:
                 self.executor.differentiate(run.outputs, seeds, run.inputs, self._gradients, turn)
@@ -174,6 +176,7 @@ class _Stage:
             self._phases.blocks,
             arrived=self._arrived,
             kept=self._kept,
+            between=self._between,
             forward=forward,
             backward=backward,
         )

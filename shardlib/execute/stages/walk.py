@@ -50,7 +50,7 @@ class Walk:
         blocks: how many blocks ran.
         summands: as in a trace.
         arrived: bytes of the carry that came from the stage before.
-        kept, forward, backward: as in a trace.
+        kept, between, forward, backward: as in a trace.
     """
 
     alone: Sequence[Sequence[Stretch]]
@@ -62,6 +62,7 @@ class Walk:
     summands: int = 0
     arrived: int = 0
     kept: int = 0
+    between: int = 0
     forward: int = 0
     backward: int = 0
 
@@ -86,13 +87,18 @@ class Walk:
             for name, count in done.items():
                 totals.setdefault(name, [0, 0])[phase.backward] += times * count
         live, peak = highest(self.alone), highest(self.summed)
-        more = sum(count * self._left(block) for block, count in repeats.items()) if self.kept else 0
+
+        def more(bytes: int, visits: int) -> int:
+            """What blocks leave after some visits, as was seen, with those that are like them."""
+            return bytes and bytes + sum(count * self._left(block, visits) for block, count in repeats.items())
+
         return Trace(
             tuple(_touched(self.touches, stands)),
             {name.axis: sum(both) for name, both in totals.items() if isinstance(name, Sent)},
             live.bytes + self.arrived,
             peak.bytes + self.arrived,
-            self.kept + more,
+            more(self.kept, 1),
+            more(self.between, 2),
             self.forward,
             self.backward,
             flops=_pair(totals.get("flops")),
@@ -123,9 +129,10 @@ class Walk:
                 return False
         return True
 
-    def _left(self, block: int) -> int:
-        """Bytes that a block's forward leaves for its backward."""
-        return sum(part.net for part in self.summed[0] if not part.phase.backward and self._block(part.phase) == block)
+    def _left(self, block: int, visits: int) -> int:
+        """Bytes that the first visits of a block leave: its forward, and the backward that may be half of it."""
+        seen = (parts for number, parts in self._visits(self.alone[0]) if number == block)
+        return sum(part.net for parts in itertools.islice(seen, visits) for part in parts)
 
     def _block(self, phase: Phase) -> int:
         """The number of the block that a phase belongs to; 0 for what comes before all blocks or after them."""
