@@ -19,7 +19,7 @@ from shardlib.execute.inputs import Inputs, taken_together
 from shardlib.execute.losses import require_function
 from shardlib.execute.means import Results, is_mean, means, quotients, sum_means
 from shardlib.execute.stages.runner import runner_of
-from shardlib.shard import lift
+from shardlib.shard import Lifting
 from shardlib.sharded.given import given_params
 from shardlib.sharded.reads import Reads
 from shardlib.sharded.tree import Sharded
@@ -31,7 +31,8 @@ class EvalStep:
 
     def __init__(self, fn: Callable[..., Any], params: Any) -> None:
         require_function(fn, "what is evaluated", "params, ...")
-        lifted = lift(given_params("make_eval_step", params))
+        self._lifting = Lifting()
+        lifted = self._lifting(given_params("make_eval_step", params))
         self._plan, self._mesh = lifted.plan, lifted.mesh
         self._together = taken_together(lifted.plan)
         self._inputs = Inputs(lifted.plan, lifted.mesh, self._together)
@@ -149,7 +150,7 @@ class EvalStep:
         return self._runner.evaluate(params, *(arriving(arg, self._plan, self._mesh) for arg in args))
 
     def _current(self, params: Any) -> Sharded:
-        current = lift(given_params("an eval step", params))
+        current = self._lifting(given_params("an eval step", params))
         if current.plan is not self._plan and current.plan.layout != self._plan.layout:
             raise TreeError(
                 "these parameters were sharded by another plan than the eval step was made for; make one for it"

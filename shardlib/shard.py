@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ import torch
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.mesh.transport import EchoGroup
+from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform, chain, require_transform
-from shardlib.sharded.shard import shard_by
+from shardlib.sharded.shard import shard_alike, shard_by
 from shardlib.sharded.tree import Sharded
 from shardlib.transforms.zero import zero
-from shardlib.tree import Tree, leaves_of
+from shardlib.tree import Tree, check_tensors, flatten, leaves_of, ties
 
 
 def default_transform(transform: Transform | None, stage: int | None) -> Transform:
@@ -65,11 +66,40 @@ def lift(params: Any) -> Sharded:
     """
     if isinstance(params, Sharded):
         return params
-    devices = {leaf.device: None for leaf in leaves_of(params) if isinstance(leaf, torch.Tensor)}
+    return shard(params, Mesh({"data": 1}, 0, {"data": EchoGroup(1)}, _device_of(leaves_of(params))))
+
+
+class Lifting:
+    """`lift`, for a function that is called again and again: it plans anew only for a pytree of another form."""
+
+    def __init__(self) -> None:
+        self._form: Any = None
+        self._under: tuple[Plan, Mesh] | None = None  # what a pytree of this form is sharded by
+
+    def __call__(self, params: Any) -> Sharded:
+        """See `lift`."""
+        if isinstance(params, Sharded):
+            return params
+        paths, leaves, treedef = flatten(params)
+        check_tensors(paths, leaves)
+        form = treedef, [(leaf.shape, leaf.dtype) for leaf in leaves], ties(leaves), _device_of(leaves)
+        if self._under is None or form != self._form:
+            lifted = lift(params)
+            self._form, self._under = form, (lifted.plan, lifted.mesh)
+            return lifted
+        return shard_alike(params, *self._under)
+
+
+def _device_of(leaves: Iterable[Any]) -> torch.device:
+    """The device of a plain pytree's leaves.
+
+    Raises:
+        TreeError: they are on several.
+    """
+    devices = {leaf.device: None for leaf in leaves if isinstance(leaf, torch.Tensor)}
     if len(devices) > 1:
         raise TreeError(
             f"a plain pytree is trained on the device of its leaves, and these are on {', '.join(map(str, devices))}: move "
             "all of them to one device, or pass sl.shard(params, sl.make_mesh()), which moves them to the mesh's device"
         )
-    device = next(iter(devices), torch.device("cpu"))
-    return shard(params, Mesh({"data": 1}, 0, {"data": EchoGroup(1)}, device))
+    return next(iter(devices), torch.device("cpu"))

@@ -22,7 +22,7 @@ from shardlib.optim.updates import Updates
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import with_owner
 from shardlib.rng import Key
-from shardlib.shard import lift
+from shardlib.shard import Lifting, lift
 from shardlib.sharded.checksum import checksums
 from shardlib.sharded.shard import at_rest
 from shardlib.sharded.tree import Sharded
@@ -49,11 +49,12 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
     (7.0, tensor([3., 4.]))
     """
     bound: list[tuple[Any, LossStep]] = []
+    lifting = Lifting()
 
     def grad_fn(
         params: Any, batch: Any, *, buffers: Any = None, rng: Key | None = None, step: int | None = None
     ) -> tuple[Any, Tree]:
-        lifted = lift(params)
+        lifted = lifting(params)
         if not bound or bound[0][0] != (lifted.plan, buffers is not None):
             bound[:] = [
                 ((lifted.plan, buffers is not None), LossStep(loss_fn, lifted.plan, lifted.mesh, buffers is not None))

@@ -100,7 +100,7 @@ def measure(setting: Setting) -> Result:
         left = [job for job in jobs if job not in done]
         list(byte_gpt.side_by_side(partial(train, task, folder), left, setting.processes))
         trials = finished(task, folder, jobs)
-    samples = [(trial.arm, trial.seed, *point.cells) for trial in trials for point in trial.points]
+    samples = [(trial.arm, trial.seed, *point.cells) for trial in trials for point in trial.windows(task.window)]
     return Result(curriculum_report.text(task, trials), ("arm", "seed", *Point._fields), samples)
 
 

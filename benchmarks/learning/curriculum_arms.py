@@ -21,6 +21,7 @@ class Task:
         warmup: the share of the tokens over which the rate rises.
         grows: the share of whole steps in which lengths, or rows, come to their last value.
         every: the share of the tokens between evaluations.
+        window: the tokens over which losses are averaged before spikes are counted.
     """
 
     config: GPTConfig
@@ -30,10 +31,18 @@ class Task:
     warmup: float = 0.01
     grows: float = 0.3
     every: float = 0.05
+    window: int = 4096
 
 
 TASK = Task(GPTConfig(vocab=256, layers=4, width=96, heads=3, sequence=64), batch=16, rate=4e-3, tokens=1_024_000)
-SMALL = Task(GPTConfig(vocab=256, layers=1, width=8, heads=2, sequence=16), batch=8, rate=3e-3, tokens=4096, every=0.25)
+SMALL = Task(
+    GPTConfig(vocab=256, layers=1, width=8, heads=2, sequence=16),
+    batch=8,
+    rate=3e-3,
+    tokens=4096,
+    every=0.25,
+    window=256,
+)
 
 
 class Scale(NamedTuple):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ class Point(NamedTuple):
 
     @property
     def cells(self) -> tuple[Any, ...]:
-        return tuple("" if value is None else value for value in self)
+        return tuple("" if value is None else f"{value:.6g}" if isinstance(value, float) else value for value in self)
 
 
 class Trial(NamedTuple):
@@ -54,14 +55,29 @@ class Trial(NamedTuple):
         """Tokens and the loss on held-out text, where it was evaluated."""
         return [(point.tokens, point.held_out) for point in self.points if point.held_out is not None]
 
-    @property
-    def stability(self) -> sl.report.Stability:
-        return sl.report.stability([point.loss for point in self.points])
+    def windows(self, tokens: int) -> list[Point]:
+        """The run as if its steps had at least ``tokens`` tokens: for consecutive steps that together have as many the last
+        one's point, with their mean loss per token and the last of their evaluations."""
+        groups: list[list[Point]] = [[]]
+        begun = 0
+        for point in self.points:
+            groups[-1].append(point)
+            if point.tokens - begun >= tokens:
+                groups.append([])
+                begun = point.tokens
+        rest = groups.pop()
+        groups = [*groups[:-1], [*groups[-1], *rest]] if groups else [rest]
+        ends = itertools.pairwise((0, *(group[-1].tokens for group in groups)))
+        return [_joined(group, before, after) for group, (before, after) in zip(groups, ends, strict=True)]
 
-    def correlation(self, size: Callable[[Point], float]) -> float:
-        """Pearson's, of the loss ratios with a size of √v."""
-        ratios = [ratio if math.isfinite(ratio) else math.nan for ratio in self.stability.ratios]
-        pairs = np.array([ratios, [size(point) for point in self.points]])
+    def stability(self, tokens: int) -> sl.report.Stability:
+        """By windows of ``tokens`` tokens."""
+        return sl.report.stability([point.loss for point in self.windows(tokens)])
+
+    def correlation(self, tokens: int) -> float:
+        """Pearson's, of the loss ratios of windows of ``tokens`` tokens with the largest √v."""
+        ratios = [ratio if math.isfinite(ratio) else math.nan for ratio in self.stability(tokens).ratios]
+        pairs = np.array([ratios, [point.largest for point in self.windows(tokens)]])
         pairs = pairs[:, np.isfinite(pairs).all(0)]
         return float(np.corrcoef(pairs)[0, 1]) if pairs.shape[1] > 1 and pairs.std(1).all() else math.nan
 
@@ -77,13 +93,20 @@ class Trial(NamedTuple):
         return math.inf
 
 
+def _joined(points: Sequence[Point], before: int, after: int) -> Point:
+    starts = (before, *(point.tokens for point in points))
+    loss = math.fsum(point.loss * (point.tokens - start) for point, start in zip(points, starts))
+    held_out = [point.held_out for point in points if point.held_out is not None]
+    return points[-1]._replace(loss=loss / (after - before), held_out=held_out[-1] if held_out else None)
+
+
 def by_seed(trials: Sequence[Trial], arm: Arm) -> dict[int, Trial]:
     return {trial.seed: trial for trial in trials if trial.arm == arm.name}
 
 
 def shares(trials: Sequence[Trial], arm: Arm) -> list[float]:
-    """By seed: the tokens until the baseline's last loss, over the baseline's tokens."""
-    base = by_seed(trials, Arm(WHOLE, BASE))
+    """By seed: the tokens until the last loss of whole sequences at the same rate and batch, over the tokens of these."""
+    base = by_seed(trials, Arm(WHOLE, arm.scale))
     pairs = [(trial, base[seed]) for seed, trial in sorted(by_seed(trials, arm).items()) if seed in base]
     return [mine.tokens_until(theirs.final) / theirs.points[-1].tokens for mine, theirs in pairs]
 
@@ -97,50 +120,50 @@ def text(task: Task, trials: Sequence[Trial]) -> str:
         f"peak rate of {task.rate:g}, or multiples of them; {task.tokens / 1e6:.2g} million tokens. AdamW, gradients "
         f"clipped to 1; the rate rises over {task.warmup:g} of the tokens and falls as a cosine, both by consumed tokens. "
         f"Lengths (or rows) grow linearly, from an eighth, over {task.grows:g} of the steps that whole batches would take; "
-        "“more of them”: as many more rows as they are shorter. Spikes are steps whose loss is more than 1.2 or 1.5 times "
-        "the smallest before (arXiv 2108.06084), means over seeds; steps of fewer tokens have noisier losses. “With √v”: the "
-        "correlation of this ratio with the largest √v of Adam. “Tokens” is the share of the baseline's tokens after which "
-        "its last loss on held-out text (nats per byte) is reached."
+        "“more of them”: as many more rows as they are shorter. Spikes are losses more than 1.2 or 1.5 times "
+        f"the smallest before (arXiv 2108.06084), means over seeds. A loss is that of a step, or of so many that they have "
+        f"{task.window:,} tokens: those of fewer are too noisy to count. “Spiked”: runs with a loss above 1.2. “With √v”: "
+        "the correlation of the ratio with the largest √v of Adam. “Tokens” is the share of the tokens of whole sequences, "
+        "at the same rate and batch, after which their last loss on held-out text (nats per byte) is reached."
     )
-    columns = ["", "steps", "loss", "> 1.2", "> 1.5", "largest ratio", "with √v", "tokens, by seed", "seeds"]
+    columns = ["", "steps", "loss", "> 1.2", "> 1.5", "spiked", "largest ratio", "with √v", "tokens, by seed"]
     cells = []
     for arm in ARMS:
         found = by_seed(trials, arm)
         if not found:
             continue
         runs = list(found.values())
+        stabilities = [run.stability(task.window) for run in runs]
         cells.append(
             [
                 arm.name,
                 len(runs[0].points),
                 f"{statistics.fmean(run.final for run in runs):.4f}",
-                *(f"{statistics.fmean(run.stability.spikes(above) for run in runs):.1f}" for above in (1.2, 1.5)),
-                f"{max(run.stability.largest for run in runs):.2f}",
-                f"{statistics.fmean(run.correlation(lambda point: point.largest) for run in runs):.2f}",
+                *(f"{statistics.fmean(each.spikes(above) for each in stabilities):.1f}" for above in (1.2, 1.5)),
+                f"{sum(each.spikes() > 0 for each in stabilities)} of {len(runs)}",
+                f"{max(each.largest for each in stabilities):.2f}",
+                f"{statistics.fmean(run.correlation(task.window) for run in runs):.2f}",
                 ", ".join(f"{share:.2f}" for share in shares(trials, arm)),
-                len(runs),
             ]
         )
-    return tables.section("Curricula", about, [*tables.grid(columns, cells), "", *_claimed(trials)])
+    return tables.section("Curricula", about, [*tables.grid(columns, cells), "", *_claimed(task, trials)])
 
 
-def _claimed(trials: Sequence[Trial]) -> list[str]:
+def _claimed(task: Task, trials: Sequence[Trial]) -> list[str]:
     rows = []
-    for scale in (FASTER, LARGER):
-        for way, other in (
-            (MORE, WHOLE),
-            (SHORT, FEWER),
-        ):  # whose steps have about as many tokens, and so as much noise
-            mine, theirs = (by_seed(trials, Arm(each, scale)) for each in (way, other))
-            pairs = [(mine[s].stability.spikes(), theirs[s].stability.spikes()) for s in sorted(mine.keys() & theirs)]
-            held = bool(pairs) and all(a < b for a, b in pairs)
-            found = ", ".join(f"{a} / {b}" for a, b in pairs)
-            claim = f"{scale.name}: {way.name} has fewer spikes than {other.name}"
-            rows.append([claim, "fewer", found, _verdict(pairs, held)])
+    for scale, way, other in itertools.product((FASTER, LARGER), (SHORT, MORE), (WHOLE, FEWER)):
+        mine, theirs = (by_seed(trials, Arm(each, scale)) for each in (way, other))
+        pairs = [
+            [run[s].stability(task.window).spikes() for run in (mine, theirs)] for s in sorted(mine.keys() & theirs)
+        ]
+        ours, others = map(sum, zip(*pairs, strict=True)) if pairs else (0, 0)
+        found = ", ".join(f"{a} / {b}" for a, b in pairs)
+        verdict = _verdict(pairs, ours < others) if others else "no spikes to avoid"
+        rows.append([f"{scale.name}: {way.name} has fewer spikes than {other.name}", "fewer", found, verdict])
     for arm in (Arm(way, scale) for scale in (BASE, FASTER, LARGER) for way in (SHORT, MORE)):
         found_shares = shares(trials, arm)
         held = bool(found_shares) and statistics.fmean(found_shares) <= _SAVED
-        claim = f"{arm.name}: tokens until the baseline's loss"
+        claim = f"{arm.name}: tokens until the loss of whole sequences"
         rows.append([claim, f"≤ {_SAVED:g}", ", ".join(f"{s:.2f}" for s in found_shares), _verdict(found_shares, held)])
     return tables.grid(["claim", "aim", "by seed", ""], rows)
 

@@ -53,15 +53,25 @@ class Rarity(Metric):
             self._nats = np.log(counts.sum()) - np.log(counts)
 
     def of_rows(self, tokens: np.ndarray, held: np.ndarray) -> np.ndarray:
-        total = np.where(held, self._nats[tokens], 0.0).sum(1)
+        # What pads may be no token at all: larger than all of them, or negative.
+        total = np.where(held, self._nats[np.where(held, tokens, 0)], 0.0).sum(1)
         return total / np.maximum(held.sum(1), 1)
 
 
 def counts_of(dataset: Any, first: int, last: int) -> np.ndarray:
-    """How often each token occurs in samples ``first`` to ``last`` − 1, up to the largest one; as float64."""
+    """How often each token occurs in samples ``first`` to ``last`` − 1, up to the largest one; as float64.
+
+    Raises:
+        BatchError: a sample without tokens to be found, or with negative ones; names it.
+    """
     counts = np.zeros(1, np.int64)
     for start in range(first, last, _ROWS):
         tokens, held = _rows_of(dataset, start, min(start + _ROWS, last))
+        if negative := np.flatnonzero(((tokens < 0) & held).any(1)).tolist():
+            raise BatchError(
+                f"analyze: sample {start + negative[0]} has negative tokens: leave out what pads by an attention_mask beside "
+                "input_ids"
+            )
         counts = added(counts, np.bincount(tokens[held]))
     return counts.astype(np.float64)
 

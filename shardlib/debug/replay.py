@@ -14,7 +14,7 @@ from shardlib.debug.watching import Watch
 from shardlib.debug.wire import Wire
 from shardlib.errors import BatchError, listing
 from shardlib.execute.batches import as_tensors
-from shardlib.execute.losses import wants
+from shardlib.execute.losses import require_function, wants
 from shardlib.mesh.launch import simulate
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
@@ -22,7 +22,6 @@ from shardlib.optim.shards import WHOLE, Shards
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key
 from shardlib.sharded.shard import shard_alike
-from shardlib.sharded.tree import Sharded
 from shardlib.train import make_train_step
 from shardlib.tree import Tree, flatten, tree_map, unflatten
 
@@ -41,6 +40,7 @@ class Trial:
         rng: as for `make_train_step`.
 
     Raises:
+        LossError: a loss function that is not callable, or a module.
         TypeError: the loss function takes buffers.
     """
 
@@ -52,6 +52,7 @@ class Trial:
     rng: Key
 
     def __post_init__(self) -> None:
+        require_function(self.loss_fn, "the loss function", "params, batch")
         if wants(self.loss_fn, "buffers"):
             raise TypeError(
                 "the loss function takes buffers, which sl.debug does not replay: give one that closes over constant ones, "
@@ -169,7 +170,7 @@ def replay(plan: Plan, trial: Trial) -> Replay:
         mesh = made.wire.watched(mesh)
         rank, watch = mesh.rank, Watch()
         mine = made.steps[rank] = []
-        placed = shard_alike(trial.params, Sharded(plan.at(mesh.coords), mesh, "param", {}))
+        placed = shard_alike(trial.params, plan.at(mesh.coords), mesh)
         made.start[rank] = _copies(placed.buffers)
         watched = _Watched(trial.optimizer)
         state, train_step = make_train_step(

@@ -92,6 +92,21 @@ def rows_of(batch: Tree) -> int:
     return next((leaf.shape[0] for leaf in flatten(batch)[1] if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
 
 
+def empty_leaves(batch: Tree) -> str:
+    """The names and shapes of a batch's tensors with dimensions, if none of them has a row; else "".
+
+    >>> empty_leaves({"x": torch.ones(0, 4), "scale": torch.ones(())}), empty_leaves({"x": torch.ones(1, 0)})
+    ('x (0, 4)', '')
+    """
+    paths, leaves, _ = flatten(batch)
+    tensors = [
+        (p, leaf) for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor) and leaf.dim()
+    ]
+    if any(len(leaf) for _, leaf in tensors):
+        return ""
+    return ", ".join(f"{path or 'batch'} {tuple(leaf.shape)}" for path, leaf in tensors)
+
+
 def batch_index(plan: Plan, mesh: Mesh) -> int:
     """This rank's index among the ranks that have different shares of the batch."""
     return rank_of({axis: mesh.shape[axis] for axis in plan.batch_axes}, mesh.coords)

@@ -43,7 +43,7 @@ class Blocks:
     ) -> None:
         self._how, self._trained, self._surroundings, self._names = plan.step.remat, trained, surroundings, record.names
         self._draws = Draws(device)
-        self.layers = Layers(plan, record, device)
+        self.layers = Layers(plan, device)
         self._refuses = bool(plan.styles) or any(bucket.tiles > 1 for bucket in plan.buckets)
         self._splits = trained and plan.stages.schedule.splits
         self._around: bool | None = (
@@ -56,14 +56,9 @@ class Blocks:
         self.count, self._around = 0, None
 
     def tell_of_none(self) -> None:
-        """Log that nothing is recomputed, where the plan says so of blocks and the function has had none. (Inputs of
-        checkpoints that the function makes itself go to the plan's store too.)"""
-        if self._how is not None and not self._how.store and not self.count:
-            _log.warning(
-                "remat recomputes blocks, and the loss function has none: all activations are kept. Mark its layers with "
-                "sl.block, or cut the module by sl.from_module(module, blocks=[...]); models of transformers recompute "
-                "themselves after gradient_checkpointing_enable()"
-            )
+        """Log that nothing is recomputed, where the plan says so of blocks and the function has had none."""
+        if self._how is not None and (told := self._how.without_blocks(self.count)):
+            _log.warning(told)
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a block."""

@@ -289,7 +289,7 @@ class Executor:
             unit.forget()
         self._saved.clear()
         self._slices.clear()
-        self.blocks.layers.end()
+        self.record.layer_tokens += self.blocks.layers.end()
         self._on_disk, self._held, self._phases = None, frozenset(), None
 
     def _call(self, fn: Callable[[Tree], Any]) -> Any:
@@ -358,7 +358,7 @@ class Executor:
         }
         for state in self._buckets:
             state.bind(stored[state.bucket.name], gradients)
-        self._gathering.begin(frozenset() if agreeing else self.plan.tiled.units_left_out(thinned))
+        self._gathering.begin(self.plan.tiled.units_left_out(thinned), computed=agreeing)
 
     @contextmanager
     def _running(self, backward: bool = False) -> Iterator[None]:

@@ -82,6 +82,7 @@ class Gradients:
         self._joined: dict[str, torch.Tensor] = {}  # of leaves in tiles: in a leaf's, its tiles' are views
         self._taken: dict[str, torch.Tensor] = {}  # what has left for the optimizer's memory
         self._trees: Trees | None = {} if plan.step.tree else None
+        self._idle: dict[str, Residuals] = {}  # of the exchanges of idle units, by unit
         self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
 
     def begin(self, turn: Turn, gathering: Gathering) -> None:
@@ -204,6 +205,10 @@ class Gradients:
                     landing.take(self._leaf_of[name], reduced.buffer)
                 else:
                     self._held[name].add_(reduced.buffer)
+        if self._last:
+            for unit, left in self._idle.items():
+                self._options.residuals.add(left, self._residuals_of(unit))
+            self._idle = {}
 
     def _leave_out(self) -> None:
         """Make the gradients of what the step leaves out zero, without an exchange."""
@@ -340,7 +345,17 @@ class Gradients:
                 self._land()
 
     def _reduction(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> Reduction:
-        return Reduction(self._mesh, sums, routes, self._options.codecs, self._options.residuals)
+        residuals, unit = self._options.residuals, sums[0].bucket.unit if sums else ""
+        if unit in self._gathering.idle:  # its residuals stay, as in a step that makes no such exchange
+            if unit not in self._idle:
+                self._idle[unit] = residuals.empty(self._residuals_of(unit))
+            residuals = self._idle[unit]
+        return Reduction(self._mesh, sums, routes, self._options.codecs, residuals)
+
+    def _residuals_of(self, unit: str) -> list[str]:
+        """The names of the residuals that the exchanges of a unit keep."""
+        channels = [channel for channel in self._plan.channels if channel.bucket.unit == unit]
+        return [name for channel in channels for name, kept in channel.keeps.items() if kept.residual]
 
     def _land(self) -> None:
         reduction, freed = self._flying.popleft()

@@ -11,8 +11,8 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Residuals
-from shardlib.errors import IllegalComposition, LossError, NonFiniteError, TreeError
-from shardlib.execute.batches import as_tensors, split_batch
+from shardlib.errors import BatchError, IllegalComposition, LossError, NonFiniteError, TreeError, listing
+from shardlib.execute.batches import as_tensors, empty_leaves, split_batch
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.copies import require_alike
 from shardlib.execute.gradients import ReductionOptions
@@ -52,6 +52,7 @@ class Evaluation:
         residuals: residuals of compressed exchanges, those of this step included.
         landing: tells when ``grads`` have come to the optimizer's memory.
         layer_tokens: tokens of the global batch that layers saw, summed over layers; None where nothing is left out.
+        empty: what this rank's batch is, if it has no rows: see `empty_leaves`.
     """
 
     loss: torch.Tensor
@@ -67,6 +68,7 @@ class Evaluation:
     residuals: Residuals
     landing: Landing
     layer_tokens: int | None
+    empty: str
 
 
 class LossStep:
@@ -189,6 +191,7 @@ class LossStep:
             residuals=options.residuals,
             landing=landing,
             layer_tokens=sums.layer_tokens if plan.step.thins else None,
+            empty=empty_leaves(batch),
         )
 
     def expected_scale(self, loss_scale: float) -> float | None:
@@ -240,15 +243,24 @@ def require_usable(evaluation: Evaluation, plan: Plan, mesh: Mesh, step: int) ->
     """Refuse an evaluation from which no update can be made. Collective.
 
     Raises:
+        BatchError: the loss is not finite on a rank whose batch has no rows; names its leaves.
         NonFiniteError: loss, weight or gradient are not finite; names the step and the first leaf.
         LossError: the batch has weight 0.
     """
     if not evaluation.finite:
+        hollow = any(w == 0 and not total.isfinite() for total, w in evaluation.losses)
+        empty = evaluation.empty if any(not total.isfinite() for total, _ in evaluation.losses) else ""
+        of_ranks = primitives.all_gather_object(mesh, list(mesh.shape), (hollow, empty))
+        if nothing := [f"rank {rank}: {empty}" for rank, (_, empty) in enumerate(of_ranks) if empty]:
+            raise BatchError(
+                f"step {step}: batches without rows, whose loss is not finite:\n{listing(nothing)}\nThe state is unchanged. "
+                "Leave such batches out; or, where other ranks have rows, return sl.Mean(total, weight) with sums, to which "
+                "an empty batch adds 0"
+            )
         path = first_bad_leaf(evaluation, plan, mesh)
         norm, weight = evaluation.norm.item(), evaluation.weight
-        hollow = any(w == 0 and not total.isfinite() for total, w in evaluation.losses)
         why = ""
-        if any(primitives.all_gather_object(mesh, list(mesh.shape), hollow)):
+        if any(hollow for hollow, _ in of_ranks):
             why = (
                 " A sl.Mean of weight 0 has a total that is not finite: a mean over nothing, times 0, is NaN; let its total "
                 "be a sum (reduction='sum')."

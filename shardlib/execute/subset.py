@@ -30,6 +30,10 @@ def drawn_tokens(key: Key, rows: int, length: int, count: int, device: torch.dev
 class Subset:
     """Some of the tokens of a layer's inputs.
 
+    Shapes alone say what is per token. A vector of each row, (B, n) of floats, has the shape of values of each token where n
+    is the sequence's length, so such a matrix is never cut; what is per token is (B, tokens, 1). Integers and booleans are
+    ids, masks, segments and positions.
+
     Args:
         index: the positions of the tokens, ascending: int64 (B, kept).
         length: the number of tokens of a sequence.
@@ -37,10 +41,11 @@ class Subset:
 
     def __init__(self, index: torch.Tensor, length: int) -> None:
         self.index, self._length = index, length
+        self._shape = (len(index), length)
 
     def of(self, tree: Any, aside: Callable[[Any], bool]) -> Any:
-        """The arguments of a layer with these tokens alone: of tensors (B, tokens, …), and of both sides of masks
-        (B or 1, heads or 1, tokens, tokens).
+        """The arguments of a layer with these tokens alone: of tensors (B, tokens, …) but floats (B, tokens), and of both
+        sides of masks (B or 1, heads or 1, tokens, tokens).
 
         Args:
             aside: tells what is left as it is: parameters.
@@ -48,6 +53,17 @@ class Subset:
         return pytree.tree_map(
             lambda leaf: self._of(leaf) if isinstance(leaf, torch.Tensor) and not aside(leaf) else leaf, tree
         )
+
+    def beside(self, tree: Any, stream: Any, aside: Callable[[Any], bool]) -> list[torch.Tensor]:
+        """The floating tensors (B, tokens, …) of a layer's arguments that are not of its residual stream."""
+        known = {id(leaf) for leaf in pytree.tree_leaves(stream)}
+        leaves = [leaf for leaf in pytree.tree_leaves(tree) if self._per_token(leaf, self._length)]
+        return [leaf for leaf in leaves if id(leaf) not in known and not aside(leaf)]
+
+    def vectors(self, tree: Any, aside: Callable[[Any], bool]) -> list[torch.Tensor]:
+        """The floating tensors (B, n) of a layer's arguments where n is the sequence's length, which are not cut."""
+        leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and not aside(leaf)]
+        return [leaf for leaf in leaves if leaf.is_floating_point() and leaf.shape == self._shape]
 
     def back(self, before: Any, result: Any) -> Any:
         """A layer's result for these tokens, among the others as they were ``before``.
@@ -76,9 +92,9 @@ class Subset:
             lines = self.index[:, None, :, None].expand(-1, leaf.shape[1], -1, length)
             columns = self.index[:, None, None, :].expand(-1, leaf.shape[1], self.index.shape[1], -1)
             return leaf.expand(rows, -1, -1, -1).gather(2, lines).gather(3, columns)
-        if leaf.shape[:2] != (rows, length):
+        if leaf.shape[:2] != self._shape or (leaf.dim() == 2 and leaf.is_floating_point()):
             return leaf
-        if leaf.dim() > 2 and leaf.is_floating_point():
+        if leaf.is_floating_point():
             return take(leaf.flatten(2), self.index).view(*self.index.shape, *leaf.shape[2:])
         index = self.index.view(*self.index.shape, *[1] * (leaf.dim() - 2)).expand(-1, -1, *leaf.shape[2:])
         return leaf.gather(1, index)

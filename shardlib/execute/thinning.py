@@ -3,22 +3,23 @@
 The layers that a step leaves out are neither gathered nor computed, and their gradients, which are zero, are not sent. What
 is left out is left out of the trace of the exchanges (see `shardlib.execute.gathering`), so that must be of all layers. While
 the ranks have none and agree on each exchange, which is in the first micro-batch of a process, layers that are left out are
-computed for the sake of their exchanges, and the results ignored. (Progressive layer drop leaves out nothing at step 0, so
-this concerns runs that are resumed.)
+computed for the sake of their exchanges, and the results ignored; what they send are zeros, with no residual. (Progressive
+layer drop leaves out nothing at step 0, so this concerns runs that are resumed.)
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import optree
 import torch
 
 from shardlib.common._compat import pytree
-from shardlib.errors import LossError
+from shardlib.errors import LossError, ShardlibError
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import wants
 from shardlib.execute.subset import Subset, drawn_tokens
@@ -29,11 +30,7 @@ from shardlib.plan.thinning import Thinned, Visit
 from shardlib.rng import restore_generators, states_of_generators
 from shardlib.tree import leaves_of, tree_map
 
-
-class Seen(Protocol):
-    """What counts the tokens that layers see."""
-
-    layer_tokens: int
+_log = logging.getLogger("shardlib.execute")
 
 
 class Layers:
@@ -41,12 +38,11 @@ class Layers:
 
     Args:
         plan: of the stage.
-        seen: takes the number of tokens that layers see.
         device: the device that the rank computes on.
     """
 
-    def __init__(self, plan: Plan, seen: Seen, device: torch.device) -> None:
-        self._seen, self._device = seen, device
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._device = device
         layers = plan.step.layers
         here = {path for bucket in plan.buckets for path in bucket.paths}
         self._paths = [
@@ -56,6 +52,8 @@ class Layers:
         self._expected = sorted({layer for layer, leaf in held if layer and leaf.path in here})
         self._thinned: Thinned | None = None
         self._computes = False
+        self._tokens = 0  # that layers have seen
+        self._told = False  # of what is cut beside the residual stream
         self._layer_of: dict[int, str] = {}  # identity of a leaf that stands for a parameter -> layer
         self._leaves: list[Any] = []  # these leaves: identities are of what is alive
         self._ran = False
@@ -67,7 +65,7 @@ class Layers:
             thinned: what the step leaves out; None for nothing.
             computes: whether what is left out is computed for the sake of its exchanges.
         """
-        self._thinned, self._computes, self._ran = thinned, computes, False
+        self._thinned, self._computes, self._ran, self._tokens = thinned, computes, False, 0
         self._layer_of, self._leaves = {}, []
 
     def know(self, leaves: list[Any]) -> None:
@@ -80,9 +78,11 @@ class Layers:
                 shared = self._layer_of.get(id(leaf), layer) != layer
                 self._layer_of[id(leaf)] = "" if shared else layer
 
-    def end(self) -> None:
-        """Let go of the micro-batch's leaves."""
+    def end(self) -> int:
+        """End the micro-batch, and let go of its leaves; returns the number of tokens that its layers saw together."""
         self._layer_of, self._leaves = {}, []
+        seen, self._tokens = self._tokens, 0
+        return seen
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Runner) -> Any:
         """The value of a block, which ``run`` computes."""
@@ -113,25 +113,60 @@ class Layers:
         """The value of a layer that runs."""
         whole = self._carry(args, kwargs)
         subset = self._subset(visit, whole)
-        if subset is not None:
-            args, kwargs = subset.of(
-                (args, kwargs), lambda leaf: isinstance(leaf, Handle) or id(leaf) in self._layer_of
-            )
-        gate = Gate(visit.keep, tokens=None if subset is None else subset.index)
+        if subset is None:
+            return self._gated(fn, args, kwargs, run, Gate(visit.keep), gated)
+        self._tell_of_cuts(subset.beside((args, kwargs), whole, self._aside), fn)
+        vectors = subset.vectors((args, kwargs), self._aside)
+        args, kwargs = subset.of((args, kwargs), self._aside)
+        try:
+            result = self._gated(fn, args, kwargs, run, Gate(visit.keep, tokens=subset.index), gated)
+        except RuntimeError as error:
+            if not vectors or isinstance(error, ShardlibError):
+                raise
+            raise LossError(
+                f"{_name(fn)} failed on the {subset.index.shape[1]} tokens that random_ltd keeps, beside {_form(vectors)}, "
+                "which as a matrix of floats is a vector for each row and is not cut: values for each token are "
+                f"(B, tokens, 1) ({error})"
+            ) from error
+        return subset.back(whole, result)
+
+    def _gated(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Runner,
+        gate: Gate,
+        gated: bool,
+    ) -> Any:
+        """The value of a layer that runs, scaled."""
         if gated:
-            result = run(fn, args, {**kwargs, "gate": gate})
-        else:
-            result = run(fn, args, kwargs)
-            if visit.keep is not None:
-                result = self._between(gate, self._carry(args, kwargs), result, fn)
-        return result if subset is None else subset.back(whole, result)
+            return run(fn, args, {**kwargs, "gate": gate})
+        result = run(fn, args, kwargs)
+        return result if gate.keep is None else self._between(gate, self._carry(args, kwargs), result, fn)
+
+    def _aside(self, leaf: Any) -> bool:
+        """Whether an argument's leaf is a parameter, which is never cut."""
+        return isinstance(leaf, Handle) or id(leaf) in self._layer_of
+
+    def _tell_of_cuts(self, beside: list[torch.Tensor], fn: Callable[..., Any]) -> None:
+        """Log, once, that layers have floats beside the residual stream which are taken as values of its tokens."""
+        if beside and not self._told:
+            self._told = True
+            _log.warning(
+                "random_ltd cuts what %s takes beside the residual stream, %s, to the tokens that the layer keeps, as values "
+                "for each token. If it is another sequence, of an encoder, that is only as long, pass it with one more "
+                "dimension: (B, 1, tokens, width)",
+                _name(fn),
+                _form(beside),
+            )
 
     def _subset(self, visit: Visit, carry: Any) -> Subset | None:
         """The tokens of the residual stream that a layer sees; None for all. Counts them."""
         stream = next(leaf for leaf in leaves_of(carry) if _floats(leaf))
         rows, length = stream.shape[:2] if stream.dim() > 2 else (0, 0)
         count = length if visit.tokens is None else min(visit.tokens, length)
-        self._seen.layer_tokens += rows * count
+        self._tokens += rows * count
         if visit.tokens is not None and not length:
             raise LossError(
                 f"random_ltd leaves out tokens of a residual stream (B, tokens, width), and this one is {list(stream.shape)}"
@@ -178,7 +213,7 @@ class Layers:
         kinds = [[_kind(leaf) for leaf in leaves] for leaves in (before[0], after[0])]
         if before[1] != after[1] or kinds[0] != kinds[1]:
             raise LossError(
-                f"{getattr(fn, '__qualname__', fn)} is a layer that can be left out, so its result must have the form of "
+                f"{_name(fn)} is a layer that can be left out, so its result must have the form of "
                 f"what it takes the place of: {_form(before[0])}, and it returns {_form(after[0])}. Return the residual "
                 "stream alone, or give the block a parameter gate (see sl.nn.Gate) "
                 "and let it return what it returns when it is left out"
@@ -202,6 +237,10 @@ def _floats(leaf: Any) -> bool:
 
 def _kind(leaf: Any) -> Any:
     return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return str(getattr(fn, "__qualname__", fn))
 
 
 def _form(leaves: list[Any]) -> str:

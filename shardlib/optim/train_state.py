@@ -203,7 +203,7 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
             "replace_params(donate=False) keeps the old state, and what is on disk is there once: leave donate=True, or keep "
             "it in memory with offload('host')"
         )
-    given = params if isinstance(params, Sharded) else shard_alike(params, state.params)
+    given = params if isinstance(params, Sharded) else shard_alike(params, state.params.plan, state.params.mesh)
     if given.role != "param" or (given.plan is not plan and given.plan.layout != plan.layout):
         raise TreeError(
             "replace_params: these are not parameters sharded as the state's are; give a tree_map over state.params, or the "

@@ -11,6 +11,11 @@ from typing import Any
 from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.errors import IllegalComposition
 
+NO_BLOCKS = (
+    "remat recomputes blocks, and the loss function has none: all activations are kept. Mark its layers with sl.block, or "
+    "cut the module by sl.from_module(module, blocks=[...]); models of transformers recompute themselves after "
+    "gradient_checkpointing_enable()"
+)
 SMALLEST = 1 << 16  # bytes; the latency of moving less costs more than its memory is worth
 
 
@@ -40,6 +45,13 @@ class Recompute:
     def store(self) -> tuple[str, ...]:
         """The names of the stores, as `shardlib.remat` takes them."""
         return ("sharded",) * self.sharded + ("host",) * self.host
+
+    def without_blocks(self, count: int) -> str:
+        """What to say of a function in which ``count`` blocks ran: that nothing is recomputed, if none did; else "".
+
+        (Inputs of checkpoints that the function makes itself go to the store too.)
+        """
+        return "" if count or self.store else NO_BLOCKS
 
     def require_decided(self) -> None:
         """Refuse a policy that leaves the choice to a plan.

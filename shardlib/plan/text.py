@@ -46,6 +46,9 @@ def describe(plan: PlanValue) -> str:
         paragraphs.append(f"Gathers per micro-batch: {len(plan.gathers)} ({how})")
         if unused := _unused(plan):
             paragraphs.append(unused)
+    if plan.step.remat and plan.traces is not None:
+        told = plan.step.remat.without_blocks(sum(trace.blocks for trace in plan.traces))
+        paragraphs += [told] if told else []
     if plan.claims and plan.claims.log:
         paragraphs.append("\n".join(plan.claims.log))
     return "\n\n".join(paragraphs)

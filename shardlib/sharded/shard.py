@@ -38,8 +38,8 @@ def shard_by(params: Tree | Callable[[], Tree], mesh: Mesh, transform: Transform
     return _placed(plan.at(mesh.coords), mesh, tree, source, to_disk=params_rest(plan))
 
 
-def shard_alike(params: Tree, like: Sharded) -> Sharded:
-    """Shard a whole pytree, with the same values on every rank, under the plan of ``like``.
+def shard_alike(params: Tree, plan: Plan, mesh: Mesh) -> Sharded:
+    """Shard a whole pytree, with the same values on every rank, under this rank's part of a plan.
 
     Raises:
         TreeError: leaves that are missing, new or of another shape; lists them.
@@ -47,9 +47,9 @@ def shard_alike(params: Tree, like: Sharded) -> Sharded:
     """
     paths, leaves, _ = flatten(params)
     check_tensors(paths, leaves)
-    check_same_tree(like.plan.everywhere, paths, [tuple(leaf.shape) for leaf in leaves], "parameters", whole=True)
-    check_ties(like.plan, dict(zip(paths, leaves, strict=True)))
-    return _placed(like.plan, like.mesh, params)
+    check_same_tree(plan.everywhere, paths, [tuple(leaf.shape) for leaf in leaves], "parameters", whole=True)
+    check_ties(plan, dict(zip(paths, leaves, strict=True)))
+    return _placed(plan, mesh, params)
 
 
 def shard_like(params: Sharded, path: str, whole: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Learning with curricula: what is compared, runs that were stopped, and what a table says of them."""
 
+import dataclasses
 import math
 
 import pytest
@@ -35,19 +36,33 @@ def test_arms_consume_the_same_tokens_and_grow_within_their_run():
     assert Arm(SHORT, BASE).steps(TASK) > Arm(WHOLE, BASE).steps(TASK) == 1000
 
 
+def test_losses_of_few_tokens_are_averaged():
+    run = trial(Arm(WHOLE, BASE), 0, [4, 2, 3, 1, 5], [None] * 5)
+    assert [point.loss for point in run.windows(100)] == [4, 2, 3, 1, 5]
+    assert [(point.step, point.loss) for point in run.windows(101)] == [(2, 3), (5, 3)]  # what is left goes to the last
+    assert [(point.step, point.loss) for point in run.windows(600)] == [(5, 3)]
+    evaluated = trial(Arm(WHOLE, BASE), 0, [1] * 5, [0.9, None, None, 0.8, None]).windows(101)
+    assert [point.held_out for point in evaluated] == [0.9, 0.8]
+    uneven = run._replace(points=tuple(p._replace(tokens=t) for p, t in zip(run.points, (10, 40, 50, 90, 100))))
+    assert [(point.step, point.loss) for point in uneven.windows(40)] == [(2, 2.5), (5, 2.0)]
+    assert run.stability(101).spikes() == 0 and run.stability(100).spikes() == 2
+
+
 def test_what_a_run_shows():
-    base = trial(Arm(WHOLE, BASE), 0, [4, 3, 2, 2], [3.0, None, 2.5, 2.0])
+    base = trial(Arm(WHOLE, FASTER), 0, [4, 3, 2, 3], [3.0, None, 2.5, 2.0])
     mine = trial(Arm(SHORT, FASTER), 0, [4, 2, 2.5, 4], [None, 3.0, 1.0, 0.5], [1, 1, 2, 5])
-    assert mine.stability.spikes() == 2 and mine.final == 0.5
-    assert mine.correlation(lambda point: point.largest) == pytest.approx(3.3125 / (1.171875 * 10.75) ** 0.5)
-    assert math.isnan(mine.correlation(lambda point: point.norm))
+    assert mine.stability(100).spikes() == 2 and mine.final == 0.5
+    assert mine.correlation(100) == pytest.approx(3.3125 / (1.171875 * 10.75) ** 0.5)
+    assert math.isnan(base._replace(points=tuple(p._replace(largest=1.0) for p in base.points)).correlation(100))
     assert shares([base, mine], Arm(SHORT, FASTER)) == [250 / 400]  # halfway from 3.0 to 1.0
     assert shares([base, mine._replace(seed=1)], Arm(SHORT, FASTER)) == []
     never = trial(Arm(SHORT, LARGER), 0, [math.nan, 1, 1, 1], [3.0] * 4)
-    assert shares([base, never], Arm(SHORT, LARGER)) == [math.inf] and never.stability.spikes() == 1
-    table = curriculum_report.text(TASK, [base, mine, never])
-    assert "| short sequences first, 4 × rate: tokens until the baseline's loss | ≤ 0.8 | 0.62 | met |" in table
-    assert "not measured" in table
+    larger = trial(Arm(WHOLE, LARGER), 0, [4, 3, 2, 2], [3.0, None, 2.5, 2.0])
+    assert shares([larger, never], Arm(SHORT, LARGER)) == [math.inf] and never.stability(100).spikes() == 1
+    table = curriculum_report.text(dataclasses.replace(TASK, window=100), [base, mine, larger, never])
+    assert "| short sequences first, 4 × rate: tokens until the loss of whole sequences | ≤ 0.8 | 0.62 | met |" in table
+    assert "| 4 × rate: short sequences first has fewer spikes than whole sequences | fewer | 2 / 1 | missed |" in table
+    assert "| 1 / 0 | no spikes to avoid |" in table and "not measured" in table and "| 1 of 1 | 2.00 |" in table
 
 
 def test_a_stopped_measurement_goes_on(tmp_path, monkeypatch):

@@ -4,12 +4,14 @@ import itertools
 import math
 import os
 import pickle
+import subprocess
 import sys
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardlib as sl
@@ -40,13 +42,14 @@ def check_order(index, values):
     index.verify()
 
 
-@given(documents_, st.integers(1, 5))
-def test_metrics_of_lists(tmp_path_factory, documents, part):
-    """With empty samples, and dictionaries with padding."""
+@given(documents_, st.integers(1, 5), st.sampled_from([7, 300, -1]))
+@example([[], [0]], 1, 7)
+def test_metrics_of_lists(tmp_path_factory, documents, part, pad):
+    """With empty samples, and dictionaries with padding, by a token or by what is none."""
     folder = tmp_path_factory.mktemp("index")
     width = max(map(len, documents))
     padded = [
-        {"input_ids": [*row, *[7] * (width - len(row))], "attention_mask": [1] * len(row) + [0] * (width - len(row))}
+        {"input_ids": [*row, *[pad] * (width - len(row))], "attention_mask": [1] * len(row) + [0] * (width - len(row))}
         for row in documents
     ]
     for dataset in (documents, padded):
@@ -143,6 +146,39 @@ def test_a_kill_at_any_change_of_the_disk_is_made_up_for(tmp_path):
     assert kill > 20
 
 
+WAITING = """
+import os, sys, time
+import shardlib as sl
+
+def waits(sample):
+    open(f"{sample}.pid", "w").write(str(os.getpid()))
+    time.sleep(60 if sample else 0)
+    return sample
+
+if __name__ == "__main__":
+    sl.data.analyze([0, 1], waits, "a.index", processes=2, part=1)
+"""
+
+
+def test_processes_end_with_a_killed_analysis(tmp_path):
+    """That which works, and that which waits for a part."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    run = subprocess.Popen([sys.executable, "waiting.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    files = [tmp_path / "0.pid", tmp_path / "1.pid"]
+    until_true(lambda: all(file.exists() and file.read_text() for file in files))
+    run.kill()
+    run.wait()
+    until_true(lambda: not any(os.path.exists(f"/proc/{file.read_text()}") for file in files))
+    assert sl.data.analyze([0, 1], float, tmp_path / "a.index", part=1).values.tolist() == [0.0, 1.0]
+
+
+def until_true(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_parts_of_another_analysis_are_made_again(tmp_path):
     path = tmp_path / "a"
     with pytest.raises(BatchError, match="the metric of sample 3 is inf"):
@@ -181,6 +217,7 @@ def test_files_that_are_damaged_or_of_something_else(tmp_path):
         ([[1]], "depth", "metric='depth': use 'length' or 'rarity'"),
         ([{"x": 1}], "length", r"sample 0 has no tokens that can be found \('x'\)"),
         ([[1], [0.5]], "rarity", "sample 1 has no tokens"),
+        ([[1], [2, -100]], "rarity", "sample 1 has negative tokens: .* attention_mask"),
         ([[1], [2]], lambda sample: None, "the metric of sample 0 is None: it must be a number"),
         ([[1], [2]], lambda sample: math.nan, "the metric of sample 0 is nan, as of 2 samples"),
     ],
@@ -189,6 +226,14 @@ def test_wrong_analyses_are_refused(tmp_path, dataset, metric, message):
     with pytest.raises(BatchError, match=message):
         sl.data.analyze(dataset, metric, tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_is_no_index(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (".", "", tmp_path):
+        with pytest.raises(BatchError, match="is a folder: give the name of a file"):
+            sl.data.analyze([[1]], "length", path)
+    assert not list(tmp_path.iterdir()) and not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
 
 
 def test_a_loader_takes_an_index_file_of_its_dataset(tmp_path):

@@ -16,6 +16,8 @@ import shardlib as sl
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import experts_on_host, quantized
+from shardlib.models.decoding.decoder import Decoder
+from shardlib.models.decoding.library import GPT
 from shardlib.models.decoding.residence.slots import Slots
 from shardlib.models.decoding.residence.store import LayerStore
 
@@ -52,6 +54,22 @@ def test_models_of_transformers(kind):
     held, kept = experts_on_host(made, params, 2)
     assert drawn(made, held) == drawn(made, params)
     assert kept.tally.right > 0
+
+
+class Undecided(GPT):
+    """A user's decoder that names its layers of experts, and not what they choose."""
+
+    choices = Decoder.choices
+
+
+def test_a_decoder_that_does_not_say_what_its_experts_are_chosen_by():
+    """It generates, but nothing can be fetched ahead, which is told with a remedy."""
+    decoder = Undecided(CONFIG)
+    params, kept = experts_on_host(decoder, PARAMS, 2, ahead=False)
+    assert drawn(decoder, params) == WANTED and kept.tally.ahead == 0
+    params, _ = experts_on_host(decoder, PARAMS, 2)
+    with pytest.raises(NotImplementedError, match=r"Undecided has layers of experts .* define choices\(layer, x\)"):
+        drawn(decoder, params)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -80,6 +80,23 @@ def test_a_plan_prints_all_it_says():
     assert repr(small_plan()) == str(small_plan())
 
 
+@pytest.mark.parametrize(("marked", "remat", "told"), [
+    (False, sl.remat(), True),
+    (True, sl.remat(), False),
+    (False, sl.remat(store="host"), False),  # checkpoints of the function's own keep their inputs there
+])  # fmt: skip
+def test_a_plan_says_that_nothing_is_recomputed(marked, remat, told):
+    layer = (sl.block if marked else lambda fn: fn)(lambda params, x: torch.tanh(x @ params["w"]))
+
+    def loss_fn(params, batch):
+        return layer(params, batch).square().mean()
+
+    params, batch, parallel = {"w": meta(4, 4)}, meta(2, 4), sl.chain(sl.zero(1), remat)
+    plan = sl.make_plan(params, sl.abstract_mesh(data=2), parallel, loss_fn=loss_fn, batch=batch)
+    assert ("remat recomputes blocks, and the loss function has none" in str(plan)) == told
+    assert "the loss function has none" not in str(sl.make_plan(params, sl.abstract_mesh(data=2), parallel))
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
 def test_a_chain_has_no_order(order):
     members = TRANSFORM.transforms

@@ -1,9 +1,14 @@
 """Profiles of modules without blocks: their layers and what stands beside them, forward, backward and recomputed."""
 
+import contextlib
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, logging
 
@@ -87,6 +92,54 @@ def test_operations_by_part(transform, place):
     assert found.by_block.keys() == used | {OUTSIDE}
     kept = {change.name.of for change in found.memory.changes if change.name.kind == "activations"}
     assert used <= kept <= used | {OUTSIDE}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("place", ["", "student"])
+def test_modules_that_the_loss_calls_itself(stage, place):
+    """By torch's functional_call, twice and after a failure, beside a module with parameters of its own."""
+    torch.manual_seed(0)
+    nets, teacher = threading.local(), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    params = dict(Net().named_parameters())
+    tree = {place: params} if place else params
+
+    def loss_fn(tree, batch):
+        net = nets.__dict__.setdefault("net", Net())  # of this rank: a call puts tensors into the module itself
+        given = tree[place] if place else tree
+        with contextlib.suppress(RuntimeError):
+            functional_call(net, given, (torch.ones(ROWS, WIDTH + 1),))
+        out = functional_call(net, given, (batch,))
+        assert not any(module._forward_hooks for module in net.modules())
+        return (out - functional_call(net, given, (batch,)) * teacher(batch)).square().mean()
+
+    def run(mesh):
+        state, step = sl.make_train_step(loss_fn, sl.shard(tree, mesh, stage=stage), sl.optim.sgd(0.1))
+        found = sl.profile(step, state, torch.ones(ROWS, WIDTH), steps=1, warm=1)
+        operations = {}
+        for part, count in found.operators.flops.items():
+            operations.setdefault(part.name, {})[part.way] = count
+        return {
+            name: tuple(ways.get(way, 0) for way in WAYS) for name, ways in operations.items() if any(ways.values())
+        }
+
+    before = f"{place}/" if place else ""
+    for found in sl.simulate(run, mesh={"data": 2}):
+        assert found == {
+            f"{before}first": (2 * ONCE, 2 * ONCE, 0),
+            f"{before}body/layers/0": (2 * ONCE, 4 * ONCE, 0),
+            f"{before}body/layers/1": (2 * ONCE, 4 * ONCE, 2 * ONCE),
+            OUTSIDE: (3 * ONCE, 4 * ONCE, 0),
+            f"{before}twice": (4 * ONCE, 8 * ONCE, 0),
+        }
+    assert not _global_forward_hooks and not _global_forward_pre_hooks
+
+
+def test_dotted_names_have_the_place_of_their_dictionary():
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    tree = {"nets": [dict(net.named_parameters())]}
+    loss = lambda tree, batch: functional_call(net, tree["nets"][0], (batch,)).sum()  # noqa: E731
+    found = sl.profile(*reversed(sl.make_train_step(loss, tree, sl.optim.sgd(0.1))), torch.ones(ROWS, WIDTH), steps=1)
+    assert found.by_block.keys() == {"nets/0/0", "nets/0/1", "nets/0/2", OUTSIDE}
 
 
 WORDS = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}

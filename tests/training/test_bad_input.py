@@ -413,6 +413,35 @@ def test_a_gradient_that_is_not_finite_names_the_first_leaf(stage):
 
 
 @STAGES
+@pytest.mark.parametrize("weighted", [False, True], ids=["scalar", "Mean"])
+def test_a_batch_without_rows_on_one_rank(stage, weighted):
+    """Named where the loss is a mean over nothing; a sum over nothing is as good as any."""
+
+    def mean(params, batch):
+        return sl.Mean(LOSS(params, batch) * len(batch[0]), len(batch[0])) if weighted else LOSS(params, batch)
+
+    def total(params, batch):
+        return sl.Mean(
+            LOSS(params, batch) * len(batch[0]) if len(batch[0]) else params["layers"][0]["bias"].sum() * 0, 1
+        )
+
+    def short(rank):
+        return tuple(part[: 0 if rank else 8] for part in BATCH)
+
+    messages = refused_by_step(stepping(stage, mean), short, BatchError)
+    assert_message(
+        messages, "step 1: batches without rows", "rank 1: 0 (0, 6), 1 (0, 4)", "sl.Mean(total, weight) with sums"
+    )
+    assert not any("rank 0:" in message for message in messages)
+
+    def run(mesh):
+        state, step = stepping(stage, total)(mesh)
+        return step(state, short(mesh.rank))[1]["finite"]
+
+    assert all(sl.simulate(run, mesh={"data": 2}))
+
+
+@STAGES
 def test_skipping_what_is_not_finite(stage):
     def run(mesh):
         state, step = stepping(stage, nonfinite="skip")(mesh)

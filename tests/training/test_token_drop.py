@@ -306,6 +306,18 @@ def test_sequences_that_are_cut_are_refused():
         )
 
 
+@pytest.mark.parametrize("later", [0, -3, 2.7, math.nan, "many", None, True])
+def test_a_schedule_that_gives_no_number_of_tokens_later_is_refused(later):
+    transform = sl.random_ltd(lambda step: 4 if step < 2 else later)
+    state, step = sl.make_train_step(
+        gpt.make_loss(GPT), sl.shard(gpt.init(GPT), sl.make_mesh(), transform), sl.optim.sgd(RATE), donate=False
+    )
+    for _ in range(2):
+        state, _ = step(state, tokens())
+    with pytest.raises(IllegalComposition, match=rf"it gives {later!r} at step 2; use a number of tokens, at least 1"):
+        step(state, tokens())
+
+
 def test_no_middle_layers_are_refused():
     with pytest.raises(IllegalComposition, match="the first and the last 2 of 4 layers"):
         sl.make_plan(gpt.init(GPT), sl.make_mesh(), sl.random_ltd(PACE, ends=2))
@@ -341,6 +353,78 @@ def test_layers_without_a_stream_of_tokens_are_refused(layer, batch, message):
     with pytest.raises(LossError) as refused:
         gradients(loss_fn, params, batch, 0)
     assert message in str(refused.value)
+
+
+def beside_the_stream(layer, extra):
+    """A loss of three layers ``layer(p, x, extra)`` on 5 tokens, of which the one in the middle sees 3 at step 0."""
+    layer = sl.block(layer)
+
+    def loss_fn(params, batch):
+        x = batch
+        for p in params["layers"]:
+            x = layer(p, x, extra)
+        return x.square().mean()
+
+    generator = torch.Generator().manual_seed(5)
+    return loss_fn, {"layers": [{"w": torch.eye(3).double()} for _ in range(3)]}, torch.rand(
+        2, 5, 3, generator=generator, dtype=torch.float64
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_vectors_of_rows_are_whole_however_long_they_are(size):
+    """As long as the sequence too: the layer sums what it is given."""
+    extra = torch.arange(2.0 * size, dtype=torch.float64).view(2, size) + 1
+
+    def layer(p, x, extra):
+        return x + x.sin() @ p["w"] * extra.sum(1)[:, None, None]
+
+    loss_fn, params, batch = beside_the_stream(layer, extra)
+    index = drawn_tokens(sl.Key(SEED).fold_in(0).fold_in("random_ltd").fold_in(1), 2, 5, 3, torch.device("cpu"))
+
+    def by_hand(params):
+        x = batch
+        for p, seen in zip(params["layers"], (None, index, None), strict=True):
+            x = thinned.through(x, (True, 1.0, seen), lambda x, keep, p=p: layer(p, x, extra))
+        return x.square().mean()
+
+    assert_close(gradients(loss_fn, params, batch, 0), by_autograd(by_hand, params), 1e-10)
+
+
+def test_values_of_tokens_in_a_matrix_are_refused_with_the_form_that_is_cut():
+    weights = torch.rand(2, 5, dtype=torch.float64)
+    loss_fn, params, batch = beside_the_stream(lambda p, x, w: x + x.sin() @ p["w"] * w[..., None], weights)
+    with pytest.raises(
+        LossError, match=r"on the 3 tokens that random_ltd keeps, beside \(\[2, 5\]\).*\(B, tokens, 1\)"
+    ):
+        gradients(loss_fn, params, batch, 0)
+    loss_fn, *_ = beside_the_stream(lambda p, x, w: x + x.sin() @ p["w"] * w, weights[..., None])
+    gradients(loss_fn, params, batch, 0)
+
+
+def test_an_error_of_a_layer_stays_what_it_is():
+    def layer(p, x, extra):
+        if x.shape[1] == 3:
+            raise IndexError("the layer's own")
+        return x + x @ p["w"]
+
+    loss_fn, params, batch = beside_the_stream(layer, torch.ones(2, 5))
+    with pytest.raises(IndexError, match="the layer's own"):
+        gradients(loss_fn, params, batch, 0)
+
+
+@pytest.mark.parametrize(("shape", "told"), [((2, 5, 3), 1), ((2, 5, 7), 1), ((2, 1, 5, 3), 0), ((2, 4, 3), 0)])
+def test_a_second_sequence_beside_the_stream_is_told_of(shape, told, caplog):
+    """That may be values of the tokens, or an encoder's that is as long."""
+    loss_fn, params, batch = beside_the_stream(
+        lambda p, x, memory: x + x.sin() @ p["w"] * memory.sum(), torch.ones(shape, dtype=torch.float64)
+    )
+    sharded = sl.shard(params, sl.make_mesh(), LTD)
+    grad_fn = sl.value_and_grad(loss_fn)
+    for step in (0, 1):
+        grad_fn(sharded, batch, step=step, rng=sl.Key(SEED).fold_in(step))
+    messages = [text for text in caplog.messages if "random_ltd cuts what" in text and str(list(shape)) in text]
+    assert len(messages) == told
 
 
 def test_short_sequences_are_not_changed():

@@ -1,11 +1,12 @@
 """The interpreter of a pipeline schedule: runs one rank's list of actions, one after the other.
 
-Sends never wait, and a receive is posted one computation before its turn, so that messages overlap with computation. Stages
-on one rank pass results on without a message.
+Sends never wait, and of each rank that sends to this one the next receive is posted as soon as the one before is taken, so
+that messages overlap with computation. Stages on one rank pass results on without a message.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from shardlib.execute.record import Record
 from shardlib.execute.stages.entry import entered
 from shardlib.execute.stages.messages import (
     TAGS,
+    Facts,
     IncomingTensors,
     IncomingTree,
     Link,
@@ -139,7 +141,10 @@ class Interpreter:
         self._carries: dict[tuple[int, int], Any] = {}
         self._cotangents: dict[tuple[int, int], Any] = {}
         self._results: dict[tuple[int, int], Any] = {}
+        self._coming: dict[int, deque[Action]] = {}  # rank -> receives from it that are not posted
+        self._posted: dict[int, Action] = {}  # rank -> the receive from it that was posted last
         self._newest: dict[int, IncomingTree] = {}  # rank -> the carry from it whose receive was posted last
+        self._gone: dict[int, list[Facts]] = {}  # rank -> the carry that was sent to it last
         self._sent: dict[Action, list[Sent]] = {}
         self._do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward if gradients is not None else self._forward_only,
@@ -156,10 +161,13 @@ class Interpreter:
         self._last = {
             action.stage: action.microbatch for action in order if action.kind is Kind.B or action.kind is Kind.W
         }
+        for action in order:
+            if action.kind in _RECEIVES:
+                self._coming.setdefault(peer(self._schedule, action), deque()).append(action)
         try:
-            for position, action in enumerate(order):
+            for action in order:
                 if action.kind in _COMPUTE:
-                    self._post_ahead(order[position + 1 :])
+                    self._post_ahead()
                 self._do[action.kind](action)
             self._let_go(list(self._sent))
         finally:
@@ -170,8 +178,9 @@ class Interpreter:
     def _forward(self, action: Action) -> None:
         number, _, microbatch = action
         stage = self._position.stages[number]
+        arrived = self._carry(action)  # before the run begins, from whose outputs a receive follows
         run = stage.begin(microbatch)
-        carry, run.inputs = entered(self._carry(action))
+        carry, run.inputs = entered(arrived)
         assert self._gradients is not None
         result = run.executor.open(
             self._params,
@@ -200,6 +209,8 @@ class Interpreter:
         carry = self._carries.pop((action.stage, action.microbatch), None)
         if not isinstance(carry, IncomingTree):
             return carry
+        carry.open()
+        self._post_ahead()
         carry = carry.wait()
         self._let_go(self._position.acknowledged.get(Action(action.stage, Kind.RECV_F, action.microbatch), ()))
         return carry
@@ -211,8 +222,9 @@ class Interpreter:
             self._results[number, microbatch] = result
 
     def _send_carry(self, action: Action) -> None:
-        result = self._results.pop((action.stage, action.microbatch))
-        self._sent[action] = send_tree(self._link(action), result, self._tag(action))
+        result, link = self._results.pop((action.stage, action.microbatch)), self._link(action)
+        self._sent[action] = send_tree(link, result, self._tag(action), self._gone.get(link.peer, ()))
+        self._gone[link.peer] = facts_of([leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)])
 
     def _backward(self, action: Action) -> None:
         run = self._seeded(action)
@@ -246,6 +258,7 @@ class Interpreter:
             run.seeds = [torch.full_like(output, self._seed(action.microbatch)) for output in run.outputs]
         else:
             given = self._cotangents.pop(key)
+            self._post_ahead()
             run.seeds = given.wait() if isinstance(given, IncomingTensors) else given
             self._let_go(self._position.acknowledged.get(Action(action.stage, Kind.RECV_B, action.microbatch), ()))
         return run
@@ -274,36 +287,41 @@ class Interpreter:
         grads = self._results.pop((action.stage, action.microbatch))
         self._sent[action] = send_tensors(self._link(action), grads, self._tag(action))
 
-    def _post_ahead(self, rest: Sequence[Action]) -> None:
-        """Post the receives that stand before the next computation, in order, up to one that would have to wait."""
-        for action in rest:
-            if action.kind in _COMPUTE or not self._postable(action):
-                return
-            if action.kind in _RECEIVES:
-                self._receive(action)
+    def _post_ahead(self) -> None:
+        """Post the next receive from each rank whose messages so far are taken."""
+        for rank, coming in self._coming.items():
+            if coming and not self._untaken(rank) and self._postable(rank, coming[0]):
+                self._receive(coming[0])
 
-    def _postable(self, action: Action) -> bool:
+    def _untaken(self, rank: int) -> bool:
+        action = self._posted.get(rank)
+        return action is not None and (action.stage, action.microbatch) in self._arriving(action)
+
+    def _postable(self, rank: int, action: Action) -> bool:
         """Whether a receive can be posted without waiting for an earlier carry's header, or for its own stage's forward."""
-        if action.kind not in _RECEIVES:
-            return True
-        before = self._newest.get(peer(self._schedule, action))
+        before = self._newest.get(rank)
         forwarded = action.kind is Kind.RECV_F or action.microbatch in self._position.stages[action.stage].runs
         return forwarded and (before is None or before.opened)
 
     def _receive(self, action: Action) -> None:
         """Post a receive, once. Receives from one rank are posted in order, since not every transport has tags."""
-        key = action.stage, action.microbatch
-        if key in (self._carries if action.kind is Kind.RECV_F else self._cotangents):
-            return
         link = self._link(action)
+        coming = self._coming[link.peer]
+        if not coming or coming[0] != action:
+            return
+        self._posted[link.peer] = coming.popleft()
         before = self._newest.get(link.peer)
-        if before is not None:
-            before.open()
+        expected = () if before is None else before.open()
+        key, arriving = (action.stage, action.microbatch), self._arriving(action)
         if action.kind is Kind.RECV_F:
-            self._carries[key] = self._newest[link.peer] = IncomingTree(link, self._tag(action))
+            arriving[key] = self._newest[link.peer] = IncomingTree(link, self._tag(action), expected)
         else:
             outputs = self._position.stages[action.stage].runs[action.microbatch].outputs
-            self._cotangents[key] = IncomingTensors(link, facts_of(outputs), self._tag(action))
+            arriving[key] = IncomingTensors(link, facts_of(outputs), self._tag(action))
+
+    def _arriving(self, action: Action) -> dict[tuple[int, int], Any]:
+        """Where what a receive brings is kept."""
+        return self._carries if action.kind is Kind.RECV_F else self._cotangents
 
     def _let_go(self, sends: Iterable[Action]) -> None:
         """Free the memory of sent messages; waits for those that have not been received."""

@@ -2,6 +2,10 @@
 
 A header is sent every time, so a carry may change its shapes and structure from micro-batch to micro-batch, and
 may hold integers, skips or auxiliary losses. Gradients are sent back without a header: they have the carry's structure.
+
+gloo begins to send a message once its receive is posted. A receiver that waited for the header before it posts the tensors'
+receives would get them after its next computation, so it posts receives for tensors like those of the tree before. If others
+come, the sender fills those receives first.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Work
 from shardlib.tree import Tree, TreeDef, flatten, unflatten
 
-TAGS = 16  # tags per tree: two for the header's messages, and one per dtype
 _HEAD = 1024  # bytes of a header's first message: its length, and all of most headers
+# Tags of a tree's messages: the rest of the header, the tensors that are expected, and those that come in their place.
+_REST, _EXPECTED, _OTHERS, TAGS = 1, 2, 17, 32
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,11 @@ def finish(sent: Iterable[Sent]) -> None:
         message.work.wait()
 
 
-def send_tree(link: Link, tree: Tree, tag: int) -> list[Sent]:
-    """Send any pytree; `IncomingTree` with the same ``tag`` receives it."""
+def send_tree(link: Link, tree: Tree, tag: int, expected: Sequence[Facts] = ()) -> list[Sent]:
+    """Send any pytree; `IncomingTree` with the same ``tag`` and ``expected`` receives it."""
     _, leaves, treedef = flatten(tree)
     described = [_facts(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     try:
         header = pickle.dumps((treedef, described))
     except Exception as error:
@@ -74,11 +80,13 @@ def send_tree(link: Link, tree: Tree, tag: int) -> list[Sent]:
     device = link.mesh.device
     framed = len(header).to_bytes(8, "little") + header
     head = torch.frombuffer(bytearray(framed.ljust(_HEAD, b"\0")), dtype=torch.uint8).to(device)
-    sent = [
-        link.send(message, tag + number, scalars=True)
-        for number, message in enumerate(head.split_with_sizes(_cut(head)))
-    ]
-    return sent + send_tensors(link, [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)], tag + 2)
+    first, *rest = head.split_with_sizes(_cut(head))
+    sent = [link.send(first, tag, scalars=True)]
+    others = not _alike(facts_of(tensors), expected)
+    fillers = [torch.empty(fact.shape, dtype=fact.dtype, device=device) for fact in expected] if others else tensors
+    sent += send_tensors(link, fillers, tag + _EXPECTED)
+    sent += [link.send(message, tag + _REST, scalars=True) for message in rest]
+    return sent + send_tensors(link, tensors, tag + _OTHERS) if others else sent
 
 
 def send_tensors(link: Link, tensors: Sequence[torch.Tensor], tag: int) -> list[Sent]:
@@ -117,39 +125,46 @@ class IncomingTensors:
 
 
 class IncomingTree:
-    """A pytree that is being received; the constructor posts the receive of its header, `open` those of its tensors."""
+    """A pytree that is being received; the constructor posts the receives of its header and of the tensors that are expected,
+    `open` those of others."""
 
-    def __init__(self, link: Link, tag: int) -> None:
+    def __init__(self, link: Link, tag: int, expected: Sequence[Facts] = ()) -> None:
         self._link, self._tag = link, tag
         self._head = torch.empty(_HEAD, dtype=torch.uint8, device=link.mesh.device)
         self._work = link.recv(self._head, tag)
-        self._tensors: IncomingTensors | None = None
+        self._expected, self._tensors = expected, IncomingTensors(link, expected, tag + _EXPECTED)
+        self._fillers: list[IncomingTensors] = []
+        self._facts: list[Facts] | None = None
 
     @property
     def opened(self) -> bool:
-        """Whether the receives of the tensors are posted."""
-        return self._tensors is not None
+        """Whether it is known what comes, and all receives are posted."""
+        return self._facts is not None
 
-    def open(self) -> None:
-        """Wait for the header and start to receive the tensors."""
-        if self._tensors is not None:
-            return
+    def open(self) -> list[Facts]:
+        """Wait for the header, and start to receive tensors that were not expected; returns the tensors' facts."""
+        if self._facts is not None:
+            return self._facts
         self._work.wait()
         framed = self._head.cpu().numpy().tobytes()
         size = int.from_bytes(framed[:8], "little")
         if size > _HEAD - 8:
             more = torch.empty(size - (_HEAD - 8), dtype=torch.uint8, device=self._link.mesh.device)
-            self._link.recv(more, self._tag + 1).wait()
+            self._link.recv(more, self._tag + _REST).wait()
             framed += more.cpu().numpy().tobytes()
         self._treedef: TreeDef
         self._treedef, self._described = pickle.loads(framed[8 : 8 + size])
-        facts = [fact for fact in self._described if isinstance(fact, Facts)]
-        self._tensors = IncomingTensors(self._link, facts, self._tag + 2)
+        self._facts = [fact for fact in self._described if isinstance(fact, Facts)]
+        if not _alike(self._facts, self._expected):
+            self._fillers.append(self._tensors)
+            self._tensors = IncomingTensors(self._link, self._facts, self._tag + _OTHERS)
+        return self._facts
 
     def wait(self) -> Tree:
         """The tree. Tensors that required gradients on the sender do so here, as leaves of a new graph."""
         self.open()
-        assert self._tensors is not None
+        for fillers in self._fillers:
+            fillers.wait()
         arrived = iter(self._tensors.wait())
         leaves = [
             next(arrived).requires_grad_(fact.requires_grad) if isinstance(fact, Facts) else fact
@@ -165,6 +180,11 @@ def _facts(tensor: torch.Tensor) -> Facts:
 def facts_of(tensors: Sequence[torch.Tensor]) -> list[Facts]:
     """The `Facts` of tensors, for `IncomingTensors`."""
     return [_facts(tensor) for tensor in tensors]
+
+
+def _alike(some: Sequence[Facts], others: Sequence[Facts]) -> bool:
+    """Whether tensors have the same messages."""
+    return [(fact.shape, fact.dtype) for fact in some] == [(fact.shape, fact.dtype) for fact in others]
 
 
 def _cut(head: torch.Tensor) -> list[int]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardlib.common._compat import pytree
+from shardlib.nn.parts import following
 
 
 def parts_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -55,24 +57,67 @@ class Parts:
         path_of: Callable[[torch.Tensor], str | None],
     ) -> None:
         self._begin, self._end, self._path_of = begin, end, path_of
+        self._within = 0  # how many modules are followed now, one in another
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which the outermost modules that this thread calls with the plan's parameters are followed, whoever
+        put these there (`torch.func.functional_call`)."""
+        before = following.set(self.followed)
+        called = ExitStack()
+        outermost: nn.Module | None = None
+
+        def begins(module: nn.Module, args: Any) -> None:
+            nonlocal outermost
+            # Hooks on all modules are called in all threads: other ranks have followers of their own.
+            if torch.compiler.is_compiling() or following.get() != self.followed or self._within:
+                return
+            parameters = dict(module.named_parameters(remove_duplicate=False))
+            if any(self._path_of(leaf) is not None for leaf in parameters.values()):
+                outermost = module
+                called.enter_context(self.followed(module, parameters))
+
+        def ends(module: nn.Module, args: Any, result: Any) -> None:
+            nonlocal outermost
+            if not torch.compiler.is_compiling() and module is outermost and following.get() == self.followed:
+                outermost = None
+                called.close()
+
+        hooks = (
+            register_module_forward_pre_hook(begins),
+            register_module_forward_hook(ends, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            called.close()
+            following.reset(before)
 
     @contextmanager
     def followed(self, module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """See `shardlib.nn.parts.Follow`."""
         place = self._place(parameters)
+        self._within += 1
         with ExitStack() as hooks:
+            hooks.callback(self._left)
             for name, part in parts_of(module).items():
                 path = place + name.replace(".", "/")
                 hooks.enter_context(part.register_forward_pre_hook(self._before(path), with_kwargs=True))
                 hooks.enter_context(part.register_forward_hook(self._after(path)))
             yield
 
+    def _left(self) -> None:
+        self._within -= 1
+
     def _place(self, parameters: Mapping[str, torch.Tensor]) -> str:
         """What stands before the paths of a module's parameters in the plan."""
         for name, leaf in parameters.items():
-            path, inside = self._path_of(leaf), name.replace(".", "/")
-            if path is not None and f"/{path}".endswith(f"/{inside}"):  # a tied leaf has the path of one of its names
-                return path.removesuffix(inside)
+            path = self._path_of(leaf) or ""
+            for inside in (name.replace(".", "/"), name):  # a tree of nodes, or a dictionary of dotted names
+                if f"/{path}".endswith(f"/{inside}"):  # a tied leaf has the path of one of its names
+                    return path.removesuffix(inside)
         return ""
 
     def _before(self, path: str) -> Callable[..., None]:

@@ -18,7 +18,6 @@ from shardlib.common._compat import graph_task
 from shardlib.common.clock import current_clock
 from shardlib.execute.phases import Phase, Phases, followed
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.parts import following
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.report.profile.exchanges import Exchange, Heard
@@ -141,16 +140,12 @@ class _Clocked(Phases):
     @contextmanager
     def running(self, backward: bool) -> Iterator[None]:
         self._back = backward
-        before = following.set(self._parts.followed)
-        try:
-            with super().running(backward):
-                self._place = self._timeline.open(self._part())
-                try:
-                    yield
-                finally:
-                    self._timeline.close(self._place)
-        finally:
-            following.reset(before)
+        with super().running(backward), self._parts.watching():
+            self._place = self._timeline.open(self._part())
+            try:
+                yield
+            finally:
+                self._timeline.close(self._place)
 
     def turned(self) -> None:
         self._timeline.turn(self._place, self._part())
