@@ -11,7 +11,7 @@ import torch
 
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.buffers import buffer_sizes
-from shardlib.execute.stages.fake import Shortly, Tracing
+from shardlib.execute.stages.fake import Tracing, traced_once
 from shardlib.init.deferred import defer
 from shardlib.mesh.mesh import as_mesh
 from shardlib.optim.resting import fault_on_disk
@@ -19,7 +19,6 @@ from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import build_plan
 from shardlib.plan.plan import Plan
 from shardlib.plan.tiers.fitting import fitted
-from shardlib.plan.tiers.known import Traced
 from shardlib.plan.tiers.limits import Limits
 from shardlib.plan.tiers.remedies import Planner
 from shardlib.plan.transform import Transform
@@ -107,12 +106,11 @@ def make_plan(
         if plan.step.remat:
             plan.step.remat.require_decided()
         return plan
-    tracing = Tracing(loss_fn, batch, buffers, mesh.device, step, key)
+    known = traced_once(Tracing(loss_fn, batch, buffers, mesh.device, step, key))
     if limits is None:
         if plan.step.remat:
             plan.step.remat.require_decided()
-        return tracing.traced(plan)
-    known = Traced(tracing.traced, Shortly(tracing))
+        return known(plan)
 
     def fitting(transform: Transform) -> Plan:
         return fitted(rough(transform), known, limits)

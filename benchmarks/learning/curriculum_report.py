@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
     @property
     def cells(self) -> tuple[Any, ...]:
-        return tuple("" if value is None else value for value in self)
+        return tuple("" if value is None else f"{value:.6g}" if isinstance(value, float) else value for value in self)
 
 
 class Trial(NamedTuple):
@@ -56,15 +56,19 @@ class Trial(NamedTuple):
         return [(point.tokens, point.held_out) for point in self.points if point.held_out is not None]
 
     def windows(self, tokens: int) -> list[Point]:
-        """The run as if its steps had at least ``tokens`` tokens: of consecutive steps that together have as many the last
-        one's point, with their mean loss per token."""
-        found, summed, begun, before = [], 0.0, 0, 0
+        """The run as if its steps had at least ``tokens`` tokens: for consecutive steps that together have as many the last
+        one's point, with their mean loss per token and the last of their evaluations."""
+        groups: list[list[Point]] = [[]]
+        begun = 0
         for point in self.points:
-            summed, before = summed + point.loss * (point.tokens - before), point.tokens
+            groups[-1].append(point)
             if point.tokens - begun >= tokens:
-                found.append(point._replace(loss=summed / (point.tokens - begun)))
-                summed, begun = 0.0, point.tokens
-        return found
+                groups.append([])
+                begun = point.tokens
+        rest = groups.pop()
+        groups = [*groups[:-1], [*groups[-1], *rest]] if groups else [rest]
+        ends = itertools.pairwise((0, *(group[-1].tokens for group in groups)))
+        return [_joined(group, before, after) for group, (before, after) in zip(groups, ends, strict=True)]
 
     def stability(self, tokens: int) -> sl.report.Stability:
         """By windows of ``tokens`` tokens."""
@@ -87,6 +91,13 @@ class Trial(NamedTuple):
                 return before[0] + (tokens - before[0]) * (before[1] - loss) / (before[1] - found)
             before = tokens, found
         return math.inf
+
+
+def _joined(points: Sequence[Point], before: int, after: int) -> Point:
+    starts = (before, *(point.tokens for point in points))
+    loss = math.fsum(point.loss * (point.tokens - start) for point, start in zip(points, starts))
+    held_out = [point.held_out for point in points if point.held_out is not None]
+    return points[-1]._replace(loss=loss / (after - before), held_out=held_out[-1] if held_out else None)
 
 
 def by_seed(trials: Sequence[Trial], arm: Arm) -> dict[int, Trial]:

@@ -35,7 +35,8 @@ _MASK = 255  # a byte that the text, which is UTF-8, does not have
 
 
 class Task(NamedTuple):
-    """Sizes of both models, rows of a batch, steps, steps between evaluations, and the grid of peak rates."""
+    """Sizes of the models, rows of a batch, steps, steps between evaluations, the grid of peak rates, and how often a
+    little text is seen."""
 
     layers: int
     width: int
@@ -44,10 +45,16 @@ class Task(NamedTuple):
     steps: int
     every: int
     rates: tuple[float, ...]
+    epochs: int
+
+    @property
+    def little(self) -> int:
+        """The bytes of a text that is seen that often."""
+        return self.steps * self.batch * self.sequence // self.epochs
 
 
-TASK = Task(12, 64, 64, 16, 2000, 200, (1e-3, 2e-3, 4e-3))
-SMALL = Task(3, 8, 8, 2, 4, 2, (1e-3,))
+TASK = Task(12, 64, 64, 16, 2000, 200, (1e-3, 2e-3, 4e-3), epochs=16)
+SMALL = Task(3, 8, 8, 2, 4, 2, (1e-3,), epochs=2)
 
 
 class Job(NamedTuple):
@@ -81,16 +88,22 @@ class Trial(NamedTuple):
 
 
 class Model(NamedTuple):
-    """``batch(rows, step)`` makes a batch from rows of text, masked by the step's number."""
+    """``batch(rows, step)`` makes a batch from rows of text, masked by the step's number; of the text are taken as many
+    ``bytes`` as are given, or all."""
 
     params: Any
     loss_fn: Callable[..., Any]
     batch: Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]]
+    bytes: int | None = None
 
 
 def _gpt(task: Task, seed: int) -> Model:
     config = gpt.GPTConfig(vocab=256, layers=task.layers, width=task.width, heads=4, sequence=task.sequence)
     return Model(gpt.init(config, seed=seed), gpt.make_loss(config), lambda rows, step: rows)
+
+
+def _gpt_on_little(task: Task, seed: int) -> Model:
+    return _gpt(task, seed)._replace(bytes=task.little)
 
 
 def _bert(task: Task, seed: int) -> Model:
@@ -103,7 +116,9 @@ def _bert(task: Task, seed: int) -> Model:
     return Model(bert.init(config, seed=seed), bert.make_loss(config), masked)
 
 
-MODELS = {"GPT": _gpt, "BERT": _bert}
+MODELS = {"GPT": _gpt, "BERT": _bert, "GPT on little text": _gpt_on_little}
+# Little text is for layer drop, whose paper trains for many epochs.
+COMPARED = {name: (ALL, LAYERS) if name == "GPT on little text" else METHODS for name in MODELS}
 
 
 def transform(task: Task, method: str) -> Any:
@@ -128,6 +143,7 @@ def train(task: Task, folder: Path, job: Job) -> Trial:
     state, train_step = sl.make_train_step(model.loss_fn, sharded, optimizer, rng=job.seed)
     evaluate = sl.make_eval_step(_scores(model.loss_fn), state.params)
     text, held_out = byte_gpt.texts()
+    text = text[: model.bytes]
     curve, seconds, seen = [], 0.0, 0
     with _file(folder, job).open("w", newline="") as opened:
         rows = csv.writer(opened, lineterminator="\n")
@@ -183,7 +199,7 @@ def grids(task: Task) -> list[Job]:
 def compared(tuned: Sequence[Trial], seeds: Iterable[int]) -> list[Job]:
     """The runs that are compared, seed by seed."""
     rates = {name: min((t.final.loss, t.job.rate) for t in tuned if t.job.model == name)[1] for name in MODELS}
-    return [Job(model, method, rates[model], seed) for seed in seeds for model in MODELS for method in METHODS]
+    return [Job(model, method, rates[model], seed) for seed in seeds for model in MODELS for method in COMPARED[model]]
 
 
 def measure(setting: Setting) -> Result:
@@ -212,8 +228,9 @@ def text(task: Task, tuned: Sequence[Trial], trials: Sequence[Trial]) -> str:
     about = (
         "Loss on held-out text (nats per byte) of a GPT and a pre-norm BERT (per masked byte) on the bytes of Python's "
         f"standard library: {task.layers} layers, width {task.width}, {task.steps} steps of {task.batch} rows of "
-        f"{task.sequence} bytes; seeds of model, order of the text and what is left out. AdamW, a warm-up over a "
-        "twentieth of the steps, then a cosine to 0, gradients clipped to 1, at the best rate of a grid for the model "
+        f"{task.sequence} bytes; “on little text”: on its first {task.little:,} bytes alone, which are seen {task.epochs} "
+        "times; seeds of model, order of the text and what is left out. AdamW, a warm-up over a twentieth of the steps, "
+        "then a cosine to 0, gradients clipped to 1, at the best rate of a grid for the model "
         "that leaves out nothing, on a seed of its own. Fewer layers: `progressive_layer_drop(0.5, 100 / steps)`; fewer "
         "tokens: `random_ltd`, a quarter of the tokens at first, all of them after three quarters of the steps. Ratios to "
         "the model that leaves out nothing, by seed. Time is the processor's, of the steps alone, on one thread."
@@ -222,7 +239,7 @@ def text(task: Task, tuned: Sequence[Trial], trials: Sequence[Trial]) -> str:
     columns = ["", "loss", "its ratio, ≤ 1.01", "time, ≤ 0.8", "layer-tokens, ≤ 0.75", ""]
     cells = []
     for model in MODELS:
-        for method in METHODS:
+        for method in COMPARED[model]:
             seeds = [s for m, how, s in found if (m, how) == (model, method) and (model, ALL, s) in found]
             pairs = [(found[model, method, seed], found[model, ALL, seed]) for seed in seeds]
             ratios = [[getattr(a, name) / getattr(b, name) for a, b in pairs] for name in Point._fields[1:]]

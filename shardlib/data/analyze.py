@@ -25,6 +25,7 @@ from shardlib.data.merging import merged
 from shardlib.data.metrics import Length, Metric, Rarity, added, counts_of, values_of
 from shardlib.data.rows import as_dataset
 from shardlib.errors import BatchError
+from shardlib.mesh.launch.orphans import end_with
 
 _PART = 1 << 20  # samples
 _ROOM = 1 << 22  # samples
@@ -74,6 +75,8 @@ def analyze(
     if processes < 1 or part < 1:
         raise BatchError(f"analyze: processes={processes}, part={part}: use 1 or more of each")
     dataset, path = as_dataset(dataset), Path(path)
+    if not path.name or path.is_dir():
+        raise BatchError(f"analyze: {path} is a folder: give the name of a file for the index")
     named = metric if hasattr(metric, "__qualname__") else type(metric)
     name = metric if isinstance(metric, str) else f"{named.__module__}:{named.__qualname__}"
     about = {"samples": len(dataset), "metric": name, "dataset": getattr(dataset, "identity", None)}
@@ -115,7 +118,9 @@ class _Job(NamedTuple):
             yield from (part.write(self.dataset, make) for part in parts)
         elif parts:
             spawn = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(min(self.processes, len(parts)), spawn, _begin, (self.dataset, make)) as pool:
+            with ProcessPoolExecutor(
+                min(self.processes, len(parts)), spawn, _begin, (os.getpid(), self.dataset, make)
+            ) as pool:
                 try:
                     yield from pool.map(_write, parts)
                 finally:
@@ -146,7 +151,8 @@ class _Part(NamedTuple):
 _worker: list[tuple[Any, Make]] = []  # what a process of the pool was begun with
 
 
-def _begin(dataset: Any, make: Make) -> None:
+def _begin(parent: int, dataset: Any, make: Make) -> None:
+    end_with(parent)  # or it would wait for parts forever, as each process of a pool holds the pool's pipes open
     _worker[:] = [(dataset, make)]
 
 

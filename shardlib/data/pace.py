@@ -120,7 +120,7 @@ def _rising(what: str, first: int, last: int, steps: int, degree: float, multipl
         what,
         "values are integers that do not fall; steps and multiple are integers from 1",
         first=(first, is_integer(first)),
-        last=(last, is_integer(last) and last >= first),
+        last=(last, is_integer(last) and not (is_integer(first) and last < first)),
         steps=(steps, is_step(steps)),
         multiple=(multiple, is_step(multiple)),
     )

@@ -78,7 +78,7 @@ def as_dataset(dataset: Any) -> Any:
     if not hasattr(dataset, "rows_at") and not hasattr(dataset, "__getitem__"):
         raise BatchError(f"loader: {name} has no __getitem__: pass a list, arrays, or a dataset that can be indexed")
     if not len(dataset):
-        raise BatchError(f"loader: {name} has no samples")
+        raise BatchError(f"loader: {name} has no samples; give a dataset with one at least")
     return dataset
 
 

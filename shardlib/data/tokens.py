@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,11 @@ class Windows(RowsDataset):
 
     def __init__(self, file: TokenFile, sequence: int) -> None:
         self._file, self._sequence = file, sequence
-        if sequence < 1 or len(file) <= sequence:
+        _require_length("tokens", sequence)
+        if len(file) <= sequence:
             raise BatchError(
-                f"tokens: {file.path} has {len(file)} tokens, and a window of sequence={sequence} takes one more than that"
+                f"tokens: {file.path} has {len(file)} tokens, and a window of sequence={sequence} takes one more than that; "
+                "use shorter windows, or sl.data.packed, whose rows need not be full"
             )
 
     @property
@@ -108,10 +111,9 @@ class Packed(RowsDataset):
 
     def __init__(self, source: TokenFile | _Listed, sequence: int, pad: int) -> None:
         self._source, self._sequence, self._pad = source, sequence, pad
-        if sequence < 1 or not len(source.tokens):
-            raise BatchError(
-                f"packed: {len(source.tokens)} tokens in rows of sequence={sequence}: give some, and 1 or more"
-            )
+        _require_length("packed", sequence)
+        if not len(source.tokens):
+            raise BatchError("packed: the documents have 0 tokens; give some")
         ends = source.ends.astype(np.int64)
         starts, lengths, last = _pieces(np.diff(ends, prepend=0), ends, sequence)
         row_of = pack(lengths, sequence)
@@ -145,6 +147,16 @@ class Packed(RowsDataset):
                 batch["positions"][row, place : place + length] = np.arange(length)
                 place += length
         return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+
+def _require_length(function: str, sequence: Any) -> None:
+    """Refuse what is no number of tokens of a sample.
+
+    Raises:
+        BatchError: see above.
+    """
+    if not isinstance(sequence, Integral) or sequence < 1:
+        raise BatchError(f"{function}: sequence={sequence!r}: give the number of tokens of a sample, at least 1")
 
 
 def _pieces(lengths: np.ndarray, ends: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

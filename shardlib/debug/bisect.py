@@ -14,7 +14,16 @@ from shardlib.debug.difference import difference
 from shardlib.debug.finding import PHASES, Finding
 from shardlib.debug.one_device import OneDevice, mean_gradient
 from shardlib.debug.replay import Trial, cells
-from shardlib.debug.subject import eagerly, in_float64, is_float64, left_out, like_one_device, plan_of, widened
+from shardlib.debug.subject import (
+    by_design,
+    eagerly,
+    in_float64,
+    is_float64,
+    left_out,
+    like_one_device,
+    plan_of,
+    widened,
+)
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.losses import wants
 from shardlib.optim import sgd
@@ -22,6 +31,7 @@ from shardlib.optim.base import GradientTransformation
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key
+from shardlib.sharded.given import whole_params
 from shardlib.tree import Tree
 
 
@@ -82,7 +92,10 @@ def bisect(
         TypeError: a plan of another form; an optimizer that is not a gradient transformation; a loss that takes buffers.
         ValueError: fewer than 1 step, or no plan at all.
         IllegalComposition: a plan for too many ranks, on disk, or with ``offload(delay=True)``.
+        TreeError: sharded parameters, or a module in their place.
+        LossError: a loss that is not callable, or a module.
         BatchError: rows that do not divide.
+        NonFiniteError: the loss or its gradient is not finite on one device.
 
     >>> params = {"up": torch.ones(4, 4), "down": torch.ones(4, 4)}
     >>> loss_fn = lambda params, batch: (batch @ params["up"] @ params["down"]).square().mean()
@@ -93,6 +106,7 @@ def bisect(
         raise ValueError(f"steps={steps!r}: replay at least 1")
     optimizer = sgd(0.1) if optimizer is None else optimizer
     require_transformations("bisect", optimizer)
+    params = whole_params("bisect", params)
     given = {"plan_a": plan_a, "plan_b": plan_b}
     plans = {name: plan_of(plan, params, name) for name, plan in given.items() if plan is not None}
     if not plans:
@@ -100,6 +114,7 @@ def bisect(
     key = rng if isinstance(rng, Key) else Key(rng)
     batch = as_tensors(batch, torch.device("cpu"))
     notes = tuple(dict.fromkeys(note for plan in plans.values() for note in left_out(plan, optimizer)))
+    notes += tuple(by_design(plans))
 
     def first(exact: bool) -> Finding | None:
         values, rows = (widened(params), widened(batch)) if exact else (params, batch)
@@ -159,6 +174,8 @@ def _cut(
     device = OneDevice(wide, loss_fn, widened(params), optimizer, key)
     rows = widened(batch)
     parts = [device.evaluate(0, cell, part) for cell, part in enumerate(cells(rows, wide))]
+    if device.draws:
+        return None
     weighted = any(e.run.weight is not None and float(e.run.weight) != 1 for e in parts)
     _, apart, _ = mean_gradient(parts, weighted)
     _, together, _ = mean_gradient([device.evaluate(0, 0, rows)], weighted)

@@ -33,6 +33,7 @@ from shardlib.plan.build import with_needs, with_owner
 from shardlib.plan.claims import Live, Reduce, Use
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key
+from shardlib.sharded.given import whole_params
 from shardlib.sharded.shard import shard_alike
 from shardlib.tree import Tree
 
@@ -116,7 +117,10 @@ def check(
         TypeError: a plan of another form, a pair without ``params``, or an optimizer that is not a gradient transformation;
             a loss that takes buffers.
         IllegalComposition: a plan for too many ranks, on disk, or with ``offload(delay=True)``.
+        TreeError: sharded parameters, or a module in their place.
+        LossError: a loss that is not callable, or a module.
         BatchError: rows that do not divide.
+        NonFiniteError: the loss or its gradient is not finite on one device.
         Exception: what the step raised, if all laws hold before it.
 
     >>> loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
@@ -127,6 +131,7 @@ def check(
         raise TypeError("check: give params= with a pair of sizes and a transform: only a plan knows the shapes")
     optimizer = chain(clip_by_global_norm(0.01), adamw(1e-3)) if optimizer is None else optimizer
     require_transformations("check", optimizer)
+    params = whole_params("check", params)
     given = plan_of(plan, params, "plan")
     values = widened(drawn(given) if params is None else params)
     key = rng if isinstance(rng, Key) else Key(rng)

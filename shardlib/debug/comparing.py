@@ -33,6 +33,7 @@ def first_difference(plan: Plan, trial: Trial) -> Finding | None:
     Raises:
         IllegalComposition: a plan that is not to train like one device.
         BatchError: a batch that does not divide.
+        NonFiniteError: the loss or its gradient is not finite on one device.
         ShardlibError: what the library refuses on one device too.
     """
     made, views = side_by_side(plan, trial)
@@ -70,7 +71,9 @@ def side_by_side(plan: Plan, trial: Trial) -> tuple[Replay, Iterator[StepView]]:
     def views() -> Iterator[StepView]:
         for number in range(max(map(len, made.steps.values()), default=0)):
             evaluated = [device.evaluate(number, cell, part) for cell, part in enumerate(microbatches)]
-            yield StepView(number, made, device, microbatches, evaluated)
+            view = StepView(number, made, device, microbatches, evaluated)
+            view.require_finite()
+            yield view
             if made.plan.reductions.owner is not None:
                 break  # its update is not that of one device
 

@@ -39,6 +39,7 @@ class OneDevice:
     Attributes:
         leaves: path -> whole parameter, as the optimizer keeps it.
         state: the optimizer's.
+        draws: whether the loss function has drawn from torch's generators.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class OneDevice:
         given = dict(zip(*flatten(params)[:2], strict=True))
         self.leaves = {p.path: given[p.path].detach().to(p.compute.dtype).to(dtypes[p.path]) for p in plan.placements}
         self.state = optimizer.init({path: self.leaves[path] for path in self._trained})
+        self.draws = False
 
     def used(self) -> Leaves:
         """Path -> parameter as the loss function gets it."""
@@ -72,7 +74,9 @@ class OneDevice:
         extra = {} if key is None else {"rng": key}
         seed = self._rng.fold_in(step).at_slot(cell)
         with torch.enable_grad(), seeding_torch(seed, torch.device("cpu")), self._thinned(step, seed, in_order):
+            seeded = torch.get_rng_state()
             value = watch.watched(self._loss_fn)(tree, batch, **extra)
+            self.draws |= not torch.equal(torch.get_rng_state(), seeded)
         (run,) = watch.runs
         total = read_loss(value, False).total
         leaves = [used[path] for path in self._trained]
@@ -124,7 +128,10 @@ def mean_gradient(evaluated: Sequence[Evaluated], weighted: bool) -> tuple[float
     """Loss, gradient of the mean loss over all micro-batches, and the weight by which it is divided."""
     weight = sum(float(e.run.weight) for e in evaluated if e.run.weight is not None) if weighted else len(evaluated)
     if not weight:
-        raise LossError("the weights of sl.Mean are 0 in all micro-batches, so that there is nothing to compare")
+        raise LossError(
+            "the weights of sl.Mean are 0 in all micro-batches, so that there is nothing to compare: give a batch in which "
+            "something counts"
+        )
     loss = sum(float(e.run.total) for e in evaluated if e.run.total is not None) / weight
     grads = {path: sum(e.grads[path].double() for e in evaluated) / weight for path in evaluated[0].grads}
     return loss, grads, weight  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from shardlib.debug.watching import Watch
 from shardlib.debug.wire import Wire
 from shardlib.errors import BatchError, listing
 from shardlib.execute.batches import as_tensors
-from shardlib.execute.losses import wants
+from shardlib.execute.losses import require_function, wants
 from shardlib.mesh.launch import simulate
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
@@ -40,6 +40,7 @@ class Trial:
         rng: as for `make_train_step`.
 
     Raises:
+        LossError: a loss function that is not callable, or a module.
         TypeError: the loss function takes buffers.
     """
 
@@ -51,6 +52,7 @@ class Trial:
     rng: Key
 
     def __post_init__(self) -> None:
+        require_function(self.loss_fn, "the loss function", "params, batch")
         if wants(self.loss_fn, "buffers"):
             raise TypeError(
                 "the loss function takes buffers, which sl.debug does not replay: give one that closes over constant ones, "

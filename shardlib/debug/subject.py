@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -98,6 +99,33 @@ def left_out(plan: Plan, optimizer: GradientTransformation | None = None) -> lis
         else []
     )
     return [*sums, *gathers, *owned]
+
+
+def by_design(plans: Mapping[str, Plan]) -> list[str]:
+    """What one of two plans does by itself and the other does not, a line each: either is compared with one device that does
+    as it does.
+
+    Args:
+        plans: name -> plan. One alone is to train as one device, and has no such differences.
+    """
+    notes = []
+    for (one, mine), (other, its) in itertools.permutations(plans.items(), 2):
+        frozen = sorted(_trained(its) - _trained(mine))
+        if frozen:
+            more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
+            notes.append(f"that {one} does not train {', '.join(frozen[:3])}{more}, and {other} does")
+        drops = (mine.step.layer_drop, its.step.layer_drop), (mine.step.token_drop, its.step.token_drop)
+        notes += [
+            f"that {one} leaves out parts of layers, {drop}, and {other} does not do so"
+            for drop, same in drops
+            if drop is not None and drop != same
+        ]
+    return notes
+
+
+def _trained(plan: Plan) -> set[str]:
+    """The paths of the leaves that a plan trains."""
+    return {path for bucket in plan.trained for path in bucket.paths}
 
 
 def eagerly() -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from shardlib.debug.layout import best_part, coords_of, inner_axes, number, segm
 from shardlib.debug.notes import Call, Run
 from shardlib.debug.one_device import Evaluated, Leaves, OneDevice, mean_gradient
 from shardlib.debug.replay import RankStep, Replay
+from shardlib.errors import NonFiniteError
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.tree import Tree
@@ -69,6 +70,20 @@ class StepView:
     def mean(self) -> tuple[float, Mapping[str, torch.Tensor], float]:
         """Loss, gradient and weight on one device: see `mean_gradient`."""
         return mean_gradient(self.evaluated, self.weighted)
+
+    def require_finite(self) -> None:
+        """Refuse a step from which one device makes no update, as nothing would be compared.
+
+        Raises:
+            NonFiniteError: its loss or gradient is not finite; names the step and the first leaf.
+        """
+        loss, grads, _ = self.mean
+        what = next((f"the gradient of {path}" for path, grad in grads.items() if not grad.isfinite().all()), "")
+        if what or not math.isfinite(loss):
+            raise NonFiniteError(
+                f"step {self.number}: {what or 'the loss'} is not finite on one device (loss {loss:g}), so that there is "
+                "nothing to compare: give parameters and a batch with finite ones, or fewer steps"
+            )
 
     def runs(self, cell: int) -> dict[int, list[Run]]:
         """Rank -> its runs of a micro-batch, in the order of the stages."""

@@ -361,7 +361,7 @@ class Executor:
         }
         for state in self._buckets:
             state.bind(stored[state.bucket.name], gradients)
-        self._gathering.begin(frozenset() if agreeing else self.plan.tiled.units_left_out(thinned))
+        self._gathering.begin(self.plan.tiled.units_left_out(thinned), computed=agreeing)
 
     @contextmanager
     def _running(self, backward: bool = False) -> Iterator[None]:

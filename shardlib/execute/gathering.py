@@ -90,6 +90,7 @@ class Gathering:
         record: what earlier runs showed.
         current: the unit of the present visit; touching it again needs no decision.
         skipped: the units that the step leaves out: neither gathered nor reduced.
+        idle: the units that it leaves out and yet gathers and reduces, as there is no trace: their gradients are zeros.
         fetched: the units gathered since `begin`, in order.
         touched: the units used since `begin`.
         reductions: the reductions of the backward, while it runs; else None.
@@ -104,6 +105,7 @@ class Gathering:
         self._here: dict[str, Gatherable] = {}
         self.current: Gatherable | None = None
         self.skipped: frozenset[str] = frozenset()
+        self.idle: frozenset[str] = frozenset()
         self._reset(None)
 
     def _reset(self, trace: list[Visit] | None) -> None:
@@ -118,10 +120,16 @@ class Gathering:
         self.reductions: Reductions | None = None
         self.strayed = False
 
-    def begin(self, skipped: frozenset[str] = frozenset()) -> None:
-        """Start a micro-batch that leaves out the units ``skipped``."""
-        self.skipped = skipped
-        self._reset(None if self.record.agreeing else self.record.less(skipped))
+    def begin(self, left_out: frozenset[str] = frozenset(), computed: bool = False) -> None:
+        """Start a micro-batch.
+
+        Args:
+            left_out: the units that it leaves out.
+            computed: whether they are computed all the same, for the sake of their exchanges.
+        """
+        nothing: frozenset[str] = frozenset()
+        self.skipped, self.idle = (nothing, left_out) if computed else (left_out, nothing)
+        self._reset(None if self.record.agreeing else self.record.less(self.skipped))
         self._announce()
 
     @property

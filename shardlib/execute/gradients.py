@@ -82,6 +82,7 @@ class Gradients:
         self._joined: dict[str, torch.Tensor] = {}  # of leaves in tiles: in a leaf's, its tiles' are views
         self._taken: dict[str, torch.Tensor] = {}  # what has left for the optimizer's memory
         self._trees: Trees | None = {} if plan.step.tree else None
+        self._idle: dict[str, Residuals] = {}  # of the exchanges of idle units, by unit
         self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
         self._flying: deque[tuple[Reduction, int]] = deque()
         self._to_free = 0  # elements of the whole gradients that are freed when the reductions under way have ended
@@ -185,7 +186,7 @@ class Gradients:
         if self._record.order is None:
             self._record.order = [*self.started, *(u for u in self._plan.trained_in if u not in self.started)]
         self.skip_to(len(self._gathering.order or ()))
-        if again_on_any_rank or self._gathering.skipped:
+        if again_on_any_rank or self._gathering.skipped or self._idle:
             self.land()
         if self._last:
             self._leave_out()
@@ -204,6 +205,10 @@ class Gradients:
                     landing.take(self._leaf_of[name], reduced.buffer)
                 else:
                     self._held[name].add_(reduced.buffer)
+        if self._last:
+            for unit, left in self._idle.items():
+                self._options.residuals.add(left, self._residuals_of(unit))
+            self._idle = {}
 
     def land(self) -> None:
         """Wait for the reductions of the micro-batch that has ended."""
@@ -346,7 +351,17 @@ class Gradients:
                 self._land()
 
     def _reduction(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> Reduction:
-        return Reduction(self._mesh, sums, routes, self._options.codecs, self._options.residuals)
+        residuals, unit = self._options.residuals, sums[0].bucket.unit if sums else ""
+        if unit in self._gathering.idle:  # its residuals stay, as in a step that makes no such exchange
+            if unit not in self._idle:
+                self._idle[unit] = residuals.empty(self._residuals_of(unit))
+            residuals = self._idle[unit]
+        return Reduction(self._mesh, sums, routes, self._options.codecs, residuals)
+
+    def _residuals_of(self, unit: str) -> list[str]:
+        """The names of the residuals that the exchanges of a unit keep."""
+        channels = [channel for channel in self._plan.channels if channel.bucket.unit == unit]
+        return [name for channel in channels for name, kept in channel.keeps.items() if kept.residual]
 
     def _land(self) -> None:
         reduction, freed = self._flying.popleft()

@@ -12,13 +12,15 @@ or of a function with its own backward; and matmuls in a checkpoint that is not 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from shardlib.common._compat import grad
+from shardlib.execute.phases import Phase, current_phases
 from shardlib.execute.products import Product, divide, edge, handle_of
 from shardlib.execute.units import BucketState
 
@@ -35,9 +37,17 @@ class Halves:
         self, outputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
         self._gradients: list[_Gradient] = []
+        self._phases = current_phases.get()
         self.reached: dict[str, torch.Tensor] = {}
         now, later = divide(outputs, inputs)
         hooks = [product.node.register_prehook(partial(self._keep, product)) for product in later]
+        came: dict[Any, Phase | None] = {}  # node of a parameter -> the phase in which its gradient came
+
+        def note(leaf: Any, grads: Any) -> None:
+            came[leaf] = self._phase()
+
+        if self._phases is not None:
+            hooks += [above.register_prehook(partial(note, leaf)) for leaf, above in now.items()]
         try:
             grads = grad(outputs, [*inputs, *(GradientEdge(leaf, 0) for leaf in now)], seeds)
         finally:
@@ -49,22 +59,29 @@ class Halves:
                 self.reached[handle._path] = value
             elif value is not None:
                 attach, number = leaf.next_functions[0]
-                self._gradients.append(_Gradient(edge(attach, number, leaf), frozenset([attach.state]), value, None))
+                going = edge(attach, number, leaf)
+                self._gradients.append(_Gradient(going, frozenset([attach.state]), value, None, came.get(leaf)))
 
     def _keep(self, product: Product, grads: tuple[torch.Tensor | None, ...]) -> None:
         if grads[0] is not None:
-            self._gradients.append(_Gradient(product.edge, product.states(), grads[0], _Factor(product)))
+            factor = _Factor(product)
+            self._gradients.append(_Gradient(product.edge, product.states(), grads[0], factor, self._phase()))
+
+    def _phase(self) -> Phase | None:
+        """The phase at which backward is, where somebody follows it."""
+        return None if self._phases is None else self._phases.at(backward=True)
 
     def weights_gradient(self) -> None:
         """Run the second half, bucket by bucket, in the order of backward."""
         groups = _by_bucket(self._gradients)
         self._gradients = []
         while groups:
-            states, gradients = groups.pop(0)
-            edges, grads = [gradient.edge for gradient in gradients], []
-            while gradients:  # each product frees its factors
-                grads.append(gradients.pop(0).value())
-            grad(edges, [state.anchor for state in states if state.anchor is not None], grads)
+            with self._late(groups[0][1][-1].phase):
+                _hand_over(*groups.pop(0))
+
+    def _late(self, phase: Phase | None) -> AbstractContextManager[None]:
+        """A context whose work belongs to the phase in which what it begins with has come."""
+        return nullcontext() if self._phases is None or phase is None else self._phases.late(phase)
 
 
 class _Factor:
@@ -88,15 +105,24 @@ class _Gradient(NamedTuple):
         states: the buckets that the gradient reaches.
         grad: the gradient, or one of its factors.
         factor: the other factor; None if ``grad`` is the gradient.
+        phase: in which it came; None where nobody follows the phases.
     """
 
     edge: GradientEdge
     states: frozenset[BucketState]
     grad: torch.Tensor
     factor: _Factor | None
+    phase: Phase | None
 
     def value(self) -> torch.Tensor:
         return self.grad if self.factor is None else self.factor.times(self.grad)
+
+
+def _hand_over(states: frozenset[BucketState], gradients: list[_Gradient]) -> None:
+    edges, grads = [gradient.edge for gradient in gradients], []
+    while gradients:  # each product frees its factors
+        grads.append(gradients.pop(0).value())
+    grad(edges, [state.anchor for state in states if state.anchor is not None], grads)
 
 
 def _by_bucket(gradients: Iterable[_Gradient]) -> list[tuple[frozenset[BucketState], list[_Gradient]]]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -69,12 +69,13 @@ class Phases:
     def begin(self) -> None:
         """Begin a micro-batch."""
         self._number, self._inside, self._begun, self.recomputing = self._first, False, False, False
+        self._late = False  # whether the second half of a backward runs, between autograd's runs too
         self._forward, self._backward = Phase(False), Phase(True)
 
     @property
     def now(self) -> Phase:
         """The phase that runs."""
-        return self.at(graph_task() != -1)
+        return self.at(self._late or graph_task() != -1)
 
     def at(self, backward: bool) -> Phase:
         """The phase at which forward is, or backward."""
@@ -123,6 +124,16 @@ class Phases:
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Handle) and leaf.grad_fn is not None:
                 leaf.register_hook(begin)
 
+    @contextmanager
+    def late(self, phase: Phase) -> Iterator[None]:
+        """A context in which the second half of a backward computes what the first one has left in a phase."""
+        self._late, self._backward = True, phase
+        self.turned()
+        try:
+            yield
+        finally:
+            self._late = False
+
     def again(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, by which a checkpoint computes again."""
 
@@ -166,7 +177,7 @@ class Work(TorchDispatchMode):
 
     Args:
         phase: returns the phase that runs, or what else work is counted by; by default forward or backward of all.
-        others: returns numbers that grow beside the work, by name. They are counted by phase too.
+        others: returns numbers that grow beside the work, by name. Their growth within the mode is counted by phase too.
 
     Attributes:
         done: phase -> "flops", floating-point operations of matrix products (`shardlib.execute.flops`), and "again", how many
@@ -179,7 +190,6 @@ class Work(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._phase, self._others = phase or _way, others
-        self._before = dict(others())
         self.done: dict[Any, Counter[Any]] = {}
 
     @property
@@ -224,6 +234,10 @@ class Work(TorchDispatchMode):
     def _run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operator."""
         return operator(*args, **kwargs)
+
+    def __enter__(self) -> Self:
+        self._before = dict(self._others())
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)

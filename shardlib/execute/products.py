@@ -60,11 +60,12 @@ class Division(NamedTuple):
     """The work of the two halves of a backward.
 
     Attributes:
-        now: nodes of the parameters whose gradients the first half computes, in an order that is the same on every rank.
+        now: nodes of the parameters whose gradients the first half computes, in an order that is the same on every rank, each
+            with a node that leads to it.
         later: the products that are left for the second half.
     """
 
-    now: list[Any]
+    now: dict[Any, Any]
     later: list[Product]
 
 
@@ -93,7 +94,8 @@ def divide(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> D
     while early := [product for product in later if not now.isdisjoint(product.leaves)]:
         now.update(*(product.leaves for product in early))
         later = [product for product in later if product not in early]
-    return Division([node for node in after if node in now], later)
+    above = {child: node for node, nexts in after.items() for child, _ in nexts if child in now}
+    return Division({node: above.get(node, node) for node in after if node in now}, later)
 
 
 def edge(node: Any, number: int, owner: Any) -> GradientEdge:

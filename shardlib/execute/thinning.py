@@ -3,8 +3,8 @@
 The layers that a step leaves out are neither gathered nor computed, and their gradients, which are zero, are not sent. What
 is left out is left out of the trace of the exchanges (see `shardlib.execute.gathering`), so that must be of all layers. While
 the ranks have none and agree on each exchange, which is in the first micro-batch of a process, layers that are left out are
-computed for the sake of their exchanges, and the results ignored. (Progressive layer drop leaves out nothing at step 0, so
-this concerns runs that are resumed.)
+computed for the sake of their exchanges, and the results ignored; what they send are zeros, with no residual. (Progressive
+layer drop leaves out nothing at step 0, so this concerns runs that are resumed.)
 """
 
 from __future__ import annotations

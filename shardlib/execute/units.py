@@ -260,7 +260,7 @@ class BucketState:
             return self.cut()
         leaves = list(_Attach.apply(self.root, self))
         run_first(leaves[0])
-        return [leaf.view_as(leaf) for leaf in leaves] if self._separate else leaves
+        return [run_first(leaf.view_as(leaf)) for leaf in leaves] if self._separate else leaves
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -42,6 +42,7 @@ class Trace:
         live: peak bytes while the micro-batch is computed, gradients of parameters left out.
         peak: the same with gradients of parameters as they come; in one stage the peak of all of a step's micro-batches.
         kept: bytes held from the micro-batch's forward to its backward, the incoming carry included if it stays.
+        between: bytes held from the first half of a backward that is split to the second.
         forward: bytes of the carry that is sent to the next stage.
         backward: bytes of the gradient that comes back for that carry.
         down: bytes copied to host memory.
@@ -64,6 +65,7 @@ class Trace:
     live: int = 0
     peak: int = 0
     kept: int = 0
+    between: int = 0
     forward: int = 0
     backward: int = 0
     down: int = 0

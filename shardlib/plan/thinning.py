@@ -10,7 +10,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
+from typing import Any
 
+from shardlib.plan.arguments import refused
 from shardlib.rng import Key
 
 
@@ -69,8 +72,12 @@ class TokenDrop:
     layers: tuple[str, ...]
 
     def kept_at(self, step: int) -> int:
-        """The number of tokens of each sequence that the middle layers see at a step."""
-        return int(self.kept(step) if callable(self.kept) else self.kept)
+        """The number of tokens of each sequence that the middle layers see at a step.
+
+        Raises:
+            IllegalComposition: the function of the step gives no such number; names both.
+        """
+        return tokens_at(self.kept, step)
 
     @property
     def middle(self) -> tuple[str, ...]:
@@ -89,6 +96,20 @@ class TokenDrop:
     def __str__(self) -> str:
         middle = self.middle
         return f"{self.kept_at(0)} tokens at first in {len(middle)} layers ({middle[0]} … {middle[-1]})"
+
+
+def tokens_at(kept: int | Callable[[int], int], step: int) -> int:
+    """The number of tokens that a schedule keeps at a step.
+
+    Raises:
+        IllegalComposition: it is no integer of at least 1.
+    """
+    found: Any = kept(step) if callable(kept) else kept
+    if isinstance(found, bool) or not isinstance(found, Integral) or found < 1:
+        raise refused(
+            "random_ltd", "kept", kept, f"it gives {found!r} at step {step}; use a number of tokens, at least 1"
+        )
+    return int(found)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ class Bounds:
         gradients = stages.bytes(lambda held: held.gradients, data, choice.stage >= 2)
         states = stages.bytes(lambda held: held.states, data, choice.stage >= 1)
         most = stages.kept if self._model.cuts else stages.live
-        kept = (choice.in_flight - 1) * most + (np.maximum(stages.gathered, most) if choice.comes else most)
+        one = np.maximum(most, stages.between)
+        kept = (choice.in_flight - 1) * most + (np.maximum(stages.gathered, one) if choice.comes else one)
         if place is None:
             together = several or choice.schedule is not None
             base = stored + states

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.errors import IllegalComposition, ShardlibError
-from shardlib.execute.stages.fake import Shortly, Tracing
+from shardlib.execute.stages.fake import Tracing, traced_once
 from shardlib.mesh.mesh import abstract_mesh
 from shardlib.nn.blocks import Sequential
 from shardlib.plan.buckets import Bucket
@@ -74,13 +74,18 @@ class Blocks:
             return traces[0]
         inner = traces[start:stop]
         kept = sum(trace.kept for trace in inner) - sum(trace.forward for trace in inner[:-1])
-        live = kept + max(trace.live - trace.kept for trace in inner)
+        between = sum(trace.between for trace in inner) - sum(trace.forward for trace in inner[:-1])
+        live = max(kept + max(trace.live - trace.kept for trace in inner), between)
+        if start == 0:  # whose backward is not split, as no stage waits for the gradients of its inputs
+            live = kept + max(trace.live - max(trace.kept, trace.between) for trace in inner)
+            between = 0
         return Trace(
             (),
             _summed(trace.activations for trace in inner),
             live,
             live,  # gradients come as activations go
             kept,
+            max(0, between),
             inner[-1].forward,
             inner[-1].backward,
             sum(trace.down for trace in inner),
@@ -144,6 +149,7 @@ class Model:
         self._loss, self._params, self._optimizer, self._rules = loss_fn, params, optimizer, rules
         self._batch = tree_map(_shape, batch)
         self._blocks: dict[Choice, Blocks | ShardlibError] = {}
+        self._known: dict[int, Traced] = {}  # rows of a rank -> the traces of plans
         self.cuts = isinstance(loss_fn, Sequential) and isinstance(params, (list, tuple))
         self.count = len(params) if self.cuts else 1
 
@@ -223,10 +229,12 @@ class Model:
 
     def _computed(self, way: Choice) -> Blocks:
         sizes = {"data": 1, **way.mesh}
-        parts = [self.transform(replace(way, stage=1, sizes=tuple(sizes.items())))]  # whose buckets name their axes
+        parts = [
+            self.transform(replace(way, stage=1, sizes=tuple(sizes.items()), schedule=None))
+        ]  # whose buckets name their axes
         if self.cuts:
             sizes = {"pipe": self.count, **sizes}
-            parts.append(pipeline("gpipe", 1, partition="count"))
+            parts.append(pipeline(way.schedule or "gpipe", 1, partition="count"))
         plan = build_plan(self._params, abstract_mesh(**sizes), chain(*parts), optimizer=self._optimizer)
         one, two = (self._traced(plan, min(rows, self.rows)).traces for rows in (1, 2))
         if one is None or two is None:
@@ -240,12 +248,10 @@ class Model:
         return Blocks(held, one, two, not self.cuts)
 
     def _traced(self, plan: Plan, rows: int) -> Plan:
-        tracing = Tracing(self._loss, self.share(rows), None, torch.device("cpu"), None, Key(0))
-        shortly = Shortly(tracing)
-        if not self.cuts:
-            return Traced(tracing.traced, shortly)(plan)
-        traces = shortly(plan)  # whose blocks are one function: a trace of all of them would show nothing else
-        return tracing.traced(plan) if traces is None else replace(plan, traces=traces)
+        if rows not in self._known:
+            tracing = Tracing(self._loss, self.share(rows), None, torch.device("cpu"), None, Key(0))
+            self._known[rows] = traced_once(tracing)
+        return self._known[rows](plan)
 
 
 def paced(plan: Plan, microbatches: int) -> Plan:

@@ -150,9 +150,10 @@ class Choice:
 
     @property
     def traced(self) -> Choice:
-        """The choice with what a block's operations depend on alone: slices, precision, recompute and rows."""
+        """The choice with what a block's operations depend on alone: slices, precision, recompute, rows and halves."""
         kept = tuple((axis, size) for axis, size in self.sizes if axis in ("model", "seq", "expert"))
-        return Choice(kept, 1, self.rows, 0, self.precision, self.recompute, sequence=self.sequence)
+        schedule = self.schedule if self.split else None
+        return Choice(kept, 1, self.rows, 0, self.precision, self.recompute, schedule, sequence=self.sequence)
 
     def __str__(self) -> str:
         parts = [" × ".join(f"{axis}={size}" for axis, size in self.sizes), f"stage {self.stage}", self.precision]

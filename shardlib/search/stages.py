@@ -38,7 +38,7 @@ class Stages:
     """Stages of blocks that are computed in one way.
 
     Attributes:
-        kept, live: bytes, as in a trace.
+        kept, between, live: bytes, as in a trace.
         gathered: bytes that a forward holds if parameters come for their use alone: what it has kept so far, with
             the unit in use and the one before it.
         forward, backward: bytes that go to the next stage, and that come back from there.
@@ -51,6 +51,7 @@ class Stages:
     """
 
     kept: Vector
+    between: Vector
     live: Vector
     gathered: Vector
     forward: Vector
@@ -100,6 +101,7 @@ def stages_of(blocks: Blocks, traces: tuple[Trace, ...], spans: Spans) -> Stages
     buckets, trained = _vectors([(len(stage), sum(bucket.gradient > 0 for bucket in stage)) for stage in held])
     return Stages(
         kept=_vector([trace.kept for trace in inner]),
+        between=_vector([trace.between for trace in inner]),
         live=_vector([trace.live for trace in inner]),
         gathered=_vector(in_use),
         forward=_vector([trace.forward for trace in inner]),

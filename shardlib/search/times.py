@@ -63,7 +63,7 @@ class Times:
 
     def __init__(self, model: Model, machine: Machine, ranks: int) -> None:
         self._model, self._machine, self._ranks = model, machine, ranks
-        self._walks: dict[tuple[Choice, tuple[tuple[str, int], ...], bool], _Walks] = {}
+        self._walks: dict[tuple[Choice, tuple[tuple[str, int], ...]], _Walks] = {}
 
     def soonest(self, choice: Choice, plain: Sequence[Trace]) -> float:
         """Seconds that a step takes if products alone took time, and were divided evenly.
@@ -115,7 +115,7 @@ class Times:
         return self._machine.apart(choice.size("pipe"))
 
     def _walked(self, choice: Choice, stages: Stages) -> _Walks:
-        known = (choice.traced, choice.sizes, choice.split)
+        known = (choice.traced, choice.sizes)
         if known not in self._walks:
             self._walks[known] = self._walks_of(choice, stages)
         return self._walks[known]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.arguments import integer, refused, texts
+from shardlib.plan.arguments import integer, texts
 from shardlib.plan.claims import Claim, LeafInfo, Step
 from shardlib.plan.code import Call, Coded, one_or_list
 from shardlib.plan.layers import layers_of
 from shardlib.plan.resolved import Resolved
-from shardlib.plan.thinning import TokenDrop
+from shardlib.plan.thinning import TokenDrop, tokens_at
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,7 +71,8 @@ def random_ltd(kept: int | Callable[[int], int], *, ends: int = 1, layers: str |
             same list.
 
     Raises:
-        IllegalComposition: an argument out of range; when a plan is made, no middle layers, or `sequence` in the same plan.
+        IllegalComposition: an argument out of range; when a plan is made, no middle layers, or `sequence` in the same plan;
+            from the train step, a schedule that gives no number of tokens at its step.
         LossError: from the train step, where none of the layers runs as a block, or one returns another form than it takes.
 
     >>> params = {"blocks": [{"w": torch.eye(4)} for _ in range(4)]}
@@ -86,10 +85,6 @@ def random_ltd(kept: int | Callable[[int], int], *, ends: int = 1, layers: str |
         remedy = "give a number of tokens of at least {}, or a function of the step, such as sl.data.linear_pace makes"
         kept = integer("random_ltd", "kept", kept, remedy=remedy)
     else:
-        first: Any = kept(0)
-        if isinstance(first, bool) or not isinstance(first, Integral) or first < 1:
-            raise refused(
-                "random_ltd", "kept", kept, f"it gives {first!r} at step 0; use a number of tokens, at least 1"
-            )
+        tokens_at(kept, 0)
     ends = integer("random_ltd", "ends", ends, 0)
     return RandomLTD(kept, ends, texts("random_ltd", "layers", layers, "glob of layers", 0))

@@ -39,9 +39,12 @@ def test_arms_consume_the_same_tokens_and_grow_within_their_run():
 def test_losses_of_few_tokens_are_averaged():
     run = trial(Arm(WHOLE, BASE), 0, [4, 2, 3, 1, 5], [None] * 5)
     assert [point.loss for point in run.windows(100)] == [4, 2, 3, 1, 5]
-    assert [(point.step, point.loss) for point in run.windows(101)] == [(2, 3), (4, 2)]
+    assert [(point.step, point.loss) for point in run.windows(101)] == [(2, 3), (5, 3)]  # what is left goes to the last
+    assert [(point.step, point.loss) for point in run.windows(600)] == [(5, 3)]
+    evaluated = trial(Arm(WHOLE, BASE), 0, [1] * 5, [0.9, None, None, 0.8, None]).windows(101)
+    assert [point.held_out for point in evaluated] == [0.9, 0.8]
     uneven = run._replace(points=tuple(p._replace(tokens=t) for p, t in zip(run.points, (10, 40, 50, 90, 100))))
-    assert [(point.step, point.loss) for point in uneven.windows(40)] == [(2, 2.5), (4, 1.4)]
+    assert [(point.step, point.loss) for point in uneven.windows(40)] == [(2, 2.5), (5, 2.0)]
     assert run.stability(101).spikes() == 0 and run.stability(100).spikes() == 2
 
 

@@ -16,7 +16,7 @@ def test_a_measurement_goes_on_with_what_is_not_finished(tmp_path):
     setting = Setting("cpu", torch.device("cpu"), rounds=1, small=True, work=tmp_path)
     whole = less.measure(setting)
     files = sorted(tmp_path.iterdir())
-    assert len(files) == 2 + 2 * 4 and whole.text.startswith("## ")
+    assert len(files) == 3 + 2 * 4 + 2 and whole.text.startswith("## ")
     assert all(len(row) == len(whole.header) for row in whole.samples)
     before = {file: file.read_text() for file in files}
     cut = next(file for file in files if "fewer layers" in file.name)
@@ -35,7 +35,18 @@ def test_what_is_left_out_is_in_the_table(tmp_path):
     per_step = less.SMALL.batch * less.SMALL.sequence * less.SMALL.layers
     for model in less.MODELS:
         assert last[model, less.ALL] == per_step * less.SMALL.steps
-        assert max(last[model, method] for method in less.METHODS[1:]) < last[model, less.ALL]
+        assert max(last[model, method] for method in less.COMPARED[model][1:]) < last[model, less.ALL]
+
+
+def test_little_text_is_the_beginning_of_the_whole(tmp_path, monkeypatch):
+    job, read, batch_at = less.Job("GPT on little text", less.ALL, 1e-3, 0), [], less.batch_at
+    monkeypatch.setattr(
+        less, "batch_at", lambda text, *args, **kinds: read.append(text) or batch_at(text, *args, **kinds)
+    )
+    less.train(less.SMALL, tmp_path, job)
+    assert {bytes(text) for text in read} == {
+        bytes(byte_gpt.texts()[0][:32])
+    } and less.TASK.little * 16 == 2000 * 16 * 64
 
 
 @pytest.mark.parametrize(

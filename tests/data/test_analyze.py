@@ -4,7 +4,9 @@ import itertools
 import math
 import os
 import pickle
+import subprocess
 import sys
+import time
 from collections import Counter
 
 import numpy as np
@@ -144,6 +146,39 @@ def test_a_kill_at_any_change_of_the_disk_is_made_up_for(tmp_path):
     assert kill > 20
 
 
+WAITING = """
+import os, sys, time
+import shardlib as sl
+
+def waits(sample):
+    open(f"{sample}.pid", "w").write(str(os.getpid()))
+    time.sleep(60 if sample else 0)
+    return sample
+
+if __name__ == "__main__":
+    sl.data.analyze([0, 1], waits, "a.index", processes=2, part=1)
+"""
+
+
+def test_processes_end_with_a_killed_analysis(tmp_path):
+    """That which works, and that which waits for a part."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    run = subprocess.Popen([sys.executable, "waiting.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    files = [tmp_path / "0.pid", tmp_path / "1.pid"]
+    until_true(lambda: all(file.exists() and file.read_text() for file in files))
+    run.kill()
+    run.wait()
+    until_true(lambda: not any(os.path.exists(f"/proc/{file.read_text()}") for file in files))
+    assert sl.data.analyze([0, 1], float, tmp_path / "a.index", part=1).values.tolist() == [0.0, 1.0]
+
+
+def until_true(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_parts_of_another_analysis_are_made_again(tmp_path):
     path = tmp_path / "a"
     with pytest.raises(BatchError, match="the metric of sample 3 is inf"):
@@ -193,6 +228,14 @@ def test_wrong_analyses_are_refused(tmp_path, dataset, metric, message):
     assert not (tmp_path / "a").exists()
 
 
+def test_a_folder_is_no_index(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (".", "", tmp_path):
+        with pytest.raises(BatchError, match="is a folder: give the name of a file"):
+            sl.data.analyze([[1]], "length", path)
+    assert not list(tmp_path.iterdir()) and not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
+
+
 def test_a_loader_takes_an_index_file_of_its_dataset(tmp_path):
     file = sl.data.write_tokens(tmp_path / "a.tokens", [bytes(range(64))])
     windows = sl.data.tokens(file.path, 4)
@@ -227,6 +270,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         (["none.tokens"], "No such file"),
         (["a.tokens", "--metric", "mine_to_analyze:depth"], "mine_to_analyze:depth"),
         (["a.tokens", "--sequence", "99"], "a window of sequence=99"),
+        (["a.tokens", "--sequence", "4", "--metric", "depth"], r"^analyze: metric='depth'"),
     ):
         with pytest.raises(SystemExit, match=message):
             cli.main(["analyze", *arguments, "--out", "d"])

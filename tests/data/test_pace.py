@@ -77,6 +77,8 @@ def test_a_function_is_called_once_a_step_and_sticks_at_its_most():
     [
         (lambda: sl.data.linear_pace(8, 4, 10), r"linear_pace\(last=4\)"),
         (lambda: sl.data.linear_pace(0.5, 4, 0), r"first=0.5, steps=0"),
+        (lambda: sl.data.linear_pace("4", 8, 2), r"linear_pace\(first='4'\)"),
+        (lambda: sl.data.root_pace(4, None, 2), r"root_pace\(last=None\)"),
         (lambda: sl.data.root_pace(1, 2, 3, degree=0), r"degree=0"),
         (lambda: sl.data.discrete_pace([1, 2], []), "2 values until steps"),
         (lambda: sl.data.discrete_pace([1, 2, 3], [4, 4]), "ascending order"),

@@ -154,7 +154,7 @@ def test_packed_documents_from_a_file_are_those_of_the_list(tmp_path):
 
 
 def test_an_empty_packing_is_refused():
-    with pytest.raises(BatchError, match="packed: 0 tokens"):
+    with pytest.raises(BatchError, match="packed: the documents have 0 tokens"):
         sl.data.packed([[]], 4)
     with pytest.raises(BatchError, match="sequence=0"):
         sl.data.packed([[1]], 0)
@@ -201,3 +201,12 @@ def test_tokenize_refuses_what_it_cannot_read(tmp_path):
     ):
         with pytest.raises(SystemExit, match=message):
             cli.main(["tokenize", *arguments, "--out", str(tmp_path.with_suffix(".tokens"))])
+
+
+@pytest.mark.parametrize("made", [sl.data.tokens, sl.data.packed])
+@pytest.mark.parametrize("sequence", [0, -3, "4", 2.0, None, float("nan")])
+def test_what_is_no_length_of_a_sample(tmp_path, made, sequence):
+    path = sl.data.write_tokens(tmp_path / "a.tokens", [bytes(range(9))]).path
+    with pytest.raises(BatchError, match=rf"{made.__name__}: sequence={sequence!r}: give the number of tokens"):
+        made(path, sequence)
+    assert len(made(path, np.int64(4))) > 0

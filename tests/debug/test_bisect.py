@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.errors import BatchError, IllegalComposition
+from shardlib.errors import BatchError, IllegalComposition, NonFiniteError
 from shardlib.execute import thinning
 from shardlib.plan.thinning import LayerDrop
 
@@ -168,6 +168,44 @@ def test_steps_that_are_no_number_of_steps_are_refused(steps):
         sl.debug.bisect(
             squares, {"w": torch.ones(4, 4)}, None, ({"data": 2}, sl.zero(1)), torch.ones(4, 4), steps=steps
         )
+
+
+@pytest.mark.parametrize("what", ["parameters", "batch", "second step"])
+def test_what_is_not_finite_on_one_device_is_refused(what):
+    """Ranks skip such a step, so that there is no update to compare."""
+    params, batch = {"w": torch.ones(4, 4)}, torch.ones(4, 4)
+    if what != "second step":
+        (params["w"] if what == "parameters" else batch)[0, 1] = torch.inf
+    step = 1 if what == "second step" else 0
+    with pytest.raises(NonFiniteError, match=f"step {step}: the .* is not finite on one device .* fewer steps"):
+        sl.debug.bisect(
+            squares, params, None, ({"data": 2}, sl.zero(1)), batch, optimizer=sl.optim.sgd(1e200), steps=step + 1
+        )
+
+
+def test_what_a_plan_does_otherwise_by_itself_is_told():
+    """It trains like one device that does so too, so nothing differs; but not like the other plan."""
+    loss_fn, params, batch = transformer(layers=3)
+    frozen = {"data": 2}, sl.chain(sl.zero(2), sl.freeze("blocks/*/attn/*"), sl.progressive_layer_drop())
+    result = sl.debug.bisect(loss_fn, params, ({"data": 2}, sl.zero(0)), frozen, batch)
+    assert not result and len(result.notes) == 2
+    assert result.notes[0].startswith("that plan_b does not train blocks/0/attn/out/bias, ")
+    assert result.notes[0].endswith(" and 9 more, and plan_a does")
+    assert result.notes[1].startswith("that plan_b leaves out parts of layers, in the end 66.7% of 3 layers")
+    assert not sl.debug.bisect(loss_fn, params, frozen, frozen, batch).notes
+    assert not sl.debug.bisect(loss_fn, params, frozen, None, batch).notes
+
+
+def test_a_loss_that_draws_from_torch_is_as_good_a_mean_as_any():
+    """A batch draws other numbers than its micro-batches."""
+    _, params, batch = matrices()
+
+    def dropped(params, batch):
+        x, y = batch
+        return perceptron(params, (torch.nn.functional.dropout(x), y))
+
+    result = sl.debug.bisect(dropped, params, None, ({"data": 2}, sl.chain(sl.zero(1), sl.accumulate(2))), batch)
+    assert not result, result
 
 
 def test_a_batch_without_rows_is_refused():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.errors import BatchError
+from shardlib.errors import BatchError, LossError, NonFiniteError, TreeError
 
 from .cases import CASES, matrices, rules, transformer
 
@@ -81,3 +81,13 @@ def test_wrong_arguments():
         sl.debug.check("zero", loss_fn, batch, params=params)
     with pytest.raises(BatchError, match="16 rows"):
         sl.debug.check(({"data": 3}, sl.zero(1)), loss_fn, batch, params=params)
+    plan = {"data": 2}, sl.zero(1)
+    with pytest.raises(TreeError, match=r"check takes whole parameters.* sl\.unshard\(params\)"):
+        sl.debug.check(plan, loss_fn, batch, params=sl.shard(params, sl.make_mesh()))
+    with pytest.raises(LossError, match="the loss function is a module, Linear"):
+        sl.debug.check(plan, torch.nn.Linear(4, 4), batch, params=params)
+    with pytest.raises(LossError, match=r"sl\.Mean are 0 in all micro-batches.* give a batch in which"):
+        sl.debug.check(plan, lambda p, b: sl.Mean(loss_fn(p, b), 0), batch, params=params)
+    params["layers"][1]["bias"][2] = torch.nan
+    with pytest.raises(NonFiniteError, match="step 0: the gradient of layers/0/bias is not finite on one device"):
+        sl.debug.check(plan, loss_fn, batch, params=params)

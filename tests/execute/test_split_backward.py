@@ -270,3 +270,32 @@ def test_only_factors_are_kept_between_the_halves():
     before, after = sl.simulate(run, mesh={"pipe": 1})[0]
     kept = (layers[1] - layers[0]) * (rows * TINY.sequence * 16 * width + 13 * width) * 4
     assert kept <= after < kept + 100 < before  # the roots of the buckets' gradients are scalars
+
+
+# --- in plans -------------------------------------------------------------------------------------------------------
+
+
+def traces_of(schedule, *transforms):
+    """The traces of two stages."""
+    config = replace(TINY, layers=4)
+    batch = {name: torch.empty(4, 5, dtype=torch.int64, device="meta") for name in ("tokens", "targets")}
+    return sl.make_plan(
+        gpt.to_blocks(gpt.init(config, device="meta")),
+        sl.abstract_mesh(data=2, pipe=2),
+        sl.chain(sl.pipeline(schedule, 4), *transforms),
+        loss_fn=gpt.make_sequential(config),
+        batch=batch,
+    ).traces
+
+
+@pytest.mark.parametrize("transforms", [(sl.zero(0),), (sl.zero(2), sl.remat())])
+def test_the_halves_do_in_a_plan_what_a_whole_backward_does(transforms):
+    """Each as much in forward and in backward, block by block: peaks are told in the block that they are in."""
+    for whole, split in zip(traces_of("1f1b", *transforms), traces_of("zb-h1", *transforms)):
+        assert split.flops == whole.flops and split.peak_in.startswith("backward of block")
+
+
+def test_the_first_stage_hands_on_gradients_as_they_come():
+    """Its backward is not split, as no stage waits for gradients of its inputs."""
+    whole, split = (traces_of(schedule, sl.zero(1))[0] for schedule in ("1f1b", "zb-h1"))
+    assert (split.live, split.peak) == (whole.live, whole.peak)

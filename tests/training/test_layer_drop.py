@@ -10,7 +10,7 @@ import torch
 from helpers import thinned
 from helpers.decoders import cut, decoder, in_float64, label_batches
 from helpers.thinned import BERT, GPT, RATE, SEED, SLICES, STEPS, in_list, looped, tokens, trained
-from helpers.trees import assert_close
+from helpers.trees import assert_close, assert_same
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition, LossError, TreeError
@@ -140,6 +140,56 @@ def test_a_bert():
         key = sl.Key(SEED).fold_in(step)
         loss, _ = step_loss(plan, batch, step=step, rng=key)
         assert_close(loss, bert_loss(params, batch, step), 1e-10)
+
+
+COMPRESSED = {
+    "one bit": ({"data": 2}, (sl.zero(1), sl.onebit("data"))),
+    "one bit of each micro-batch": ({"data": 2}, (sl.zero(3), sl.onebit("data"), sl.accumulate(2, sync="each"))),
+    "low rank": ({"data": 2}, (sl.zero(0), sl.powersgd(2))),
+    "stages": (
+        {"data": 2, "pipe": 2},
+        (sl.zero(1), sl.onebit("data"), sl.pipeline("interleaved-1f1b", 4, chunks=2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COMPRESSED)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(case):
+    """What its first micro-batch computes for the trace sends no residual."""
+    mesh, transforms = COMPRESSED[case]
+    loss_fn, params = gpt.make_loss(GPT), gpt.init(GPT)
+    if "pipe" in mesh:
+        loss_fn, params = gpt.make_sequential(GPT), gpt.to_blocks(params)
+
+    def run(mesh):
+        def make():
+            sharded = sl.shard(params, mesh, sl.chain(DROP, *transforms))
+            return sl.make_train_step(loss_fn, sharded, sl.optim.adamw(RATE), rng=SEED, donate=False)
+
+        (state, step), batch = make(), thinned.share(mesh, tokens())
+        for _ in range(4):  # the next one leaves out two layers
+            state, _ = step(state, batch)
+        resumed, step_again = state, make()[1]
+        for _ in range(2):
+            (state, _), (resumed, _) = step(state, batch), step_again(resumed, batch)
+            assert_same((resumed.params.buffers, resumed.comm), (state.params.buffers, state.comm))
+        return len(state.comm)
+
+    assert all(sl.simulate(run, mesh=mesh))
+
+
+def test_what_is_used_outside_of_a_layer_that_is_left_out_is_sent_or_kept():
+    """In one bit: what ranks send and keep adds up to the gradients."""
+    plain, params = linear_blocks(sl.block(lambda p, x: x + x.sin() @ p["w"]))
+
+    def loss_fn(params, batch):
+        return plain(params, batch) + 0.1 * sum((p["w"] * batch[0]).square().sum() for p in params["layers"])
+
+    batch = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+    optimizer = sl.optim.sgd(0.01)
+    plan = {"data": 2}, sl.chain(sl.progressive_layer_drop(0.2, 10.0), sl.zero(1), sl.onebit("data"))
+    result = sl.debug.bisect(loss_fn, params, None, plan, batch, optimizer=optimizer, steps=3, rng=SEED)
+    assert not result, result
 
 
 # transformers' decoders, and blocks of a user's.

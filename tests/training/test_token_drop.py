@@ -306,6 +306,18 @@ def test_sequences_that_are_cut_are_refused():
         )
 
 
+@pytest.mark.parametrize("later", [0, -3, 2.7, math.nan, "many", None, True])
+def test_a_schedule_that_gives_no_number_of_tokens_later_is_refused(later):
+    transform = sl.random_ltd(lambda step: 4 if step < 2 else later)
+    state, step = sl.make_train_step(
+        gpt.make_loss(GPT), sl.shard(gpt.init(GPT), sl.make_mesh(), transform), sl.optim.sgd(RATE), donate=False
+    )
+    for _ in range(2):
+        state, _ = step(state, tokens())
+    with pytest.raises(IllegalComposition, match=rf"it gives {later!r} at step 2; use a number of tokens, at least 1"):
+        step(state, tokens())
+
+
 def test_no_middle_layers_are_refused():
     with pytest.raises(IllegalComposition, match="the first and the last 2 of 4 layers"):
         sl.make_plan(gpt.init(GPT), sl.make_mesh(), sl.random_ltd(PACE, ends=2))

@@ -7,7 +7,7 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -135,6 +135,14 @@ class Residuals:
         if self.after[name] is self._before.get(name):
             self.after[name] = self.after[name].clone()
         return self.after[name]
+
+    def empty(self, names: Iterable[str]) -> Residuals:
+        """These tensors with zeros as the residuals of these names, for exchanges that are to send none of those."""
+        return Residuals(self._before | {name: torch.zeros_like(self._before[name]) for name in names})
+
+    def add(self, other: Residuals, names: Iterable[str]) -> None:
+        """Add the residuals of these names that exchanges have left in ``other``, from `empty`."""
+        self.after |= {name: self.after[name] + other.after[name] for name in names}
 
 
 class BoundCodec(Protocol):

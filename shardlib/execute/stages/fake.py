@@ -12,7 +12,7 @@ import torch
 
 from shardlib.common._compat import DataDependentOutputException, FakeTensorMode
 from shardlib.execute.losses import require_function
-from shardlib.execute.stages.tracing import trace, walk
+from shardlib.execute.stages.tracing import walks
 from shardlib.execute.stages.walk import Walk
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
@@ -21,7 +21,7 @@ from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
 from shardlib.plan.reductions import Reductions
 from shardlib.plan.tiers.depth import short_form
-from shardlib.plan.tiers.known import seen_in_traces
+from shardlib.plan.tiers.known import Traced, seen_in_traces
 from shardlib.rng import Key
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
@@ -53,16 +53,16 @@ class Tracing:
     def traced(self, plan: Plan) -> Plan:
         """The plan with its traces, from one micro-batch. If tracing fails, a note in the log says so."""
         try:
-            with self._setting(plan) as setting:
-                return replace(plan, traces=trace(self.loss_fn, *setting, self.key, self.step))
+            walks, spans = self.walks(plan), plan.stages.spans
         except DataDependentOutputException as error:
             notes = f"not traced: the loss reads values ({error})", _UNEVEN
             return replace(plan, claims=plan.claims and plan.claims.noting(notes))
+        return replace(plan, traces=tuple(walk.trace(start) for walk, (start, _) in zip(walks, spans, strict=True)))
 
-    def walk(self, plan: Plan) -> Walk:
-        """What one micro-batch does, under a plan of one stage."""
+    def walks(self, plan: Plan) -> tuple[Walk, ...]:
+        """What one micro-batch does in each stage."""
         with self._setting(plan) as setting:
-            return walk(self.loss_fn, *setting, self.key, self.step)
+            return walks(self.loss_fn, *setting, self.key, self.step)
 
     @contextmanager
     def _setting(self, plan: Plan) -> Iterator[tuple[Plan, Mesh, Sharded, Tree, Tree]]:
@@ -91,41 +91,47 @@ class Tracing:
             yield plain, mesh, Sharded(plain, mesh, "param", stored), batch, buffers
 
 
+def traced_once(tracing: Tracing) -> Traced:
+    """Traces of plans, each kind once. A function that is a sequence of blocks shows in short forms all that it does: blocks
+    that are left out are the same function of parameters that are treated alike, and get a carry of the same form."""
+    return Traced(tracing.traced, Shortly(tracing), sure=isinstance(tracing.loss_fn, Sequential))
+
+
 class Shortly:
     """Traces of deep functions from short forms of their plans. A short form serves any number of blocks."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
-        self._walks: list[tuple[Plan, Walk | None]] = []
+        self._walks: list[tuple[Plan, tuple[Walk, ...]]] = []
 
     def __call__(self, plan: Plan) -> tuple[Trace, ...] | None:
         """The traces of a plan; None where no short form shows them."""
-        loss_fn = self._tracing.loss_fn
-        sequential = isinstance(loss_fn, Sequential)
-        short = short_form(plan, sequential=sequential)
+        loss_fn, tracing = self._tracing.loss_fn, self._tracing
+        functions = loss_fn.functions if isinstance(loss_fn, Sequential) else None
+        if plan.step.thins and tracing.step is not None:  # that step leaves out some layers, not others
+            return None
+        short = short_form(plan, functions)
         if short is None:
             return None
-        tracing = self._tracing
-        if isinstance(loss_fn, Sequential):
-            functions = loss_fn.functions
-            gone = set(range(len(functions))).difference(short.kept)
-            if any(functions[number] is not functions[number - 1] for number in gone):
-                return None
+        if functions is not None:
             tracing = replace(tracing, loss_fn=Sequential([functions[number] for number in short.kept]))
-        walk = self._walk(short.plan, tracing)
-        blocks = len(short.stands) + (short.others if sequential else 0)
-        if walk is None or walk.blocks != blocks or not all(map(walk.steady, short.repeats)):
+        walks = self._seen(short.plan, tracing)
+        if len(walks) != len(short.stages):
             return None
-        return (walk.trace(short.repeats, short.stands),)
+        for walk, stage in zip(walks, short.stages):
+            if walk.blocks != stage.blocks or not all(map(walk.steady, stage.repeats)):
+                return None
+        return tuple(walk.trace(stage.first, stage.repeats, short.stands) for walk, stage in zip(walks, short.stages))
 
-    def _walk(self, plan: Plan, tracing: Tracing) -> Walk | None:
+    def _seen(self, plan: Plan, tracing: Tracing) -> tuple[Walk, ...]:
+        """What one micro-batch does in each stage; nothing if the function fails."""
         seen = seen_in_traces(plan)
-        known = next((each for each in self._walks if each[0] == seen), None)
+        known = next((walks for other, walks in self._walks if other == seen), None)
         if known is None:
             try:
-                known = seen, tracing.walk(plan)
+                known = tracing.walks(plan)
             except Exception as error:  # the function's own: it may need all of its parameters
                 _log.debug("no short form: %s", error)
-                known = seen, None
-            self._walks.append(known)
-        return known[1]
+                known = ()
+            self._walks.append((seen, known))
+        return known

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -12,8 +10,8 @@ import torch
 from shardlib.execute.activations.names import require_known
 from shardlib.execute.batches import split_batch
 from shardlib.execute.executor import Executor
-from shardlib.execute.gradients import Gradients, Turn, default_options
-from shardlib.execute.handles import materialise
+from shardlib.execute.gradients import Turn, default_options
+from shardlib.execute.handles import Handle, materialise
 from shardlib.execute.live import LiveBytes, Stretch
 from shardlib.execute.losses import read_loss
 from shardlib.execute.phases import Phases, Work, followed
@@ -24,31 +22,32 @@ from shardlib.execute.stages.entry import entered
 from shardlib.execute.stages.interpreter import Run, differentiable, fresh_leaf
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.stages.pipe import require_blocks
-from shardlib.execute.stages.walk import Called, Peak, Sent, Walk, peak_of
+from shardlib.execute.stages.walk import Called, Sent, Walk
 from shardlib.mesh.mesh import Mesh
+from shardlib.nn.blocks import Sequential
 from shardlib.plan.plan import Plan
-from shardlib.plan.records import Trace
+from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
 from shardlib.sharded.landing import Imagined
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, leaves_of, tree_map
+from shardlib.tree import Tree, flatten, leaves_of, tree_map
 
 
-def trace(
+def walks(
     loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key, step: int | None
-) -> tuple[Trace, ...]:
-    """The trace of each stage, from the first of a rank's micro-batches, at a step with its key, or one that leaves out
-    nothing. ``params`` holds the buckets of all stages."""
+) -> tuple[Walk, ...]:
+    """What the first of a rank's micro-batches does in each stage, at a step with its key, or one that leaves out nothing.
+    ``params`` holds the buckets of all stages."""
     if plan.stages.axes:
-        return _trace_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng, step)
-    return (walk(loss_fn, plan, mesh, params, batch, buffers, rng, step).trace(),)
+        return _of_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng, step)
+    return (_of_one(loss_fn, plan, mesh, params, batch, buffers, rng, step),)
 
 
-def walk(
+def _of_one(
     loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key, step: int | None
 ) -> Walk:
-    """What the first of a rank's micro-batches does under a plan of one stage. Arguments are as in `trace`."""
-    runner, phases = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None), Phases()
+    runner = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None)
+    phases = _Phases(isinstance(loss_fn, Sequential))
     alone: list[list[Stretch]] = []
     summed: list[list[Stretch]] = []
     landing: Imagined  # of the last run
@@ -78,7 +77,127 @@ def walk(
         plan.step.microbatches > 1
     ):  # the others find sums of earlier ones, and the last one ends with the step's exchanges
         run(*sorted({0, 1, plan.step.microbatches - 1}))
-    return Walk(alone, summed, work.done, runner.executor.touches, phases.blocks, landing.spare)
+    return Walk(alone, summed, work.done, runner.executor.touches, phases.carries, phases.blocks, landing.spare)
+
+
+def _of_stages(
+    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key, step: int | None
+) -> tuple[Walk, ...]:
+    blocks, spans = require_blocks(loss_fn, plan), plan.stages.spans
+    thinned = plan.step.thinned(step, rng)
+    kinds = (
+        kinds_of(plan, blocks) if thinned is None else range(len(spans))
+    )  # a step leaves out some layers, not others
+    known: list[tuple[Any, _Stage]] = []  # of each stage that is traced: its kind, with its carry's form
+    stands: list[int] = []  # for each stage the number of the one that is traced for it
+    carries: list[Any] = [None]  # what enters the next stage, whose function takes it out
+    for number, (kind, (start, stop)) in enumerate(zip(kinds, spans, strict=True)):
+        seen = kind, _form(carries[0])
+        stands.append(next((n for n, (other, _) in enumerate(known) if other == seen), len(known)))
+        if stands[-1] == len(known):
+
+            def compute(tree: Tree, carry: Any, start: int = start, stop: int = stop) -> Any:
+                result = materialise(blocks.run(tree, carry, batch, start, stop, rng))
+                return read_loss(result, False).total if stop == len(blocks) else result
+
+            known.append((seen, _Stage(plan, mesh, number)))
+            known[-1][1].forward(params, carries, compute, thinned)
+        carries = [known[stands[-1]][1].handed_on()]
+    stages = [stage for _, stage in known]
+    records = [stage.executor.record for stage in stages]
+    if plan.step.sequence:
+        require_whole_loss(plan.step.sequence, mesh, {step for record in records for step in record.done}, None)
+    if plan.step.remat:
+        require_known(plan.step.remat.save, {name for record in records for name in record.names})
+    for stage in reversed(stages):
+        stage.backward()
+    done = [stage.walk() for stage in stages]
+    return tuple(as_another(done[n], plan, stages[n].number, number) for number, n in enumerate(stands))
+
+
+class _Stage:
+    """One stage of a pipeline, while a micro-batch goes through it."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, number: int) -> None:
+        self.number, self._plan, self._mesh = number, plan, mesh
+        self.executor = Executor(plan.of_stage(number), mesh, trained=True)
+        self._gradients = self.executor.gradients(default_options(mesh))
+        self._between = 0
+        self._phases = phases = _Phases(True)
+        self._live = LiveBytes(lambda: phases.now)
+        self._work = Work(lambda: phases.now, lambda: _moved(self.executor, mesh))
+
+    def forward(self, params: Sharded, carries: list[Any], compute: Any, thinned: Thinned | None) -> None:
+        """Run ``compute(tree, carry)``.
+
+        Args:
+            carries: the carry alone, which is taken out of the list: from there on it is the function's alone.
+        """
+        given, inputs = entered(carries.pop())
+        arrived = [leaf.untyped_storage() for leaf in leaves_of(given) if isinstance(leaf, torch.Tensor)]
+        self._arrived, storages = sum(storage.nbytes() for storage in arrived), [*map(ref, arrived)]
+        carries.append(given)
+        del given, arrived
+        with self._live, self._work, followed(lambda _: self._phases):
+            result = self.executor.open(params, self._gradients, lambda tree: compute(tree, carries.pop()), thinned)
+        self.executor.rest()
+        stays = sum(storage.nbytes() for each in storages if (storage := each()) is not None)
+        self._kept = self._live.now + stays
+        self._run = Run(self.executor, inputs, differentiable(result))
+        tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
+        self._passed = sum(leaf.nbytes for leaf in tensors), sum(leaf.nbytes for leaf in self._run.outputs)
+        self._carry = tree_map(_another, result)
+
+    def handed_on(self) -> Any:
+        """The carry of the next stage."""
+        return tree_map(_another, self._carry)
+
+    def backward(self) -> None:
+        run, seeds, turn = self._run, [torch.ones_like(output) for output in self._run.outputs], Turn(0, last=False)
+        with self._live, self._work:
+            if self._plan.stages.schedule.splits and run.inputs and run.outputs:
+                self.executor.inputs_gradient(run.outputs, seeds, run.inputs)
+                self.executor.rest()
+                self._between = self._live.now
+                self.executor.weights_gradient(self._gradients, turn)
+            else:
+                self.executor.differentiate(run.outputs, seeds, run.inputs, self._gradients, turn)
+            self._gradients.land()
+        self.executor.close()
+
+    def walk(self) -> Walk:
+        """What was seen."""
+        forward, backward = self._passed
+        return Walk(
+            [self._live.stretches(without=self._gradients.held)],
+            [self._live.stretches()],
+            self._work.done,
+            self.executor.touches,
+            self._phases.carries,
+            self._phases.blocks,
+            arrived=self._arrived,
+            kept=self._kept,
+            between=self._between,
+            forward=forward,
+            backward=backward,
+        )
+
+
+class _Phases(Phases):
+    """Phases that note, where the function is a sequence of blocks, what the carry of each block is like."""
+
+    def __init__(self, sequential: bool) -> None:
+        super().__init__()
+        self._sequential = sequential
+
+    def begin(self) -> None:
+        super().begin()
+        self.carries: list[Any] = []
+
+    def meets(self, number: int, args: tuple[Any, ...]) -> None:
+        if self._sequential:
+            _, carry, *_ = args
+            self.carries.append(_form(carry))
 
 
 def _moved(executor: Executor, mesh: Mesh) -> dict[Any, int]:
@@ -90,127 +209,18 @@ def _moved(executor: Executor, mesh: Mesh) -> dict[Any, int]:
     return done if host is None else {**done, "down": host.down, "up": host.up, "host": host.held}
 
 
-def _trace_stages(
-    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key, step: int | None
-) -> tuple[Trace, ...]:
-    blocks, spans = require_blocks(loss_fn, plan), plan.stages.spans
-    runs: list[Run] = []
-    carry: Any = None
-    passed: list[tuple[int, int]] = []
-    sent: list[dict[str, int]] = []
-    called: list[dict[str, int]] = []
-    phases: list[Phases] = []
-    alive: list[LiveBytes] = []
-    work: list[Work] = []
-    memory: list[tuple[int, int]] = []  # bytes that a stage keeps, and bytes of the incoming carry
-    gradients: list[Gradients] = []
-    known: list[
-        tuple[Any, Tree]
-    ] = []  # of each stage that is traced: its kind, with its carry's form, and the next carry
-    firsts: list[int] = []  # the first block of each of them
-    stands: list[int] = []  # for each stage the number of the one that is traced for it
-    thinned = plan.step.thinned(step, rng)
-    kinds = (
-        kinds_of(plan, blocks) if thinned is None else range(len(spans))
-    )  # a step leaves out some layers, not others
-    for stage, (kind, (start, stop)) in enumerate(zip(kinds, spans, strict=True)):
-        seen = kind, [_form(leaf) for leaf in leaves_of(carry)]
-        number = next((number for number, (other, _) in enumerate(known) if other == seen), len(known))
-        stands.append(number)
-        if number < len(known):
-            carry = tree_map(_another, known[number][1])
-            continue
-        firsts.append(start)
-        sent.append({})
-        called.append({})
-        work.append(Work())
-        phases.append(Phases(start))
-        alive.append(LiveBytes(lambda phase=phases[-1]: phase.now))  # type: ignore[misc]
-        given, inputs = entered(carry)
-        arrived = [leaf.untyped_storage() for leaf in leaves_of(given) if isinstance(leaf, torch.Tensor)]
-        arriving, storages = sum(storage.nbytes() for storage in arrived), [*map(ref, arrived)]
-        carries = [given]  # from here the function's alone
-        del given, arrived
-        carry = None
+def _form(carry: Any) -> Any:
+    """What a carry is to the block, or the stage, that it enters."""
+    _, leaves, treedef = flatten(carry)
 
-        def compute(tree: Tree, start: int = start, stop: int = stop, carries: list[Any] = carries) -> Any:
-            result = materialise(blocks.run(tree, carries.pop(), batch, start, stop, rng))
-            return read_loss(result, False).total if stop == len(blocks) else result
+    def form(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, Handle) or leaf.layout is not torch.strided:
+            return leaf
+        return leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad
 
-        executor = Executor(plan.of_stage(stage), mesh, trained=True)
-        gradients.append(executor.gradients(default_options(mesh)))
-        follow = followed(lambda _, phases=phases[-1]: phases)  # type: ignore[misc]
-        with _counting(mesh, sent[-1], called[-1]), alive[-1], work[-1], follow:
-            result = executor.open(params, gradients[-1], compute, thinned)
-        executor.rest()
-        stays = sum(storage.nbytes() for each in storages if (storage := each()) is not None)
-        memory.append((alive[-1].now + stays, arriving))
-        runs.append(Run(executor, inputs, differentiable(result)))
-        tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
-        passed.append((sum(leaf.nbytes for leaf in tensors), sum(leaf.nbytes for leaf in runs[-1].outputs)))
-        carry = tree_map(_another, result)
-        known.append((seen, tree_map(_another, result)))
-    if plan.step.sequence:
-        require_whole_loss(plan.step.sequence, mesh, {step for run in runs for step in run.executor.record.done}, None)
-    if plan.step.remat:
-        require_known(plan.step.remat.save, {name for run in runs for name in run.executor.record.names})
-    for run, grads, counts, calls, watch, done in list(zip(runs, gradients, sent, called, alive, work))[::-1]:
-        seeds = [torch.ones_like(output) for output in run.outputs]
-        with _counting(mesh, counts, calls), watch, done:
-            if plan.stages.schedule.splits and run.inputs and run.outputs:
-                run.executor.inputs_gradient(run.outputs, seeds, run.inputs)
-                run.executor.rest()
-                run.executor.weights_gradient(grads, Turn(0, last=False))
-            else:
-                run.executor.differentiate(run.outputs, seeds, run.inputs, grads, Turn(0, last=False))
-            grads.land()
-        run.executor.close()
-    peaks = [
-        (peak_of(watch.stretches(without=grads.held)), peak_of(watch.stretches()))
-        for watch, grads in zip(alive, gradients)
-    ]
-    traced = [
-        Trace(
-            run.executor.touches, counts, live.bytes + carry_bytes, peak.bytes + carry_bytes, kept,
-            out, back, collectives=calls, **_noted(done, live, peak), **_kept(run.executor, phase),
-        )
-        for run, (out, back), counts, calls, (kept, carry_bytes), (live, peak), done, phase
-        in zip(runs, passed, sent, called, memory, peaks, work, phases)
-    ]  # fmt: skip
-    return tuple(as_another(traced[n], start - firsts[n]) for n, (start, _) in zip(stands, spans, strict=True))
-
-
-def _form(leaf: Any) -> Any:
-    """What a carry's leaf is to the stage that it enters."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad
+    return treedef, [form(leaf) for leaf in leaves]
 
 
 def _another(leaf: Any) -> Any:
     """A leaf of a carry as from another rank: in memory of its own."""
     return fresh_leaf(leaf.clone()) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _noted(work: Work, live: Peak, peak: Peak) -> dict[str, Any]:
-    """The operations that were counted, and the phases of the peaks."""
-    counted = {"flops": work.flops, "launches": work.launches, "streamed": work.streamed}
-    return counted | {"live_in": live.phase, "peak_in": peak.phase}
-
-
-def _kept(executor: Executor, phases: Phases) -> dict[str, Any]:
-    """The number of blocks, and bytes of their inputs moved to host memory and back so far, and held there."""
-    host, blocks = executor.host, {"blocks": phases.blocks}
-    return blocks if host is None else blocks | {"down": host.down, "up": host.up, "host": host.held}
-
-
-@contextmanager
-def _counting(mesh: Mesh, counts: dict[str, int], calls: dict[str, int]) -> Iterator[None]:
-    """Add the payload bytes of activations sent in this context to ``counts``, and their collectives to ``calls``."""
-    traffic = mesh.traffic
-    totals = ((traffic.activations, counts), (traffic.activation_calls, calls))
-    before = [dict(total) for total, _ in totals]
-    yield
-    for (total, added), old in zip(totals, before, strict=True):
-        for axis, number in total.items():
-            added[axis] = added.get(axis, 0) + number - old.get(axis, 0)

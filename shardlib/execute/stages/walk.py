@@ -17,10 +17,10 @@ _ALONE: Mapping[str, Sequence[str]] = {}
 
 
 class Peak(NamedTuple):
-    """The most bytes that were alive at once, and the phase in which they were. Of several phases, the first."""
+    """The most bytes that were alive at once, and the phase in which they were, if any were. Of several phases, the first."""
 
     bytes: int
-    phase: str
+    phase: Phase | None
 
     def or_higher(self, other: Peak) -> Peak:
         """The higher of two peaks; of equal ones, this one."""
@@ -29,44 +29,54 @@ class Peak(NamedTuple):
 
 def peak_of(stretches: Iterable[Stretch]) -> Peak:
     """The peak of what happened, stretch by stretch."""
-    live, peak = 0, Peak(0, "")
+    live, peak = 0, Peak(0, None)
     for phase, rise, net in stretches:
         if live + rise > peak.bytes:
-            peak = Peak(live + rise, str(phase))
+            peak = Peak(live + rise, phase)
         live += net
     return peak
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What one micro-batch of a function was seen to do on one stage.
+    """What one micro-batch of a function was seen to do on one stage, whose blocks count from 1.
 
     Attributes:
         alone: for each run of a micro-batch alone, what happened to memory, gradients of parameters left out.
         summed: for each run, what happened to all memory: also of runs of several of a step's micro-batches.
         done: phase -> what was done in it, by name: see `shardlib.execute.phases.Work`.
         touches: units in the order they are gathered.
+        carries: of each block what the carry that it is given is like, where the function is a sequence of blocks.
         blocks: how many blocks ran.
         summands: as in a trace.
+        arrived: bytes of the carry that came from the stage before.
+        kept, between, forward, backward: as in a trace.
     """
 
     alone: Sequence[Sequence[Stretch]]
     summed: Sequence[Sequence[Stretch]]
     done: Mapping[Phase, Mapping[Any, int]]
     touches: tuple[str, ...]
+    carries: Sequence[Any]
     blocks: int
-    summands: int
+    summands: int = 0
+    arrived: int = 0
+    kept: int = 0
+    between: int = 0
+    forward: int = 0
+    backward: int = 0
 
-    def trace(self, repeats: Repeats = _ONCE, stands: Mapping[str, Sequence[str]] = _ALONE) -> Trace:
+    def trace(self, first: int = 0, repeats: Repeats = _ONCE, stands: Mapping[str, Sequence[str]] = _ALONE) -> Trace:
         """The trace; or that of the same function with more blocks.
 
         Args:
+            first: number of blocks in the stages before.
             repeats: of blocks that are `steady`.
             stands: path of the parameters of each block -> the paths that those of the blocks which it stands for have.
         """
 
         def highest(runs: Sequence[Sequence[Stretch]]) -> Peak:
-            peak = Peak(0, "")
+            peak = Peak(0, None)
             for run in runs:
                 peak = peak.or_higher(peak_of(self._with_more(run, repeats)))
             return peak
@@ -77,17 +87,26 @@ class Walk:
             for name, count in done.items():
                 totals.setdefault(name, [0, 0])[phase.backward] += times * count
         live, peak = highest(self.alone), highest(self.summed)
+
+        def more(bytes: int, visits: int) -> int:
+            """What blocks leave after some visits, as was seen, with those that are like them."""
+            return bytes and bytes + sum(count * self._left(block, visits) for block, count in repeats.items())
+
         return Trace(
             tuple(_touched(self.touches, stands)),
             {name.axis: sum(both) for name, both in totals.items() if isinstance(name, Sent)},
-            live.bytes,
-            peak.bytes,
+            live.bytes + self.arrived,
+            peak.bytes + self.arrived,
+            more(self.kept, 1),
+            more(self.between, 2),
+            self.forward,
+            self.backward,
             flops=_pair(totals.get("flops")),
             launches=_pair(totals.get("launches")),
             streamed=_pair(totals.get("streamed")),
             collectives={name.axis: sum(both) for name, both in totals.items() if isinstance(name, Called)},
-            live_in=live.phase,
-            peak_in=peak.phase,
+            live_in=_named(live.phase, first),
+            peak_in=_named(peak.phase, first),
             blocks=self.blocks + sum(repeats.values()),
             summands=self.summands,
             **{name: sum(totals.get(name, ())) for name in ("down", "up", "host")},
@@ -95,21 +114,25 @@ class Walk:
 
     def steady(self, block: int) -> bool:
         """Whether a block and the next one did the same, one right after the other, so that more may come between."""
+        if self.carries and self.carries[block - 1] != self.carries[block]:
+            return False
+        if any(sum(part.net for part in run if self._block(part.phase) == block) for run in self.alone):
+            return False  # what it has made is freed by what comes after all blocks
         here = [(phase, done) for phase, done in self.done.items() if self._block(phase) == block]
         after = {phase: done for phase, done in self.done.items() if self._block(phase) == block + 1}
         if len(here) != len(after) or any(after.get(_later(phase, 1)) != done for phase, done in here):
             return False
         for run in (*self.alone, *self.summed):
-            visits = [(number, parts) for number, parts in self._visits(run) if number]
+            visits = list(self._visits(run))
             places = [at for at, (number, _) in enumerate(visits) if number == block]
-            if not places:
+            if not places or any(_onwards(visits, at) is None for at in places):
                 return False
-            for at in places:
-                neighbour = at - 1 if visits[at][1][0].phase.backward else at + 1
-                number, parts = visits[neighbour] if 0 <= neighbour < len(visits) else (0, [])
-                if number != block + 1 or parts != [_moved(part, 1) for part in visits[at][1]]:
-                    return False
         return True
+
+    def _left(self, block: int, visits: int) -> int:
+        """Bytes that the first visits of a block leave: its forward, and the backward that may be half of it."""
+        seen = (parts for number, parts in self._visits(self.alone[0]) if number == block)
+        return sum(part.net for parts in itertools.islice(seen, visits) for part in parts)
 
     def _block(self, phase: Phase) -> int:
         """The number of the block that a phase belongs to; 0 for what comes before all blocks or after them."""
@@ -125,11 +148,12 @@ class Walk:
 
     def _with_more(self, run: Iterable[Stretch], repeats: Repeats) -> Iterator[Stretch]:
         """A run with the blocks that others are like, once for each of these."""
-        for block, parts in self._visits(run):
+        visits = list(self._visits(run))
+        for at, (block, parts) in enumerate(visits):
             place = block or parts[0].phase.block
             past = sum(count for other, count in repeats.items() if other < place)
             numbers = range(past, past + repeats.get(block, 0) + 1)
-            for number in reversed(numbers) if parts[0].phase.backward else numbers:
+            for number in numbers if len(numbers) == 1 or _onwards(visits, at) else reversed(numbers):
                 yield from (_moved(part, number) for part in parts)
 
 
@@ -147,9 +171,28 @@ class Called:
     axis: str
 
 
+def _onwards(visits: Sequence[tuple[int, list[Stretch]]], at: int) -> bool | None:
+    """Whether the next block follows on a block and does the same; False if it comes right before it, and None if neither.
+
+    Visits of what belongs to no block do not count.
+    """
+    block, parts = visits[at]
+    like = block + 1, [_moved(part, 1) for part in parts]
+    after = next((visit for visit in visits[at + 1 :] if visit[0]), None)
+    if after == like:
+        return True
+    before = next((visit for visit in reversed(visits[:at]) if visit[0]), None)
+    return False if before == like else None
+
+
 def _pair(both: Sequence[int] | None) -> tuple[int, int]:
     forward, backward = both or (0, 0)
     return forward, backward
+
+
+def _named(phase: Phase | None, first: int) -> str:
+    """The name of a phase, whose block has that many in stages before it; "" for none."""
+    return "" if phase is None else str(_later(phase, first))
 
 
 def _later(phase: Phase, count: int) -> Phase:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import optree
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import Shape
+from shardlib.plan.value import PlanValue
 from shardlib.tree import Tree, leaves_of, path_name, unflatten
 
 # Neighbours of one kind that a short form keeps, at the beginning and at the end. What is gathered ahead in forward, or
@@ -19,77 +20,157 @@ from shardlib.tree import Tree, leaves_of, path_name, unflatten
 # out, is then like the next one.
 _FIRST, _LAST = 3, 5
 
+Kinds = dict[int, list[Any]]  # number of a block in its list -> what a plan does with its parameters
+
+
+class ShortStage(NamedTuple):
+    """A stage of a short form.
+
+    Attributes:
+        first: number of blocks in the stages before it, in the whole plan.
+        blocks: number of its own that are left.
+        repeats: number of a block, from 1 -> how many like it are left out right after it.
+    """
+
+    first: int
+    blocks: int
+    repeats: dict[int, int]
+
 
 class Short(NamedTuple):
     """A short form of a plan.
 
     Attributes:
         plan: for parameters with fewer blocks.
-        repeats: number of a block, from 1 -> how many like it are left out right after it.
+        stages: of the plan.
         stands: path of each block -> paths of the blocks that it is in the whole plan: one, or those that it stands for.
         kept: numbers of the elements that the list of blocks still has.
-        others: elements of that list beside the blocks.
     """
 
     plan: Plan
-    repeats: dict[int, int]
+    stages: tuple[ShortStage, ...]
     stands: dict[str, tuple[str, ...]]
     kept: tuple[int, ...]
-    others: int
 
 
-def short_form(plan: Plan, *, sequential: bool = False) -> Short | None:
+def short_form(plan: Plan, functions: Sequence[Any] | None = None) -> Short | None:
     """The short form of a plan; None if it has none that is shorter.
 
     Args:
-        sequential: whether every element of the parameters, which are a list, is a block: those before and after the blocks
-            that are alike, too.
+        functions: of blocks, where every element of the parameters, which are a list, is one: those before and after the
+            blocks that are alike, too.
     """
-    stack = None if plan.stages.axes else _stack(plan.shape.treedef)
-    if stack is None:
+    stack = _stack(plan.shape.treedef)
+    if stack is None or (functions is None and plan.stages.axes):
         return None
-    at, start, length, whole = stack
-    before = start if sequential else 0
-    blocks = [path_name((*at, start + number)) for number in range(length)]
-    kinds = _kinds(plan, blocks)
+    if functions is not None and (stack.at or len(functions) != stack.whole):
+        return None
+    paths = {number: path_name((*stack.at, number)) for number in stack.blocks}
+    kinds = _kinds(plan, paths)
     if kinds is None:
         return None
-    remat = plan.step.remat
-    recomputed = 0 if remat is None else length if remat.blocks is None else remat.blocks
-    groups: list[tuple[int, ...]] = []  # the blocks that each one of the short form stands for
-    for _, run in itertools.groupby(range(length), key=lambda number: (before + number < recomputed, kinds[number])):
-        numbers = list(run)
-        groups += _grouped(numbers, max(_LAST, _leaving(plan, kinds[numbers[0]], length)))
-    if len(groups) == length:
+    if functions is not None:
+        for number, kind in kinds.items():
+            kind.append(functions[number])
+    cuts = _cuts(plan, stack, kinds, (0, stack.whole) if functions else (stack.blocks.start, stack.blocks.stop))
+    stands = {n: group for cut in cuts for n, group in zip(cut.present(kinds), cut.groups, strict=True)}
+    again = _again(plan, cuts)
+    if len(stands) == len(paths) or again is None:
         return None
-    # Where nothing but recompute differs, the first blocks serve any number of recomputed ones.
-    alike = all(kind == kinds[0] for kind in kinds)
-    present = list(range(len(groups))) if alike else [group[0] for group in groups]
-    kept = (*range(start), *(start + number for number in present), *range(start + length, whole))
-    short = _without(plan, at, kept, {path for n, path in enumerate(blocks) if n not in present})
+    kept = tuple(number for number in range(stack.whole) if number in stands or number not in paths)
+    short = _without(plan, stack.at, kept, {path for number, path in paths.items() if number not in stands})
     if short is None:
         return None
-    if remat is not None and remat.blocks is not None:
-        after = max(0, recomputed - before - length)
-        again = replace(
-            remat, blocks=min(before, recomputed) + after + sum(before + group[0] < recomputed for group in groups)
-        )
-        short = replace(short, step=replace(short.step, remat=again))
-    repeats = {position: len(group) - 1 for position, group in enumerate(groups, 1 + before) if len(group) > 1}
-    stands = {blocks[number]: tuple(blocks[n] for n in group) for number, group in zip(present, groups, strict=True)}
-    return Short(short, repeats, stands, kept, whole - length)
+    if plan.step.remat is not None and plan.step.remat.blocks is not None:
+        short = replace(short, step=replace(short.step, remat=replace(plan.step.remat, blocks=again)))
+    if plan.stages.axes:
+        stops = list(itertools.accumulate(cut.blocks for cut in cuts))
+        short = replace(short, stages=replace(short.stages, spans=tuple(zip([0, *stops], stops))))
+    stages = tuple(ShortStage(cut.span.start if plan.stages.axes else 0, cut.blocks, cut.repeats) for cut in cuts)
+    named = {paths[number]: tuple(paths[n] for n in group) for number, group in stands.items()}
+    return Short(short, stages, named, kept)
 
 
-def _grouped(run: list[int], end: int) -> list[tuple[int, ...]]:
-    """Neighbours of one kind, each alone; or one of them, the last of the first ones, with those that it stands for: all
-    but the ``end`` ones at the end."""
-    if len(run) <= _FIRST + end:
+class _Cut(NamedTuple):
+    """The blocks of a stage, by their numbers in the list: all of them, those of the stack, and these in groups: one alone,
+    or one with those after it that it stands for."""
+
+    span: range
+    inside: range
+    groups: list[tuple[int, ...]]
+
+    @property
+    def before(self) -> int:
+        """Number of the stage's blocks before those of the stack."""
+        return self.inside.start - self.span.start
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks in the short form."""
+        return len(self.span) - len(self.inside) + len(self.groups)
+
+    @property
+    def repeats(self) -> dict[int, int]:
+        """As in `ShortStage`."""
+        return {n: len(group) - 1 for n, group in enumerate(self.groups, 1 + self.before) if len(group) > 1}
+
+    def present(self, kinds: Kinds) -> Sequence[int]:
+        """The blocks that are left. Where only recompute differs, the first ones serve any number of recomputed ones."""
+        alike = all(kinds[number] == kinds[self.inside[0]] for number in self.inside)
+        return self.inside[: len(self.groups)] if alike else [group[0] for group in self.groups]
+
+
+def _cuts(plan: Plan, stack: _Stack, kinds: Kinds, whole: tuple[int, int]) -> list[_Cut]:
+    """The stages.
+
+    Args:
+        whole: the blocks of a plan of one stage.
+    """
+    spans = [range(*span) for span in (plan.stages.spans if plan.stages.axes else (whole,))]
+    cuts = []
+    for span in spans:
+        start, stop = max(span.start, stack.blocks.start), min(span.stop, stack.blocks.stop)
+        cuts.append(_Cut(span, range(start, stop) if start < stop else range(span.start, span.start), []))
+    ahead = max(cut.before for cut in cuts)
+    for stage, cut in enumerate(cuts):
+        recomputed = cut.span.start + _recomputed(plan, len(cut.span))
+        for _, run in itertools.groupby(cut.inside, key=lambda number: (number < recomputed, kinds[number])):
+            numbers = list(run)
+            # In all stages as many blocks are recomputed, whatever they have before those of the stack.
+            first = _FIRST + (ahead - cut.before if numbers[0] == cut.inside.start else 0)
+            last = max(_LAST, _leaving(plan.of_stage(stage), kinds[numbers[0]], len(cut.inside)))
+            cut.groups.extend(_grouped(numbers, first, last))
+    return cuts
+
+
+def _recomputed(plan: Plan, blocks: int) -> int:
+    """How many of a stage's blocks may be recomputed, the first ones."""
+    remat = plan.step.remat
+    return 0 if remat is None else blocks if remat.blocks is None else remat.blocks
+
+
+def _again(plan: Plan, cuts: list[_Cut]) -> int | None:
+    """How many blocks of each stage of the short form are recomputed; None if no number is right for all of them."""
+    numbers = []
+    for cut in cuts:
+        recomputed = _recomputed(plan, len(cut.span))
+        outside = min(cut.before, recomputed) + max(0, recomputed - cut.before - len(cut.inside))
+        numbers.append(outside + sum(group[0] < cut.span.start + recomputed for group in cut.groups))
+    most = max(numbers)
+    right = all(min(most, cut.blocks) == min(number, cut.blocks) for number, cut in zip(numbers, cuts, strict=True))
+    return most if right else None
+
+
+def _grouped(run: list[int], first: int, last: int) -> list[tuple[int, ...]]:
+    """Neighbours of one kind, each alone; or one of them, the last of the ``first`` ones, with those that it stands for: all
+    but the ``last`` ones."""
+    if len(run) <= first + last:
         return [(number,) for number in run]
-    first, middle, last = run[: _FIRST - 1], run[_FIRST - 1 : -end], run[-end:]
-    return [*((number,) for number in first), tuple(middle), *((number,) for number in last)]
+    before, middle, after = run[: first - 1], run[first - 1 : -last], run[-last:]
+    return [*((number,) for number in before), tuple(middle), *((number,) for number in after)]
 
 
-def _leaving(plan: Plan, kind: list[Any], length: int) -> int:
+def _leaving(plan: PlanValue, kind: list[Any], length: int) -> int:
     """How many blocks it takes in backward until as many gradients arrive in another memory as leave; 0 if they never do.
 
     Up to there each block's gradients come on top of those that are on their way: see `shardlib.sharded.flights`.
@@ -101,18 +182,17 @@ def _leaving(plan: Plan, kind: list[Any], length: int) -> int:
 
 
 class _Stack(NamedTuple):
-    """Neighbours in a list that have equal structures: the way to the list, the first one, their number, and the list's."""
+    """Neighbours in a list that have equal structures: the way to the list, their numbers, and the list's length."""
 
     at: tuple[Any, ...]
-    start: int
-    length: int
+    blocks: range
     whole: int
 
 
 def _stack(treedef: Any) -> _Stack | None:
     """The longest stack."""
     found = _stacks(unflatten(treedef, range(treedef.num_leaves)), ())
-    return max(found, key=lambda stack: stack.length, default=None)
+    return max(found, key=lambda stack: len(stack.blocks), default=None)
 
 
 def _stacks(node: Any, at: tuple[Any, ...]) -> Iterator[_Stack]:
@@ -124,17 +204,21 @@ def _stacks(node: Any, at: tuple[Any, ...]) -> Iterator[_Stack]:
         runs = [list(run) for _, run in itertools.groupby(range(len(node)), key=forms.__getitem__)]
         longest = max(runs, key=len)
         if len(longest) > _FIRST + _LAST:
-            yield _Stack(at, longest[0], len(longest), len(node))
+            yield _Stack(at, range(longest[0], longest[-1] + 1), len(node))
             return
     for child, entry in zip(children, entries, strict=True):
         yield from _stacks(child, (*at, entry))
 
 
-def _kinds(plan: Plan, blocks: list[str]) -> list[list[Any]] | None:
-    """What a plan does with each block's parameters, without names; None if one is tied to another block's."""
-    number = {path: number for number, path in enumerate(blocks)}
-    depth = blocks[0].count("/") + 1
-    kinds: list[list[Any]] = [[] for _ in blocks]  # where parameters are stored follows from their buckets
+def _kinds(plan: Plan, blocks: Mapping[int, str]) -> Kinds | None:
+    """What a plan does with each block's parameters, without names; None if one is tied to another block's.
+
+    Args:
+        blocks: number -> path.
+    """
+    number = {path: number for number, path in blocks.items()}
+    depth = next(iter(number)).count("/") + 1
+    kinds: Kinds = {block: [] for block in blocks}  # where parameters are stored follows from their buckets
 
     def local(path: str) -> tuple[int | None, str]:
         """The block that a path lies in, and the path within it."""
@@ -156,6 +240,10 @@ def _kinds(plan: Plan, blocks: list[str]) -> list[list[Any]] | None:
         if block is not None:
             leaf, aliases = replace(placement.compute, path=path), [local(alias)[1] for alias in placement.aliases]
             kinds[block].append((leaf, aliases, placement.style, placement.dealt))
+    for module, tiles in plan.step.module_tiles.items():
+        block, path = local(module)
+        if block is not None:
+            kinds[block].append((path, tiles))
     return kinds
 
 

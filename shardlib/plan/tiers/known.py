@@ -12,17 +12,25 @@ from shardlib.plan.records import Trace
 class Traced:
     """Traces plans, each kind once: optimizers, their states' files and how these are updated show in no trace.
 
-    Plans of deep functions are traced in short forms, as soon as that of the first one has given the trace of the whole.
+    Plans of deep functions are traced in short forms. Unless these surely show what the whole would, the first plan is traced
+    as a whole, and the next ones in short forms if that of the first one gives the same.
 
     Args:
         trace: returns a plan with its traces.
         shortly: returns the traces of a plan from a short form; None where none shows them.
+        sure: whether a short form that shows any traces shows those of the whole.
     """
 
-    def __init__(self, trace: Callable[[Plan], Plan], shortly: Callable[[Plan], tuple[Trace, ...] | None]) -> None:
-        self._trace, self._shortly = trace, shortly
+    def __init__(
+        self,
+        trace: Callable[[Plan], Plan],
+        shortly: Callable[[Plan], tuple[Trace, ...] | None],
+        sure: bool = False,
+    ) -> None:
+        self._trace, self._shortly, self._sure = trace, shortly, sure
         self._known: list[tuple[Plan, tuple[Trace, ...], bool]] = []  # and whether they are of the whole function
-        self._trusts: bool | None = None  # whether short forms show what the whole would; None before the first
+        self._first: tuple[Plan, tuple[Trace, ...]] | None = None  # what the first short form is held against
+        self._trusts: bool | None = sure or None  # None before the first short form
 
     def __call__(self, plan: Plan) -> Plan:
         """The plan with its traces."""
@@ -37,16 +45,22 @@ class Traced:
 
     def _traces(self, plan: Plan) -> tuple[tuple[Trace, ...] | None, bool]:
         """The traces of a plan, if it can be traced, and whether they are of the whole function."""
-        short = self._shortly(plan) if self._trusts is not False else None
-        if short is not None and self._trusts:
+        if self._trusts is None and self._first is not None:
+            first, whole = self._first
+            short = self._shortly(first)
+            self._first, self._trusts = None, None if short is None else short == whole
+        short = self._shortly(plan) if self._trusts else None
+        if short is not None:
             return short, False
         found = self._trace(plan).traces
-        if self._trusts is None and short is not None:
-            self._trusts = found == short
+        if self._trusts is None and found is not None:
+            self._first = plan, found
         return found, True
 
     def holds(self, plan: Plan) -> bool:
         """Whether a plan's traces are those of the whole function. If they are not, no short form is trusted from now on."""
+        if self._sure:
+            return True
         seen = seen_in_traces(plan)
         if any(whole and known == seen for known, _, whole in self._known):
             return True

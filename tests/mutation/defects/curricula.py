@@ -78,4 +78,13 @@ DEFECTS = (
         "for run, end in reversed([*zip(runs, up_to)]):",
         (f"{_ANALYZE}::test_parts_are_merged_in_little_memory",),
     ),
+    Defect(
+        "padding as rare as the token of its number",
+        "data",
+        "data/metrics.py",
+        "positions that hold no token are looked up by what pads them",
+        "self._nats[np.where(held, tokens, 0)]",
+        "self._nats[tokens]",
+        (f"{_ANALYZE}::test_metrics_of_lists",),
+    ),
 )
