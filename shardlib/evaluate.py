@@ -99,9 +99,10 @@ class EvalStep:
             )
         summed = sum_means(results.tree, plan, mesh)
         if all(mean.weight == 0 for mean in means(summed).values()):
+            of = ", ".join(repr(path) if path else "the result" for path in results.paths)
             raise LossError(
-                f"{', '.join(map(repr, results.paths))}: weight 0 on all ranks, so there is no mean; leave such "
-                "batches out, or take several together by eval_step.over(params, batches)"
+                f"{of}: weight 0 on all ranks, so there is no mean; leave such batches out, or take several together by "
+                "eval_step.over(params, batches)"
             )
         return quotients(summed)
 

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         index = analyze(_dataset(args), metric, args.out, processes=args.processes, progress=_say)
     except (ShardlibError, FileNotFoundError) as error:
-        raise SystemExit(f"analyze: {error}") from None
+        raise SystemExit(f"analyze: {str(error).removeprefix('analyze: ')}") from None
     seconds = time.perf_counter() - start
     print(f"{args.out}: {args.metric} of {len(index):,} samples, {len(index) / seconds:,.0f} per second")
     print(_percentiles(index))
