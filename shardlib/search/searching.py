@@ -162,12 +162,12 @@ class Searching:
         Args:
             about: how often what the plan says may be what is held.
         """
-        uses = list(self._limits(choice).uses(plan))
-        misfits = [use for use in uses if use.bytes > about * use.limit]
+        limits = self._limits(choice)
+        misfits = [use for use in limits.uses(plan) if use.bytes > about * use.limit]
         if misfits:
             worst = max(misfits, key=lambda use: use.bytes - use.limit)
             raise _Unfit(f"the plan exceeds {worst.tier.memory} memory", str(worst))
-        return int(max(use.bytes for use in uses if use.tier.memory == "device") / about)
+        return int(limits.peak(plan) / about)
 
     def _limits(self, choice: Choice) -> Limits:
         machine, batch = self._machine, self._model.batch_bytes(choice.rows * choice.microbatches)

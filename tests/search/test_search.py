@@ -171,15 +171,18 @@ def test_bounds_of_other_choices():
     assert len(shares) > len(some) / 2 and sum(shares) > 0.5 * len(shares)
 
 
-def test_a_long_pipeline_is_bounded_nearly():
-    """Of many micro-batches through four stages: what is known before the clock runs is nearly what the clock says."""
+@pytest.mark.parametrize(("latency", "nearly"), [(1e-5, 0.9), (2e-2, 0.7)])
+def test_a_long_pipeline_is_bounded_nearly(latency, nearly):
+    """Of many micro-batches through four stages: what is known before the clock runs is nearly what the clock says. Where
+    messages take longer than a walk, a stage waits for its micro-batches in flight to come back."""
+    machine = replace(MACHINE, inside=Link(3e7, latency), between=Link(1e7, latency))
     space = Space(precisions=("bf16",), stages=(0, 1), offloads=(None,), largest={"data": 1, "model": 1})
     found = list(choices(space, 4, 64, blocks=4, slices=True, experts=0, memories=frozenset()))
     model = Model(LOSS, params(), batch(64), OPTIMIZER, RULES)
-    searching = Searching(model, MACHINE, 4, found, 0.0)
+    searching = Searching(model, machine, 4, found, 0.0)
     for choice in found:
         if choice.microbatches >= 16:
-            assert 0.9 < searching._bound(choice)[0] / searching._clocked(choice)[0] <= 1
+            assert nearly < searching._bound(choice)[0] / searching._clocked(choice)[0] <= 1
 
 
 def test_many_micro_batches_are_timed_by_a_few():
