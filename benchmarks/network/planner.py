@@ -36,8 +36,8 @@ from shardlib.search.searching import Searching
 from shardlib.search.space import choices
 
 _TITLE = "Searched for and measured"
-_RATES = {"no limit": None, "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
-_BURST = "32kb"  # of a link: less than a message between stages
+# Rates of links, and what passes at once after a pause: a quarter of a millisecond's, so that small messages are limited too.
+_RATES = {"no limit": (None, "32kb"), "1 Gbit/s": ("1gbit", "32kb"), "100 Mbit/s": ("100mbit", "4kb")}
 _ROWS = 8
 _PICKED, _RECOMPUTED = 10, 2  # choices without recompute; how many of them are tried with it too
 _WITHIN = 0.15  # what a prediction may be off
@@ -101,7 +101,7 @@ def measure(ranks: int, setting: Setting) -> Result:
     plans = {choice: model.exact(choice) for choice in picked(ranks, model.count)}
     try:
         with network(ranks) as hosts:
-            found = {name: _tried(hosts, rate, model, plans, setting) for name, rate in _RATES.items()}
+            found = {name: _tried(hosts, limit, model, plans, setting) for name, limit in _RATES.items()}
     except NoNetwork as error:
         return Result(f"## {title}\n\nNot measured: {error}.\n", _HEADER, [], missing=["a network"])
     return _result(title, found, setting)
@@ -128,9 +128,11 @@ def _in_turns(some: Iterable[Choice], key: Callable[[Choice], Any]) -> list[Choi
     return [choice for _, choice in sorted(numbered, key=lambda each: each[0])]
 
 
-def _tried(hosts: Network, rate: str | None, model: Model, plans: Mapping[Choice, Any], setting: Setting) -> _Tried:
+def _tried(
+    hosts: Network, limit: tuple[str | None, str], model: Model, plans: Mapping[Choice, Any], setting: Setting
+) -> _Tried:
     """The choices on one network, measured by all ranks and then searched through."""
-    hosts.limit(rate, _BURST)
+    hosts.limit(*limit)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "machine.json"
         arguments = str(hosts.hosts), str(setting.rounds), str(path), *["small"] * setting.small

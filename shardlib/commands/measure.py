@@ -32,7 +32,8 @@ _ROUNDS = 7
 _SIDE = {"cpu": 512, "cuda": 4096}  # of the matrices whose product is timed
 _STREAMED = {"cpu": 1 << 22, "cuda": 1 << 27}  # elements that are added up
 _SENT = 1 << 6  # elements of a small message
-_WHILE = 0.05  # seconds that a large one is on its way, or some more
+_WHILE = 0.1  # seconds that a large one is on its way, or some more
+_TIMES = 16  # that a small one is waited for between computations
 _WIDTHS = {"cpu": 1, "cuda": 8}  # by how much the models are wider, whose operators are timed
 _SIZES = ((32, (1, 32)), (32, (8, 128)), (128, (4, 128)), (256, (1, 128)), (256, (4, 128)))  # width, rows × tokens
 _TINY = gpt.GPTConfig(vocab=32, layers=1, width=16, heads=2, sequence=8)  # whose steps show what Python takes
@@ -42,9 +43,10 @@ def measure_machine(mesh: Mesh) -> Machine:
     """What the ranks of a mesh of one axis have and do per second; they are taken to be all ranks of one host.
 
     Measured are products of square matrices; forward and backward of GPTs of several sizes, from which follows what their
-    operators take by their launches, bytes and operations; additions in place, as in updates; gathers of few and of many
-    bytes, and what processors do for them; and steps of models so small that Python takes most of their time, from which the
-    overheads follow. What follows is not negative and comes nearest to what was measured.
+    operators take by their launches, bytes and operations; additions in place, as in updates; gathers and sums of few and
+    of many bytes, what processors do for them, and how long ranks that compute between them wait; and steps of models so
+    small that Python takes most of their time, from which the overheads follow. What follows is not negative and comes
+    nearest to what was measured.
     """
     kind = mesh.device.type
     flops = {name: _products(mesh, dtype) for name, dtype in PRECISIONS.items() if name != "fp64"}
@@ -147,25 +149,49 @@ def _gradient(loss_fn: Callable[..., torch.Tensor], params: Tree, batch: Tree) -
 
 
 def _link(mesh: Mesh) -> Link:
-    """The bandwidth of a rank in a large gather, what each hop of a small one takes, and what a processor does for a byte."""
+    """The bandwidth of a rank in large exchanges, what small ones wait for, and what a processor does for a byte."""
     (axis,) = mesh.shape
     if mesh.size == 1:
         return Link(math.inf)
 
-    def gather(elements: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    def gathering(elements: int) -> Callable[[], Any]:
         sent = torch.ones(elements, device=mesh.device)
         out = sent.new_empty(elements * mesh.size)
-        return _seconds(mesh, lambda: primitives.all_gather(mesh, axis, out, sent).wait(), clock)
+        return lambda: primitives.all_gather(mesh, axis, out, sent).wait()
 
+    def summing(elements: int) -> Callable[[], Any]:
+        values = torch.ones(elements * mesh.size // 2, device=mesh.device)  # so that as many are sent
+        return lambda: primitives.all_reduce(mesh, axis, values).wait()
+
+    return replace(_rates(mesh, gathering), sums=replace(_rates(mesh, summing), latency=_waits(mesh, summing(_SENT))))
+
+
+def _rates(mesh: Mesh, exchanging: Callable[[int], Callable[[], Any]]) -> Link:
+    """The rates of exchanges in which a rank sends some elements to each of the others."""
     elements = _SENT
-    small = large = gather(elements)
+    small = large = _seconds(mesh, exchanging(elements))
     while large < max(_WHILE, 4 * small):
         elements *= 4
-        large = gather(elements)
+        large = _seconds(mesh, exchanging(elements))
     sent = 4 * elements * (mesh.size - 1)
     busy = _busy(mesh)  # processors that are idle while ranks compute send beside them
-    work = busy * gather(elements, time.process_time) if busy >= 1 else 0.0
+    work = busy * _seconds(mesh, exchanging(elements), time.process_time) if busy >= 1 else 0.0
     return Link(sent / (large - small), small / (mesh.size - 1), work / sent)
+
+
+def _waits(mesh: Mesh, exchange: Callable[[], Any]) -> float:
+    """Seconds of one hop where ranks compute between small exchanges, as they do in a model that is sliced: each waits for
+    the slowest, and for the processor that the others have."""
+    side = _SIDE[mesh.device.type]
+    a, b = (torch.ones(side, side, device=mesh.device) for _ in range(2))
+
+    def computing(between: Callable[[], Any]) -> None:
+        for _ in range(_TIMES):
+            a @ b
+            between()
+
+    waiting = _seconds(mesh, partial(computing, exchange)) - _seconds(mesh, partial(computing, lambda: None))
+    return max(0.0, waiting / _TIMES / (mesh.size - 1))
 
 
 def _overheads(mesh: Mesh, machine: Machine) -> Overheads:

@@ -160,6 +160,7 @@ class Executor:
             # The loss of one micro-batch may be a constant.
             outputs = [] if total is None or not total.requires_grad else [total]
             self.differentiate(outputs, [seed.to(output.dtype) for output in outputs], (), gradients, turn)
+            gradients.land()
             return rest
         finally:
             self.close()
@@ -240,6 +241,8 @@ class Executor:
         turn: Turn,
     ) -> tuple[torch.Tensor | None, ...]:
         """A backward from ``outputs``: adds parameters' gradients to ``gradients`` and returns the gradients of ``inputs``.
+
+        Their reductions may be under way until `Gradients.land`, so that the caller may pass the gradients of ``inputs`` on.
 
         Args:
             turn: the turn of this backward among those of the step that add to ``gradients``.

@@ -84,6 +84,8 @@ class Gradients:
         self._trees: Trees | None = {} if plan.step.tree else None
         self._idle: dict[str, Residuals] = {}  # of the exchanges of idle units, by unit
         self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
+        self._flying: deque[tuple[Reduction, int]] = deque()
+        self._to_free = 0  # elements of the whole gradients that are freed when the reductions under way have ended
 
     def begin(self, turn: Turn, gathering: Gathering) -> None:
         """Start a micro-batch.
@@ -99,8 +101,6 @@ class Gradients:
         self._late: dict[str, torch.Tensor] = {}
         self._landed: set[str] = set()  # buckets whose reductions have ended
         self._closed = False  # whether backward is over, so that gradients that are not there are zero
-        self._flying: deque[tuple[Reduction, int]] = deque()
-        self._to_free = 0  # elements of the whole gradients that are freed when the reductions under way have ended
         gathering.begin_reductions(self)
 
     def note(self, paths: Iterable[str], grads: Iterable[torch.Tensor | None]) -> None:
@@ -170,7 +170,7 @@ class Gradients:
         return self._closed or unit in self._complete or self._gathering.unused(unit)
 
     def finish(self, late: dict[str, torch.Tensor]) -> None:
-        """End a micro-batch. Unused buckets get zero gradients.
+        """End a micro-batch, of which reductions may be under way until `land`. Unused buckets get zero gradients.
 
         Args:
             late: bucket name -> gradients that arrived at handles, packed. If the bucket's gradient had been complete before,
@@ -186,8 +186,8 @@ class Gradients:
         if self._record.order is None:
             self._record.order = [*self.started, *(u for u in self._plan.trained_in if u not in self.started)]
         self.skip_to(len(self._gathering.order or ()))
-        while self._flying:
-            self._land()
+        if again_on_any_rank or self._gathering.skipped or self._idle:
+            self.land()
         if self._last:
             self._leave_out()
         if again_on_any_rank and self._trees is not None:
@@ -209,6 +209,11 @@ class Gradients:
             for unit, left in self._idle.items():
                 self._options.residuals.add(left, self._residuals_of(unit))
             self._idle = {}
+
+    def land(self) -> None:
+        """Wait for the reductions of the micro-batch that has ended."""
+        while self._flying:
+            self._land()
 
     def _leave_out(self) -> None:
         """Make the gradients of what the step leaves out zero, without an exchange."""
@@ -233,6 +238,7 @@ class Gradients:
 
     def result(self) -> dict[str, torch.Tensor]:
         """Bucket name -> this rank's shard of the gradient, after the last micro-batch."""
+        self.land()
         return {
             bucket.name: self._taken[bucket.name] if bucket.name in self._taken else self._buffers(bucket)[bucket.name]
             for bucket in self._stored.trained

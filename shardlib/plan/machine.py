@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,14 +24,21 @@ class Link:
 
     Attributes:
         bandwidth: bytes per second, each way.
-        latency: seconds of one hop, however little is sent. A collective over n ranks has n − 1 hops, an all-reduce twice
-            as many.
+        latency: seconds of one hop, however little is sent. A collective over n ranks has n − 1 hops.
         processor: seconds that a rank's processor is kept from computing by each byte that the rank sends, and receives.
+        sums: the same of all-reduces, whose latency is that of 1/(n − 1) of all that they wait for; None where they go as
+            other messages do, over twice as many hops.
     """
 
     bandwidth: float
     latency: float = 0.0
     processor: float = 0.0
+    sums: Link | None = None
+
+    @property
+    def summing(self) -> Link:
+        """The link to all-reduces."""
+        return self.sums or Link(self.bandwidth, 2 * self.latency, self.processor)
 
 
 @dataclass(frozen=True)
@@ -120,22 +128,19 @@ class Machine:
 
     @property
     def _links(self) -> dict[str, Link]:
-        return {"inside": self.inside} | ({"between": self.between} if self.between else {})
+        links = {"inside": self.inside} | ({"between": self.between} if self.between else {})
+        return links | {f"{name}, sums": link.sums for name, link in links.items() if link.sums}
 
     def apart(self, stages: int) -> Machine:
         """The machine on which one of some stages computes while the others wait, so that fewer ranks share a processor."""
         faster = self.crowd / max(1.0, self.crowd / stages)
         if faster == 1:
             return self
-        inside, between = (
-            link and replace(link, processor=link.processor / faster) for link in (self.inside, self.between)
-        )
-        assert inside is not None
         return replace(
             self,
             flops={name: rate * faster for name, rate in self.flops.items()},
-            inside=inside,
-            between=between,
+            inside=_quicker(self.inside, faster),
+            between=self.between and _quicker(self.between, faster),
             streaming=self.streaming * faster,
             launches=self.launches * faster,
             overheads=Overheads(**{name: seconds / faster for name, seconds in asdict(self.overheads).items()}),
@@ -154,22 +159,36 @@ class Machine:
         Raises:
             MeshError: the mesh spans hosts, and the machine is one host.
         """
-        names, ways = list(sizes), sizes[axis]
-        stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
-        together = max(1, min(ways, self.ranks_per_host // stride))  # ranks of a group on one host
+        ways, together = sizes[axis], self._together(sizes, axis)
         hosts = math.ceil(ways / together)
-        inside = self.inside.latency * (ways - hosts)
-        if hosts == 1:
-            return replace(self.inside, latency=inside)
-        if self.between is None:
+        if hosts > 1 and self.between is None:
             ranks = math.prod(sizes.values())
             raise MeshError(
                 f"a mesh of {ranks} ranks has several hosts of {self.ranks_per_host}: give the machine's link between= them"
             )
         groups = min(self.ranks_per_host, math.prod(sizes.values())) // together
-        bandwidth = self.between.bandwidth / max(1, groups)
-        bandwidth = min(bandwidth, self.inside.bandwidth) if together > 1 else bandwidth
-        return replace(self.between, bandwidth=bandwidth, latency=inside + self.between.latency * (hosts - 1))
+
+        def ring(inside: Link, between: Link | None) -> Link:
+            latency = inside.latency * (ways - hosts)
+            if hosts == 1 or between is None:
+                return replace(inside, latency=latency, sums=None)
+            bandwidth = between.bandwidth / max(1, groups)
+            bandwidth = min(bandwidth, inside.bandwidth) if together > 1 else bandwidth
+            return replace(between, bandwidth=bandwidth, latency=latency + between.latency * (hosts - 1), sums=None)
+
+        sums = ring(self.inside.summing, self.between and self.between.summing)
+        measured = self.inside.sums or (self.between and self.between.sums)
+        return replace(ring(self.inside, self.between), sums=sums if measured else None)
+
+    def line(self, sizes: Mapping[str, int], axis: str) -> str:
+        """Which of a rank's links an axis takes: "inside" or "between". Axes that take the same one share it."""
+        return "inside" if self._together(sizes, axis) >= sizes[axis] else "between"
+
+    def _together(self, sizes: Mapping[str, int], axis: str) -> int:
+        """Ranks of one group along an axis that are on one host."""
+        names = list(sizes)
+        stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
+        return max(1, min(sizes[axis], self.ranks_per_host // stride))
 
     def write(self, path: str | Path) -> None:
         """Writes the machine to a JSON file."""
@@ -184,7 +203,7 @@ class Machine:
         """
         try:
             given = json.loads(Path(path).read_text())
-            links = {name: Link(**given.pop(name)) for name in ("inside", "between") if given.get(name)}
+            links = {name: _link(given.pop(name)) for name in ("inside", "between") if given.get(name)}
             overheads = Overheads(**given.pop("overheads", {}))
             return cls(**{**given, **links, "overheads": overheads})
         except (TypeError, ValueError) as error:
@@ -222,6 +241,17 @@ def require_machine(what: str, given: object) -> None:
             f"{what} takes a sl.plan.Machine, not {type(given).__name__} {given!r}: make one, or read the file that "
             "`shardlib doctor --measure` writes by sl.plan.Machine.read(path)"
         )
+
+
+def _link(given: Mapping[str, Any]) -> Link:
+    """A link from its description in a file."""
+    return Link(**{**given, "sums": _link(given["sums"]) if given.get("sums") else None})
+
+
+def _quicker(link: Link, times: float) -> Link:
+    """A link whose ranks' processors are so many times as quick."""
+    sums = link.sums and _quicker(link.sums, times)
+    return replace(link, processor=link.processor / times, sums=sums)
 
 
 def _processor(link: Link) -> str:

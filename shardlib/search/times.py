@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -124,8 +125,8 @@ class Times:
         sent = np.zeros(stages.count)
         for axis, count in stages.activations.items():
             if mesh.get(axis, 1) > 1:
-                link = machine.link(mesh, axis)
-                each = 2 * link.latency + machine.overheads.exchange
+                link = machine.link(mesh, axis).summing
+                each = link.latency + machine.overheads.exchange
                 sent += count / link.bandwidth + stages.collectives.get(axis, 0.0) * each
         forward, backward = (
             products / machine.flops[choice.precision] + streamed / machine.streaming + launches / machine.launches
@@ -153,9 +154,7 @@ class Times:
         none = np.zeros(stages.count)
         gather = fetch = unit = piece = landed = each = none
         gradients = stages.bytes(lambda held: held.gradients)
-        reduced = self._sent(choice, gradients * (_LEAST if choice.codec else 1), stages.trained)
-        if choice.stage == 0:
-            reduced = 2 * reduced
+        reduced = self._sent(choice, gradients * (_LEAST if choice.codec else 1), stages.trained, choice.stage == 0)
         split = choice.stage == 3
         if split:
             share = _LEAST if choice.codec else 1
@@ -172,12 +171,15 @@ class Times:
                 piece = stages.piece / (data if split else 1) / up
         return _Links(gather, fetch, unit + piece, reduced, landed, each)
 
-    def _sent(self, choice: Choice, count: Vector, messages: Vector) -> Vector:
-        """Seconds of bytes that are gathered, or reduced and split, over the data axis."""
+    def _sent(self, choice: Choice, count: Vector, messages: Vector, sums: bool = False) -> Vector:
+        """Seconds of bytes that are gathered, or reduced and split, or all-reduced, over the data axis."""
         ways = choice.size("data")
         if ways == 1:
             return np.zeros(len(count))
         link = self._machine.link(choice.mesh, "data")
+        if sums:  # codecs send a sum as other messages
+            link = (replace(link, sums=None) if choice.codec else link).summing
+            count = 2 * count
         return count * (ways - 1) / ways / link.bandwidth + messages * link.latency
 
     def _update(self, choice: Choice, stages: Stages) -> float:
@@ -188,7 +190,7 @@ class Times:
         trained = stages.bytes(lambda held: held.trained, data, split)
         seconds = machine.overheads.step + machine.overheads.bucket * stages.trained
         seconds += sum(
-            2 * machine.link(choice.mesh, axis).latency for axis in ("data", "pipe") if choice.size(axis) > 1
+            machine.link(choice.mesh, axis).summing.latency for axis in ("data", "pipe") if choice.size(axis) > 1
         )
         restored = np.zeros(stages.count)
         if choice.stage in (1, 2):

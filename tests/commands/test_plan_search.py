@@ -72,12 +72,27 @@ def test_seconds_of_computing_are_the_processors(monkeypatch):
     assert all(0.01 <= seconds / max(1, 2 * threads) < 0.02 for seconds in sl.simulate(spinning, mesh={"data": 4}))
 
 
+def test_waiting_for_small_sums_is_more_than_sending_them():
+    """Ranks that compute between exchanges wait for the slowest, which a bare exchange does not show."""
+
+    def measured(mesh):
+        def exchange():
+            time.sleep(0.002 * (mesh.rank == 1))
+            mesh.group("data").all_gather_object(None)
+
+        return measure._waits(mesh, exchange)
+
+    first, second = sl.simulate(measured, mesh={"data": 2})
+    assert first == second and 0.002 < first < 0.02
+
+
 @pytest.mark.nightly
 def test_ranks_measure_their_machine_together():
     first, second = sl.launch(measure.measure_machine, mesh={"data": 2}, timeout=300)
     assert first == second and first.ranks_per_host == 2
     assert math.inf > first.updating > 0 and math.inf > first.launches > 100
-    assert first.inside.bandwidth < math.inf and first.inside.latency > 0
+    for link in (first.inside, first.inside.sums):
+        assert 1e6 < link.bandwidth < math.inf and 0 <= link.latency < 0.1 and link.processor < 1e-6
 
 
 def test_overheads_are_not_negative():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.collectives import primitives
+from shardlib.execute.gradients import Gradients
 from shardlib.execute.stages.messages import TAGS, IncomingTree, Link, facts_of, finish, send_tree
 from shardlib.tree import leaves_of
 
@@ -111,3 +112,27 @@ def test_while_a_stage_computes_the_next_receive_is_posted(monkeypatch, schedule
     second = events[1]
     forwards = [number for number, event in enumerate(second) if event == "forward"]
     assert [second[:number].count("receive") for number in forwards] == [2, 3, 4, 4] and MICROBATCHES == 4
+
+
+def test_the_stage_before_does_not_wait_for_reductions(monkeypatch):
+    """A backward's input gradients are sent before the rank waits for its parameters' gradients to be summed."""
+    events, send, land = {}, primitives.send, Gradients._land
+
+    def noted_send(mesh, axis, tensor, peer, tag, **options):
+        events.setdefault(mesh.rank, []).append("send")
+        return send(mesh, axis, tensor, peer, tag, **options)
+
+    def noted_land(sums):
+        events.setdefault(sums._mesh.rank, []).append("land")
+        land(sums)
+
+    def train(mesh):
+        loss_fn = sl.sequential([lambda w, x, batch: batch @ w, lambda w, x, batch: (x @ w).sum()])
+        parallel = sl.chain(sl.zero(2), sl.pipeline("1f1b", MICROBATCHES, sync="each"))
+        state, step = sl.make_train_step(loss_fn, sl.shard([torch.ones(3, 3)] * 2, mesh, parallel), sl.optim.sgd(0.1))
+        step(state, torch.ones(MICROBATCHES, 3))
+
+    monkeypatch.setattr(primitives, "send", noted_send)
+    monkeypatch.setattr(Gradients, "_land", noted_land)
+    sl.simulate(train, mesh={"pipe": 2, "data": 2})
+    assert events[3][: 2 * MICROBATCHES] == ["send", "land"] * MICROBATCHES

@@ -9,6 +9,7 @@ import torch
 
 import shardlib as sl
 from shardlib.errors import MeshError
+from shardlib.models import gpt
 from shardlib.plan import Link, Machine, Overheads
 
 MACHINE = Machine("16GiB", {"fp32": 1e9}, Link(100.0, 1.0), Link(40.0, 10.0), ranks_per_host=4)
@@ -30,6 +31,14 @@ def test_links_follow_from_the_order_of_ranks(sizes, axis, bandwidth, latency):
     assert MACHINE.link(sizes, axis) == Link(bandwidth, latency)
 
 
+def test_sums_have_rates_of_their_own():
+    measured = replace(MACHINE, inside=replace(MACHINE.inside, sums=Link(80.0, 3.0, 2.0)))
+    assert MACHINE.link({"data": 8}, "data").summing == Link(40.0, 2 * (2 * 3.0 + 10.0))
+    assert measured.link({"data": 4}, "data") == Link(100.0, 3.0, sums=Link(80.0, 9.0, 2.0))
+    assert measured.link({"data": 8}, "data").summing == Link(40.0, 2 * 9.0 + 20.0)
+    assert measured.link({"data": 2, "model": 4}, "data").summing == Link(10.0, 20.0)
+
+
 def test_hosts_without_a_link_between_them():
     alone = Machine("16GiB", {"fp32": 1e9}, Link(100.0), ranks_per_host=4)
     with pytest.raises(MeshError, match=r"8 ranks has several hosts of 4: give the machine's link between="):
@@ -46,6 +55,7 @@ def test_hosts_without_a_link_between_them():
         ({"ranks_per_host": 0}, "ranks_per_host=0"),
         ({"updating": 0.0}, "updating=0.0"),
         ({"crowd": 0.5}, "crowd=0.5"),
+        ({"inside": Link(1.0, sums=Link(0.0))}, "inside, sums.bandwidth=0.0"),
     ],
 )
 def test_what_is_no_machine(wrong, words):
@@ -54,7 +64,7 @@ def test_what_is_no_machine(wrong, words):
 
 
 def test_a_file_holds_the_machine(tmp_path):
-    links = {"inside": Link(1e9, 1e-6, 1e-9), "between": Link(2e9)}
+    links = {"inside": Link(1e9, 1e-6, 1e-9, Link(2e9, 1e-5)), "between": Link(2e9)}
     rates = {"streaming": 1e12, "updating": 2e12, "launches": 1e5, "ways": {"up": 1e9}, "overheads": Overheads(1e-3)}
     whole = Machine(1 << 30, {"bf16": 1e14}, **links, ranks_per_host=8, host_memory=1 << 40, crowd=4.0, **rates)
     for machine in (whole, MACHINE):
@@ -146,6 +156,27 @@ def test_hops_take_their_time():
     assert found == pytest.approx(messages * 2 * 3)
 
 
+def test_all_reduces_take_the_time_of_sums():
+    """Of a step at stage 0 everything is a sum; at stage 2 nothing but the loss and the norm."""
+    ranks, sums = 4, Link(0.5, 1.0)
+    whole, split = (planned(None, sl.zero(stage), ranks=ranks) for stage in (0, 2))
+    slow = machine(inside=Link(1.0, sums=sums), ranks_per_host=ranks)
+    messages = len(whole.trained) + 1
+    assert sl.report.predict_on(whole, slow).total == pytest.approx(whole.payload()["data"] / 0.5 + 3 * messages)
+    assert sl.report.predict_on(split, slow).total == pytest.approx(split.payload()["data"] + 3)
+
+
+@pytest.mark.parametrize(("ranks_per_host", "shared"), [(4, True), (2, False), (1, True)])
+def test_axes_that_take_the_same_link_share_it(ranks_per_host, shared):
+    """A rank has one link inside of its host, and one to others."""
+    plan = sliced({"data": 2, "model": 2}, sl.zero(3))
+    links = {"inside": Link(1.0), "between": Link(ranks_per_host)}  # which the ranks of a host share
+    found = sl.report.predict_on(plan, machine(**links, ranks_per_host=ranks_per_host))
+    data, model = found.links["data"], found.links["model"]
+    assert min(data, model) > 1e4 and found.total > max(data, model)
+    assert (found.total == pytest.approx(data + model)) == shared
+
+
 def test_messages_keep_the_processor_from_computing():
     """While gradients are on their way backward goes on, but for the time that the processor sends. A rank that waits for its
     message, as after the update, waits no longer for that."""
@@ -193,21 +224,23 @@ def test_all_ranks_of_one_stage_compute_at_once():
     assert crowded == sl.report.predict_on(plan, machine(flops=rate))
 
 
-def test_collectives_of_slices_are_counted():
-    from shardlib.models import gpt
-
+def sliced(mesh, zero):
     config = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=2, sequence=16)
     tokens = torch.zeros(2, 16, dtype=torch.int64)
-    plan = sl.make_plan(
+    return sl.make_plan(
         gpt.init(config),
-        sl.abstract_mesh(data=1, model=2),
-        sl.chain(sl.zero(0), sl.tensor_slicing(gpt.slicing_rules(config))),
+        sl.abstract_mesh(**mesh),
+        sl.chain(zero, sl.tensor_slicing(gpt.slicing_rules(config))),
         loss_fn=gpt.make_loss(config),
         batch={"tokens": tokens, "targets": tokens},
         optimizer=sl.optim.adamw(1e-3),
     )
+
+
+def test_collectives_of_slices_are_counted():
+    plan, layers = sliced({"data": 1, "model": 2}, sl.zero(0)), 2
     (trace,) = plan.traces
-    assert trace.collectives["model"] >= 4 * config.layers + 1
+    assert trace.collectives["model"] >= 4 * layers + 1
     slow = machine(inside=Link(1e30, 1.0), ranks_per_host=2)
     assert sl.report.predict_on(plan, slow).total == pytest.approx(2 * trace.collectives["model"])
 

@@ -72,6 +72,12 @@ def test_accumulation_reduces_once_or_each_time():
     assert busy("last") == 2 and busy("each") == 4  # the parameters once; the gradients once or three times
 
 
+def test_a_micro_batch_waits_for_the_reductions_of_the_one_before():
+    """A unit computes 1 s forward and 2 s backward, and is reduced in 0.5 s: the last one's reduction is waited for."""
+    found = predicted(sl.chain(sl.zero(2), sl.accumulate(3, sync="each")), 4.0, SHARE / 0.5)
+    assert found.total == pytest.approx(3 * (12.0 + 0.5) + UNITS * 0.5)
+
+
 def test_activations_of_sliced_layers_are_waited_for():
     config = gpt.GPTConfig(layers=2, width=16, heads=4, sequence=8, vocab=32)
     tokens = torch.zeros(2, 8, dtype=torch.int64)

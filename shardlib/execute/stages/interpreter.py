@@ -168,6 +168,7 @@ class Interpreter:
             for action in order:
                 if action.kind in _COMPUTE:
                     self._post_ahead()
+                    self._land()
                 self._do[action.kind](action)
             self._let_go(list(self._sent))
         finally:
@@ -267,6 +268,11 @@ class Interpreter:
         grads = run.executor.differentiate(run.outputs, run.seeds, inputs, *self._sums(action))
         self._position.stages[action.stage].end(action.microbatch)
         return grads
+
+    def _land(self) -> None:
+        """Wait for the reductions of the stages' gradients: after what the stage before waits for is sent to it."""
+        for sums in (self._gradients or {}).values():
+            sums.land()
 
     def _sums(self, action: Action) -> tuple[Gradients, Turn]:
         """The sums of a stage's gradients, and this action's turn to add to them."""

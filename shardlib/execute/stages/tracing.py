@@ -162,6 +162,7 @@ class _Stage:
                 self.executor.weights_gradient(self._gradients, turn)
             else:
                 self.executor.differentiate(run.outputs, seeds, run.inputs, self._gradients, turn)
+            self._gradients.land()
         self.executor.close()
 
     def walk(self) -> Walk:

@@ -12,7 +12,7 @@ from shardlib.common.disk import whole_blocks
 from shardlib.mesh.memories import AHEAD, MEMORIES
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, Op
-from shardlib.plan.machine import Overheads
+from shardlib.plan.machine import Link, Overheads
 from shardlib.plan.transfers import fetched
 from shardlib.plan.value import PlanValue
 
@@ -23,15 +23,20 @@ class Rates:
 
     Attributes:
         bandwidth: link -> bytes per second; "launches" -> operators per second.
-        latency: axis -> seconds of the hops of one collective that is no all-reduce.
-        processor: axis -> seconds that the processor is kept from computing by each byte.
+        links: axis -> its link, with the latency of all hops of a collective; without one, nothing but bandwidth counts.
+        lines: axis -> what it shares with other axes of the same name, where one message waits for another.
         overheads: of Python.
     """
 
     bandwidth: Mapping[str, float]
-    latency: Mapping[str, float] = field(default_factory=dict)
-    processor: Mapping[str, float] = field(default_factory=dict)
+    links: Mapping[str, Link] = field(default_factory=dict)
+    lines: Mapping[str, str] = field(default_factory=dict)
     overheads: Overheads = field(default_factory=Overheads)
+
+    def link(self, name: str, sums: bool = False) -> Link:
+        """An axis' link, to all-reduces or to other exchanges."""
+        link = self.links.get(name) or Link(self.bandwidth.get(name, math.inf))
+        return link.summing if sums else link
 
 
 class Walked(NamedTuple):
@@ -39,9 +44,10 @@ class Walked(NamedTuple):
 
     Attributes:
         seconds: that it took, of which it ``computed`` some.
-        free: link -> when its last message is through.
+        free: line -> when its last message is through.
         busy: link -> seconds that it was busy.
         reduced: when the last reduction of gradients is done.
+        flown: when the last reduction is over its links.
     """
 
     seconds: float
@@ -49,6 +55,7 @@ class Walked(NamedTuple):
     free: Mapping[str, float]
     busy: Mapping[str, float]
     reduced: float
+    flown: float
 
 
 @dataclass
@@ -60,6 +67,7 @@ class Rank:
         now: the time on the processor.
         computed: seconds that the processor has computed.
         reduced: when the last reduction of gradients is done.
+        flown: when the last reduction is over its links, until when the rank does not compute again.
         busy: link -> seconds that it was busy.
         landed: bucket, or a tile of one -> when its last gradient is in the memory of its optimizer.
     """
@@ -69,9 +77,10 @@ class Rank:
     now: float = 0.0
     computed: float = 0.0
     reduced: float = 0.0
+    flown: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
     landed: dict[str, float] = field(default_factory=dict)
-    _free: dict[str, float] = field(default_factory=dict)  # link -> when its last message is through
+    _free: dict[str, float] = field(default_factory=dict)  # line -> when its last message is through
     _arrival: dict[str, float] = field(default_factory=dict)  # unit -> when its gather is done
 
     _read: dict[str, float] = field(default_factory=dict)  # unit -> when its parameters are read
@@ -130,7 +139,7 @@ class Rank:
             self.compute(recomputed / len(units) * self.rates.overheads.recompute)
             for axis, count in sent.items():
                 collectives = trace.collectives.get(axis, 0) / 2 / len(units) if trace else 0.0
-                arrived = self.exchange(axis, count / 2 / len(units), self.now, 2 * collectives, collectives)
+                arrived = self.exchange(axis, count / 2 / len(units), self.now, collectives, collectives, sums=True)
                 self.now = max(self.now, arrived)
             if first and after is not None:
                 self.now = max(self.now, self._kept[unit])
@@ -139,26 +148,29 @@ class Rank:
         self._arrival.clear()
 
     def backlog(self, grain: float, without: Sequence[str]) -> tuple[tuple[str, int], ...]:
-        """The links, ``without`` some, that are busy, and for how long, in numbers of grains."""
-        busy = ((link, free - self.now) for link, free in self._free.items() if free > self.now)
-        return tuple((link, round(seconds / grain)) for link, seconds in busy if link not in without)
+        """The lines, ``without`` some, that are busy, and for how long, in numbers of grains."""
+        busy = ((line, free - self.now) for line, free in self._free.items() if free > self.now)
+        return tuple((line, round(seconds / grain)) for line, seconds in busy if line not in without)
 
     def noted(self, walk: Callable[[], None]) -> Walked:
         """What a walk does."""
-        now, computed, reduced, busy = self.now, self.computed, self.reduced, self.busy
-        self.reduced, self.busy = -math.inf, {}
+        now, computed, reduced, flown, busy = self.now, self.computed, self.reduced, self.flown, self.busy
+        self.reduced, self.flown, self.busy = -math.inf, -math.inf, {}
         walk()
-        free = {link: self._free[link] - now for link in self.busy if link in self._free}
-        found = Walked(self.now - now, self.computed - computed, free, self.busy, self.reduced - now)
-        self.reduced, self.busy = max(reduced, self.reduced), busy
+        lines = {self.rates.lines.get(link, link) for link in self.busy}
+        free = {line: self._free[line] - now for line in lines if line in self._free}
+        seconds, computed = self.now - now, self.computed - computed
+        found = Walked(seconds, computed, free, self.busy, self.reduced - now, self.flown - now)
+        self.reduced, self.flown, self.busy = max(reduced, self.reduced), max(flown, self.flown), busy
         self._add_busy(found.busy)
         return found
 
     def walk_again(self, walked: Walked) -> None:
         """What a walk did, from now on."""
         self.reduced = max(self.reduced, self.now + walked.reduced)
-        for link, free in walked.free.items():
-            self._free[link] = self.now + free
+        self.flown = max(self.flown, self.now + walked.flown)
+        for line, free in walked.free.items():
+            self._free[line] = self.now + free
         self._add_busy(walked.busy)
         self.now += walked.seconds
         self.computed += walked.computed
@@ -177,40 +189,47 @@ class Rank:
             self.compute(count / rate)
             self.busy["launches"] = self.busy.get("launches", 0.0) + count / rate
 
-    def send(self, link: str, count: float, ready: float, passes: float = 1.0) -> float:
+    def send(self, link: str, count: float, ready: float, passes: float = 1.0, sums: bool = False) -> float:
         """The time at which ``count`` bytes, ready at time ``ready``, have gone over a link.
 
         Args:
             passes: how often the hops of a collective are waited for.
+            sums: whether they go as all-reduces.
         """
         if link not in self.rates.bandwidth or not count:
             return ready
-        seconds = count / self.rates.bandwidth[link] + passes * self.rates.latency.get(link, 0.0)
-        self._free[link] = max(ready, self._free.get(link, 0.0)) + seconds
+        rate = self.rates.link(link, sums)
+        seconds, line = count / rate.bandwidth + passes * rate.latency, self.rates.lines.get(link, link)
+        self._free[line] = max(ready, self._free.get(line, 0.0)) + seconds
         self.busy[link] = self.busy.get(link, 0.0) + seconds
-        return self._free[link]
+        return self._free[line]
 
     def along(self, route: Sequence[Exchange], ready: float) -> float:
         """The time at which a bucket's exchanges are done that start at ``ready``; the optimizer's own sums take no time."""
         for exchange in route:
             if exchange.op is not Op.SUM or exchange.axis != self.owned:
-                passes = 2.0 if exchange.op is Op.SUM else 1.0
-                ready = self.exchange(exchange.axis, exchange.payload, ready, passes)
+                summed = exchange.op is Op.SUM
+                plain = summed and exchange.channel is None  # codecs send a sum as two other exchanges
+                passes = 2.0 if summed and not plain else 1.0
+                ready = self.exchange(exchange.axis, exchange.payload, ready, passes, sums=plain)
         return ready
 
-    def exchange(self, axis: str, count: float, ready: float, passes: float, times: float = 1.0) -> float:
+    def exchange(
+        self, axis: str, count: float, ready: float, passes: float = 1.0, times: float = 1.0, sums: bool = False
+    ) -> float:
         """The time at which ``times`` collectives are done, which the rank begins now. While ``count`` bytes are on their
         way they keep its processor from computing.
 
         Args:
             ready: when the bytes are there.
             passes: how often the hops of a collective are waited for.
+            sums: whether they are all-reduces.
         """
         if cost := times * self.rates.overheads.exchange:
             self.compute(cost)
             ready = max(ready, self.now)
-        done = self.send(axis, count, ready, passes)
-        self.compute(count * self.rates.processor.get(axis, 0.0))
+        done = self.send(axis, count, ready, passes, sums)
+        self.compute(count * self.rates.link(axis, sums).processor)
         return done
 
     def _gather(self, plan: PlanValue, unit: str, first: bool, asked: float) -> None:
@@ -240,7 +259,7 @@ class Rank:
         for bucket in () if unit in plan.left_out else plan.trained_in.get(unit, ()):
             route = plan.routes[bucket.name]
             done = self.along(route.reductions if last else route.each, self.now)
-            self.reduced = max(self.reduced, done)
+            self.reduced, self.flown = max(self.reduced, done), max(self.flown, done)
             if bucket.memory.optimizer != "device" and (last or plan.lands_each(bucket)):
                 self._land(plan, bucket, done)
 

@@ -1,10 +1,12 @@
 """The time of a step: the plan's exchanges, with given compute times, on a virtual clock.
 
-A rank has one processor, one link for every mesh axis, one to its host's memory and one from it, one for reading its disks
-and one for writing them, and a host that updates what is not on the device; each does one thing at a time. Work overlaps as
+A rank has one processor, one link for every mesh axis (on a machine one to ranks of its host and one to other hosts, which
+axes share), one to its host's memory and one from it, one for reading its disks and one for writing them, and a host that
+updates what is not on the device; each does one thing at a time. Work overlaps as
 in the executor: the next unit comes up and is gathered while one computes, a unit's gradients are reduced and go down while
-backward goes on, a rank waits for its activations' collectives and not for its messages to other stages, and the update
-starts when every rank has every gradient (the global norm needs all of them). Ranks differ along the stages' axis only.
+backward goes on, and are waited for before the rank computes again, once what the stage before needs is sent. A rank waits
+for its activations' collectives and not for its messages to other stages, and the update starts when every rank has every
+gradient (the global norm needs all of them). Ranks differ along the stages' axis only.
 """
 
 from __future__ import annotations
@@ -153,10 +155,9 @@ def _predicted(plan: PlanValue, machine: Machine, owned: bool) -> StepTime:
     assert plan.traces is not None
     links = {axis: machine.link(plan.sizes, axis) for axis, ways in plan.sizes.items() if ways > 1}
     bandwidth = {**machine.ways, "launches": machine.launches, **{axis: link.bandwidth for axis, link in links.items()}}
-    latency, processor = (
-        {axis: getattr(link, name) for axis, link in links.items()} for name in ("latency", "processor")
-    )
-    rates = Rates(bandwidth, latency, processor, machine.overheads)
+    # Messages between stages are small, and no walk waits for them: as if they had a link of their own.
+    lines = {axis: machine.line(plan.sizes, axis) for axis in links if axis not in plan.stages.axes}
+    rates = Rates(bandwidth, links, lines, machine.overheads)
     flops = _products(plan, machine)
     stages = []
     for stage, trace in zip(plan.stage_plans, plan.traces, strict=True):
@@ -249,7 +250,7 @@ def _run(
         stage, final = stages[number], last[number] == microbatch
         first, later = plan.traces[number].launches if plan.traces else (0, 0)
         recomputed = _recomputed(plan, number)
-        rank.now = max(rank.now, ready[need])
+        rank.now = max(rank.now, ready[need], rank.flown)
 
         def walk() -> None:
             if kind is Kind.F:

@@ -35,7 +35,7 @@ def run_update(plan: PlanValue, ranks: Sequence[Rank], seconds: Sequence[float])
         rank.now = start
         rank.compute(rank.rates.overheads.step + len(view.trained) * rank.rates.overheads.bucket)
         for axis in view.loss_axes:  # the loss, the norm and the flags, in one message
-            rank.now += 2 * rank.rates.latency.get(axis, 0.0)
+            rank.now += rank.rates.link(axis, sums=True).latency
         if rank.owned is not None:
             means = [view.routes[bucket.name].mean for bucket in view.trained]
             rank.now = rank.send(rank.owned, sum(mean.payload for mean in means if mean), rank.now)

@@ -196,6 +196,15 @@ DEFECTS = (
         (f"{_MESSAGES}::test_trees_may_change_from_message_to_message",),
     ),
     Defect(
+        "input gradients after the reductions",
+        "order",
+        "execute/gradients.py",
+        "the stage before waits until a stage's gradients are summed over the ranks",
+        "if again_on_any_rank or self._gathering.skipped or self._idle:\n            self.land()",
+        "self.land()",
+        (f"{_MESSAGES}::test_the_stage_before_does_not_wait_for_reductions",),
+    ),
+    Defect(
         "a tied leaf's gradient at its first home",
         "reduction",
         "execute/stages/pipe.py",
