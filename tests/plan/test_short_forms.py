@@ -15,7 +15,7 @@ from shardlib.models import gpt
 from shardlib.optim.base import GradientTransformation
 from shardlib.plan.build import build_plan
 from shardlib.plan.tiers.depth import short_form
-from shardlib.plan.tiers.known import Traced
+from shardlib.plan.tiers.known import Traced, seen_in_traces
 
 CONFIG = gpt.GPTConfig(vocab=256, layers=20, width=32, heads=2, sequence=16)
 TOKENS = torch.zeros(4, 16, dtype=torch.int64)
@@ -147,6 +147,20 @@ def test_a_deep_pipeline_is_traced_in_its_short_form(monkeypatch):
     plan = sl.make_plan(params, sl.abstract_mesh(data=2, pipe=2), chain, loss_fn=loss_fn, batch=batch)
     assert sum(trace.blocks for trace in plan.traces) == 62
     assert len(walked) == 1 and len(walked[0].buckets) < 25
+
+
+@pytest.mark.parametrize("moved", [sl.offload(), sl.offload(gradients="host"), sl.offload("disk", folder="anywhere")])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_memory_of_states_shows_in_no_trace_of_stages(schedule, moved):
+    params, loss_fn = stack(4)
+    whole, plans = tracing(loss_fn), []
+    for states in ([], [moved]):
+        chain = sl.chain(sl.zero(2), sl.pipeline(schedule, 4), sl.precision("bf16"), *states)
+        plans.append(build_plan(params, sl.abstract_mesh(data=2, pipe=2), chain, optimizer=TX))
+    here, there = plans
+    assert whole.traced(here).traces == whole.traced(there).traces
+    same_gradients = all(bucket.memory.grad == "device" for bucket in there.buckets)
+    assert (seen_in_traces(here) == seen_in_traces(there)) == same_gradients
 
 
 def deeper(params, carry, batch):

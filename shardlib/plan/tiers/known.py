@@ -80,13 +80,16 @@ def seen_in_traces(plan: Plan) -> Plan:
     step, how = plan.step, plan.step.remat
     if how is not None and how.blocks == 0 and not how.save:
         step = replace(step, remat=None)
+    placements, other = plan.placements, "host"
+    if plan.stages.axes:  # gradients leave for the states' memory after all micro-batches
+        placements, other = tuple(replace(placement, optimizer=None) for placement in placements), "device"
     buckets = tuple(
-        replace(bucket, memory=bucket.memory._replace(optimizer="host"))
+        replace(bucket, memory=bucket.memory._replace(optimizer=other))
         if bucket.memory.optimizer != "device"
         else bucket
         for bucket in plan.buckets
     )
-    return replace(plan, step=step, buckets=buckets, needs=None, traces=None)
+    return replace(plan, step=step, placements=placements, buckets=buckets, needs=None, traces=None)
 
 
 def assumed(before: Plan, after: Plan) -> tuple[Trace, ...] | None:
