@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from shardlib.errors import ScheduleError, listing
@@ -115,10 +116,17 @@ class Schedule:
         """The stages on ``rank``, ascending."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
-    @property
+    @cached_property  # as what follows: plans of many stages ask for each of them
     def splits(self) -> bool:
         """Whether any backward is split into ``I`` and ``W``."""
         return any(action.kind is Kind.I or action.kind is Kind.W for order in self.orders for action in order)
+
+    @cached_property
+    def _most_held(self) -> tuple[int, ...]:
+        return tuple(
+            most_held([action for action in self.orders[rank] if action.stage == stage])
+            for stage, rank in enumerate(self.rank_of)
+        )
 
     def __str__(self) -> str:
         """A table, one row per rank. Actions are shown without their stage if stage r is the only one of every rank r."""
@@ -129,6 +137,18 @@ class Schedule:
             cells = [f"{a.kind}{a.microbatch}" if one_each and a.stage == rank else str(a) for a in order]
             rows.append(" ".join([f"r{rank}", *cells]))
         return "\n".join(rows)
+
+
+def most_held(order: Iterable[Action]) -> int:
+    """The most activations, of a stage for a micro-batch, that are held at once by a rank that acts in this order."""
+    held = peak = 0
+    for action in order:
+        if action.kind is Kind.F:
+            held += 1
+            peak = max(peak, held)
+        elif action.kind is Kind.B or action.kind is Kind.W:
+            held -= 1
+    return peak
 
 
 def from_orders(orders: Iterable[Sequence[Action]], name: str = "custom") -> Schedule:

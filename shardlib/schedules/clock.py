@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from shardlib.errors import ScheduleError, listing
-from shardlib.schedules.actions import Action, Kind, Schedule
+from shardlib.schedules.actions import Action, Kind, Schedule, most_held
 from shardlib.schedules.check import check
 from shardlib.schedules.running import run
 
@@ -116,7 +116,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     >>> sl.schedules.peak_in_flight(sl.schedules.one_f_one_b(4, 8))
     (4, 3, 2, 1)
     """
-    return tuple(_peak(order) for order in schedule.orders)
+    return tuple(most_held(order) for order in schedule.orders)
 
 
 def peak_of_stages(schedule: Schedule) -> tuple[int, ...]:
@@ -125,21 +125,7 @@ def peak_of_stages(schedule: Schedule) -> tuple[int, ...]:
     >>> sl.schedules.peak_of_stages(sl.schedules.gpipe(2, 4))
     (4, 4)
     """
-    return tuple(
-        _peak([action for action in schedule.orders[rank] if action.stage == stage])
-        for stage, rank in enumerate(schedule.rank_of)
-    )
-
-
-def _peak(order: Sequence[Action]) -> int:
-    held = peak = 0
-    for action in order:
-        if action.kind is Kind.F:
-            held += 1
-            peak = max(peak, held)
-        elif action.kind is Kind.B or action.kind is Kind.W:
-            held -= 1
-    return peak
+    return schedule._most_held
 
 
 def _per_stage(costs: Costs, stages: int) -> dict[str, Sequence[float]]:

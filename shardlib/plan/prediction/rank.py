@@ -58,6 +58,26 @@ class Walked(NamedTuple):
     flown: float
 
 
+class OnTheWay:
+    """What is on its way over a link, the oldest first."""
+
+    def __init__(self) -> None:
+        self._each: deque[tuple[float, int]] = deque()
+        self._elements = 0
+
+    def until(self, done: float, elements: int, most: int) -> float:
+        """Send some more, which will be there at ``done``; returns when no more than ``most`` elements are on their way, or 0
+        if that is so now."""
+        self._each.append((done, elements))
+        self._elements += elements
+        when = 0.0
+        while self._elements > most:
+            there, gone = self._each.popleft()
+            self._elements -= gone
+            when = max(when, there)
+        return when
+
+
 @dataclass
 class Rank:
     """The clocks of one rank.
@@ -85,8 +105,8 @@ class Rank:
 
     _read: dict[str, float] = field(default_factory=dict)  # unit -> when its parameters are read
     _kept: dict[str, float] = field(default_factory=dict)  # unit -> when its blocks' inputs are where they were sent
-    _landing: deque[tuple[float, int]] = field(default_factory=deque)  # when a gradient is down, and its elements
-    _writing: deque[tuple[float, int]] = field(default_factory=deque)  # when it is on disk
+    _landing: OnTheWay = field(default_factory=OnTheWay)  # gradients, until they are down
+    _writing: OnTheWay = field(default_factory=OnTheWay)  # until they are on disk
 
     def walk(
         self,
@@ -272,12 +292,8 @@ class Rank:
                 landed = self.send("read", whole_blocks(size), landed)
             landed = self.send("written", whole_blocks(size), landed)
             self.reduced = max(self.reduced, landed)  # all are written before the first update
-            self._writing.append((landed, bucket.owned))
-            while sum(count for _, count in self._writing) > (AHEAD + 1) * plan.largest_unit:
-                self.now = max(self.now, self._writing.popleft()[0])
+            self.now = max(self.now, self._writing.until(landed, bucket.owned, (AHEAD + 1) * plan.largest_unit))
         self.landed[bucket.name] = landed
         if plan.step.microbatches > 1 and plan.lands_each(bucket):
             self.reduced = max(self.reduced, done)  # the host sums them, and the squares of the sum
-        self._landing.append((done, bucket.owned))
-        while sum(count for _, count in self._landing) > 2 * plan.largest_unit:
-            self.now = max(self.now, self._landing.popleft()[0])
+        self.now = max(self.now, self._landing.until(done, bucket.owned, 2 * plan.largest_unit))
