@@ -49,6 +49,9 @@ class Searching:
         self._model, self._machine, self._ranks, self._within = model, machine, ranks, within
         self._bounds, self._times = Bounds(model, machine, ranks), Times(model, machine, ranks)
         self._bounded: dict[Choice, tuple[float, int]] = {}
+        self._planned: dict[
+            Choice, tuple[Plan, int]
+        ] = {}  # choice -> its exact plan, and the bytes that a device holds
         self._found: dict[Choice, Found] = {}
         self._all = set(choices)
         self._after = {name: _followers(getattr(choice, name) for choice in choices) for name in _REMEDIES}
@@ -96,9 +99,9 @@ class Searching:
                 if choice in self.rejected:
                     fits = False
                 elif known == 2:
-                    found = self._planned(choice)
-                    fits = found.bytes <= budget
-                    best = found if fits and (best is None or found.seconds < best.seconds) else best
+                    fits = self._exact(choice)[1] <= budget
+                    if fits and (best is None or self._ran(choice).seconds < best.seconds):
+                        best = self._ran(choice)
                 else:
                     seconds, held = self._clocked(choice) if known else self._bound(choice)
                     fits = held <= budget
@@ -143,16 +146,22 @@ class Searching:
         each = (second - first) / (more - few)
         return first + each * (choice.microbatches - few), self._held(choice, plan, _ABOUT)
 
-    def _planned(self, choice: Choice) -> Found:
-        """The exact plan."""
-        if choice not in self._found:
+    def _exact(self, choice: Choice) -> tuple[Plan, int]:
+        """The exact plan, and the bytes that a device holds."""
+        if choice not in self._planned:
             try:
                 plan = self._model.exact(choice)
             except ShardlibError:
                 raise
             except Exception as error:  # the loss's own: it does not run on such micro-batches, say
                 raise _Unfit("cannot be traced", f"{type(error).__name__}: {error}") from error
-            held = self._held(choice, plan, 1.0)
+            self._planned[choice] = plan, self._held(choice, plan, 1.0)
+        return self._planned[choice]
+
+    def _ran(self, choice: Choice) -> Found:
+        """The exact plan on the clock, which takes long for many micro-batches: only of what fits."""
+        if choice not in self._found:
+            plan, held = self._exact(choice)
             self._found[choice] = Found(choice, predict_on(plan, self._machine).total, held, plan)
         return self._found[choice]
 
