@@ -78,8 +78,8 @@ class Lifting:
 
     def __call__(self, params: Any) -> Sharded:
         """See `lift`."""
-        if isinstance(params, Sharded):
-            return params
+        if isinstance(params, Sharded) or callable(params):  # an initialiser, or a module, which is refused
+            return lift(params)
         paths, leaves, treedef = flatten(params)
         check_tensors(paths, leaves)
         form = treedef, [(leaf.shape, leaf.dtype) for leaf in leaves], ties(leaves), _device_of(leaves)

@@ -74,3 +74,10 @@ def test_leaves_that_are_no_tensors_are_refused_in_any_call():
         with pytest.raises(TreeError, match="1 parameter leaves cannot be sharded"):
             grad_fn({"a": wrong}, torch.ones(()))
     grad_fn(params, torch.ones(()))
+
+
+def test_an_initialiser_in_the_place_of_parameters():
+    grad_fn = sl.value_and_grad(loss_fn)
+    for _ in range(2):
+        loss, _ = grad_fn(lambda: {"w": torch.ones(4)}, torch.tensor(2.0))
+        assert float(loss) == 64.0
