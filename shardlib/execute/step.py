@@ -248,8 +248,8 @@ def require_usable(evaluation: Evaluation, plan: Plan, mesh: Mesh, step: int) ->
         LossError: the batch has weight 0.
     """
     if not evaluation.finite:
-        hollow = any(w == 0 and not total.isfinite() for total, w in evaluation.losses)
-        empty = evaluation.empty if any(not total.isfinite() for total, _ in evaluation.losses) else ""
+        weights = [weight for total, weight in evaluation.losses if not total.isfinite()]
+        hollow, empty = 0 in weights, evaluation.empty if weights else ""
         of_ranks = primitives.all_gather_object(mesh, list(mesh.shape), (hollow, empty))
         if nothing := [f"rank {rank}: {empty}" for rank, (_, empty) in enumerate(of_ranks) if empty]:
             raise BatchError(

@@ -181,7 +181,7 @@ class Machine:
         return replace(ring(self.inside, self.between), sums=sums if measured else None)
 
     def line(self, sizes: Mapping[str, int], axis: str) -> str:
-        """Which of a rank's links an axis takes: "inside" or "between". Axes that take the same one share it."""
+        """The name of a rank's link that an axis takes: "inside" or "between". Axes that take the same one share it."""
         return "inside" if self._together(sizes, axis) >= sizes[axis] else "between"
 
     def _together(self, sizes: Mapping[str, int], axis: str) -> int:

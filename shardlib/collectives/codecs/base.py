@@ -137,7 +137,7 @@ class Residuals:
         return self.after[name]
 
     def empty(self, names: Iterable[str]) -> Residuals:
-        """These tensors with zeros as the residuals of these names, for exchanges that are to send none of those."""
+        """A copy with zeros in the place of the residuals of some names, for exchanges that are to send none of those."""
         return Residuals(self._before | {name: torch.zeros_like(self._before[name]) for name in names})
 
     def add(self, other: Residuals, names: Iterable[str]) -> None:
