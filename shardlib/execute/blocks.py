@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import is_compiled, without_modes
 from shardlib.execute.activations.checkpointing import checkpointed
 from shardlib.execute.activations.draws import Draws
@@ -31,6 +32,7 @@ class Blocks:
         trained: whether a backward follows.
         surroundings: of the function. They are part of what is recomputed, which may run in a thread of autograd's.
         record: takes the names of values, where the plan keeps some by name.
+        slices: of the function's layers, which hold nothing from one block to the next.
         device: the device that the rank computes on.
 
     Attributes:
@@ -39,9 +41,16 @@ class Blocks:
     """
 
     def __init__(
-        self, plan: Plan, trained: bool, surroundings: Surroundings, record: Record, device: torch.device
+        self,
+        plan: Plan,
+        trained: bool,
+        surroundings: Surroundings,
+        record: Record,
+        slices: Slices,
+        device: torch.device,
     ) -> None:
         self._how, self._trained, self._surroundings, self._names = plan.step.remat, trained, surroundings, record.names
+        self._slices = slices
         self._draws = Draws(device)
         self.layers = Layers(plan, device)
         self._refuses = bool(plan.styles) or any(bucket.tiles > 1 for bucket in plan.buckets)
@@ -102,3 +111,5 @@ class Blocks:
             yield
         finally:
             self._around = before
+            if before is None:  # layers of blocks within a block may read one input
+                self._slices.let_go()

@@ -99,7 +99,7 @@ class Executor:
         self.host = host_memory(plan.step.remat, mesh) if trained and host is None else host
         store = store_of(plan.step.remat, mesh, self.host, lambda: self.record.order is None)
         self._keeper = Keeper(plan.step.remat, store, self._in_parameters, self._saved.innermost)
-        self.blocks = Blocks(plan, trained, self._surroundings, self.record, mesh.device)
+        self.blocks = Blocks(plan, trained, self._surroundings, self.record, self._slices, mesh.device)
         self._halves: Halves | None = None
         self._phases: Phases | None = None  # of the micro-batch, where somebody follows it
         self._units_of: dict[int, str] = {}  # identity of the storage of whole parameters -> their unit, for names

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -113,7 +114,7 @@ class Claim(ABC):
 
     def slots(self) -> dict[str, Any]:
         """Slot -> claimed value. Two transforms may not fill the same slot of one subject."""
-        given = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != self.subject_field)  # type: ignore[arg-type]
+        given = ((name, getattr(self, name)) for name in _slots(type(self)))
         return {name: value for name, value in given if value is not None}
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:
@@ -129,6 +130,11 @@ class Claim(ABC):
     @abstractmethod
     def named(subject: str, slot: str) -> str:
         """A slot of a subject, as messages name it."""
+
+
+@cache  # a plan has claims about every leaf
+def _slots(kind: Any) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind) if each.name != kind.subject_field)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 from shardlib.errors import IllegalComposition, axes_named
-from shardlib.mesh.specs import Leaf, P
+from shardlib.mesh.specs import WHOLE, Leaf, P
 from shardlib.plan.buckets import Bucket, Memory
 from shardlib.plan.claims import SECOND, LeafInfo
 from shardlib.plan.placement import Placement
@@ -61,15 +62,15 @@ def second_level(resolved: Resolved, splits: Splits) -> int | None:
 def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Placement:
     """The placement of one leaf, with no bucket yet."""
     use, dtype = resolved.use(info.path), resolved.dtype(info)
-    compute = Leaf(info.path, info.shape, dtype, use.spec or P())
+    compute = Leaf(info.path, info.shape, dtype, use.spec or WHOLE)
     trainable = dtype.is_floating_point and use.trainable is not False
     # Without an exchange of tokens in the plan, a loss brings tokens to its experts by collectives of its own.
     dealt = (use.varying or ()) if resolved.step.tokens else ()
 
+    sizes = tuple(resolved.sizes.items())
+
     def stored(role: str, dtype: torch.dtype) -> Leaf:
-        axes = [axis for axis in splits.of(role) if axis not in compute.spec.axes]
-        spec = compute.spec.split(axes, info.shape, resolved.sizes)
-        return replace(compute, dtype=dtype, spec=spec)
+        return Leaf(info.path, info.shape, dtype, _split(compute.spec, splits.of(role), info.shape, sizes))
 
     return Placement(
         path=info.path,
@@ -85,11 +86,21 @@ def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Pla
     )
 
 
+@lru_cache(1024)  # blocks that are alike have leaves that are split alike
+def _split(spec: P, split: tuple[str, ...], shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> P:
+    """A spec with those axes of a role's that it does not have yet."""
+    return spec.split([axis for axis in split if axis not in spec.axes], shape, dict(sizes))
+
+
 def in_bucket(placement: Placement, bucket: Bucket) -> Placement:
     """The placement of a leaf of ``bucket``, which says where the leaf lives."""
     leaves = {role: getattr(placement, role) for role in Memory._fields}
-    lives = {role: replace(leaf, memory=getattr(bucket.memory, role)) for role, leaf in leaves.items() if leaf}
-    return replace(placement, bucket=bucket.name, **lives)
+    moved = {
+        role: replace(leaf, memory=memory)
+        for (role, leaf), memory in zip(leaves.items(), bucket.memory, strict=True)
+        if leaf and leaf.memory != memory
+    }
+    return replace(placement, bucket=bucket.name, **moved)
 
 
 def reduce_dtype(dtype: torch.dtype, resolved: Resolved) -> torch.dtype:

@@ -76,8 +76,8 @@ class Bounds:
         gradients = stages.bytes(lambda held: held.gradients, data, choice.stage >= 2)
         states = stages.bytes(lambda held: held.states, data, choice.stage >= 1)
         most = stages.kept if self._model.cuts else stages.live
-        one = np.maximum(most, stages.between)
-        kept = (choice.in_flight - 1) * most + (np.maximum(stages.gathered, one) if choice.comes else one)
+        one = np.maximum(np.maximum(most, stages.between), self._in_turn(choice, stages))
+        kept = (choice.in_flight - 1) * most + one
         if place is None:
             together = several or choice.schedule is not None
             base = stored + states
@@ -91,6 +91,21 @@ class Bounds:
             "gradients and states": base + gradients,
             "activations": base + (gradients + kept if together else np.maximum(gradients, kept)),
         }
+
+    @staticmethod
+    def _in_turn(choice: Choice, stages: Stages) -> Vector:
+        """Bytes of what comes for its use alone, and of gradients on their way to other ranks, with what is kept then."""
+        come = stages.gathered if choice.comes else 0 * stages.gathered
+        if choice.stage < 2 or choice.size("data") == 1 or choice.codec is not None:
+            return come
+        lands = (
+            choice.offload is not None and choice.schedule is None
+        )  # pipelines send them away after all micro-batches
+        backward = stages.land if lands else stages.stay
+        leave = backward.in_use if choice.comes else backward.reducing
+        if choice.split:  # what is kept has become what the second half needs, but on the first stage
+            leave = np.concatenate([leave[:1], backward.reduced[1:]])
+        return np.maximum(come, leave)
 
     def _put_together(self, way: Choice, count: int) -> Stages:
         blocks = self._model.blocks(way)

@@ -224,7 +224,7 @@ class Model:
                 self._blocks[way] = error
         found = self._blocks[way]
         if isinstance(found, ShardlibError):
-            raise found
+            raise found.with_traceback(None)  # which would hold all that was there, and grow each time
         return found
 
     def _computed(self, way: Choice) -> Blocks:
@@ -236,7 +236,7 @@ class Model:
             sizes = {"pipe": self.count, **sizes}
             parts.append(pipeline(way.schedule or "gpipe", 1, partition="count"))
         plan = build_plan(self._params, abstract_mesh(**sizes), chain(*parts), optimizer=self._optimizer)
-        one, two = (self._traced(plan, min(rows, self.rows)).traces for rows in (1, 2))
+        one, two = (self._tracing(min(rows, self.rows)).traced(plan).traces for rows in (1, 2))
         if one is None or two is None:
             raise IllegalComposition("a plan is searched for by traces, and this loss reads values")
         held = tuple(
@@ -249,9 +249,11 @@ class Model:
 
     def _traced(self, plan: Plan, rows: int) -> Plan:
         if rows not in self._known:
-            tracing = Tracing(self._loss, self.share(rows), None, torch.device("cpu"), None, Key(0))
-            self._known[rows] = traced_once(tracing)
+            self._known[rows] = traced_once(self._tracing(rows))
         return self._known[rows](plan)
+
+    def _tracing(self, rows: int) -> Tracing:
+        return Tracing(self._loss, self.share(rows), None, torch.device("cpu"), None, Key(0))
 
 
 def paced(plan: Plan, microbatches: int) -> Plan:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +36,20 @@ class Bytes:
     alone: Vector
 
 
+class Backward(NamedTuple):
+    """Bytes at some point of a backward.
+
+    Attributes:
+        reduced: of gradients on their way to other ranks.
+        reducing: with what is still kept.
+        in_use: also with parameters, if these come for their use alone.
+    """
+
+    reduced: Vector
+    reducing: Vector
+    in_use: Vector
+
+
 @dataclass(frozen=True)
 class Stages:
     """Stages of blocks that are computed in one way.
@@ -41,6 +58,7 @@ class Stages:
         kept, between, live: bytes, as in a trace.
         gathered: bytes that a forward holds if parameters come for their use alone: what it has kept so far, with
             the unit in use and the one before it.
+        stay, land: what a backward holds if gradients are split over ranks, and stay on the device or land elsewhere.
         forward, backward: bytes that go to the next stage, and that come back from there.
         flops, launches, streamed: of a micro-batch's forward and of its backward, as in a trace.
         activations, collectives: by axis, as in a trace.
@@ -54,6 +72,8 @@ class Stages:
     between: Vector
     live: Vector
     gathered: Vector
+    stay: Backward
+    land: Backward
     forward: Vector
     backward: Vector
     flops: tuple[Vector, Vector]
@@ -96,14 +116,19 @@ def stages_of(blocks: Blocks, traces: tuple[Trace, ...], spans: Spans) -> Stages
         axes = dict.fromkeys(axis for trace in inner for axis in of(trace))
         return {axis: _vector([of(trace).get(axis, 0) for trace in inner]) for axis in axes}
 
-    in_use = [_in_use(blocks, traces, *span) for span in spans]
+    gathered = [_gathered(blocks, traces, *span) for span in spans]
+    stay, land = (
+        Backward(*_vectors([_reducing(blocks, traces, *span, lands) for span in spans])) for lands in (False, True)
+    )
     unit, piece, share = _vectors([_units(each) for each in held])
     buckets, trained = _vectors([(len(stage), sum(bucket.gradient > 0 for bucket in stage)) for stage in held])
     return Stages(
         kept=_vector([trace.kept for trace in inner]),
         between=_vector([trace.between for trace in inner]),
         live=_vector([trace.live for trace in inner]),
-        gathered=_vector(in_use),
+        gathered=_vector(gathered),
+        stay=stay,
+        land=land,
         forward=_vector([trace.forward for trace in inner]),
         backward=_vector([trace.backward for trace in inner]),
         flops=both(lambda trace: trace.flops),
@@ -120,16 +145,60 @@ def stages_of(blocks: Blocks, traces: tuple[Trace, ...], spans: Spans) -> Stages
     )
 
 
-def _in_use(blocks: Blocks, traces: tuple[Trace, ...], start: int, stop: int) -> float:
+def _gathered(blocks: Blocks, traces: tuple[Trace, ...], start: int, stop: int) -> float:
     """See `Stages.gathered`."""
     if blocks.whole:
         return traces[0].kept + _units(blocks.held[0])[0]
-    kept = before = most = 0.0
-    for number in range(start, stop):
-        kept += traces[number].kept - (traces[number - 1].forward if number > start else 0)
+    before = most = 0.0
+    for number, kept in zip(range(start, stop), _kept(traces, start, stop), strict=True):
         here = _units(blocks.held[number])[0]
         most, before = max(most, kept + before + here), here
     return most
+
+
+def _reducing(
+    blocks: Blocks, traces: tuple[Trace, ...], start: int, stop: int, lands: bool
+) -> tuple[float, float, float]:
+    """See `Backward`. As in `shardlib.execute.gradients`, where links are as slow as can be: the first ones must arrive while
+    more than two units' elements are on their way, or more than one unit if gradients land elsewhere."""
+    if blocks.whole:  # nobody knows in which order its units come
+        one = max((bytes for _, bytes in _trained(blocks.held[0], {})), default=0)
+        return one, one, one
+    held = blocks.held[start:stop]
+    used = Counter(bucket.name for block in held for bucket in block)
+    units, stored = [_trained(block, used) for block in held], [_units(block)[0] for block in held]
+    largest = max((elements for block in held for elements, _ in _trained(block, {})), default=0)
+    # What is kept by the blocks before; what comes from them may be gone.
+    kept = [count - trace.forward for count, trace in zip(_kept(traces, start, stop), traces[start:stop], strict=True)]
+    most, flying = (0.0, 0.0, 0.0), deque[tuple[int, int]]()
+    for number in reversed(range(len(held))):
+        before = kept[number - 1] if number else 0
+        beside = min(stored[number - 1], stored[number + 1]) if 0 < number < len(held) - 1 else 0.0
+        for unit in reversed(units[number]):
+            flying.append(unit)
+            bytes = sum(bytes for _, bytes in flying)
+            reduced, reducing, in_use = most
+            here = bytes + before
+            most = max(reduced, bytes), max(reducing, here), max(in_use, here + stored[number] + beside)
+            while len(flying) > 1 if lands else sum(elements for elements, _ in flying) > 2 * largest:
+                flying.popleft()
+    return most
+
+
+def _kept(traces: tuple[Trace, ...], start: int, stop: int) -> list[int]:
+    """Bytes kept of a stage's forward after each of its blocks."""
+    more = (traces[n].kept - (traces[n - 1].forward if n > start else 0) for n in range(start, stop))
+    return list(itertools.accumulate(more))
+
+
+def _trained(buckets: Sequence[Held], used: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Elements of each unit, and bytes of their gradients, without those that other stages or several blocks use."""
+    units: dict[str, tuple[int, int]] = {}
+    for bucket in buckets:
+        if bucket.gradient and bucket.alone and used.get(bucket.name, 1) == 1:
+            elements, bytes = units.get(bucket.unit, (0, 0))
+            units[bucket.unit] = elements + bucket.elements, bytes + bucket.gradient
+    return list(units.values())
 
 
 def _units(buckets: Sequence[Held]) -> tuple[float, float, float]:

@@ -115,6 +115,37 @@ def test_traces_of_stages_are_those_of_the_whole(schedule, each, pipe, stage, ag
     assert found is None or found[0] == found[1]
 
 
+@settings(max_examples=100 if NIGHTLY else 6)
+@given(
+    layers=st.integers(12, 40),
+    data=st.sampled_from([1, 2, 8, 64]),
+    stage=st.integers(0, 3),
+    microbatches=st.sampled_from([1, 2, 4]),
+    again=st.sampled_from(RECOMPUTED),
+    offload=st.sampled_from([sl.offload(), sl.offload(params="host", gradients="host"), sl.offload("disk", **DISK)]),
+)
+def test_traces_with_gradients_that_leave_are_those_of_the_whole(layers, data, stage, microbatches, again, offload):
+    transforms = [
+        sl.zero(stage),
+        sl.accumulate(microbatches),
+        sl.precision("bf16"),
+        offload,
+        *[t for t in (again,) if t],
+    ]
+    found = short_and_whole(*stack(layers), {"data": data}, *transforms)
+    event("short" if found else "whole")
+    assert found is None or found[0] == found[1]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_gradients_that_leave_late_have_short_forms(stage, microbatches):
+    """Shares of so many ranks are so small that none must arrive before all have left."""
+    chain = [sl.zero(stage), sl.accumulate(microbatches), sl.offload(params="host", gradients="host"), sl.remat()]
+    short, whole = short_and_whole(*stack(40), {"data": 64}, *chain)
+    assert short == whole
+
+
 @pytest.mark.parametrize(
     "transforms",
     [

@@ -75,6 +75,23 @@ def test_pipelines_of_sliced_blocks(schedule):
     assert_same(divided[2], kept[2])
 
 
+@pytest.mark.parametrize("parts", [(), (sl.sequence("model", "megatron"),)])
+def test_a_stage_of_recomputed_slices_keeps_inputs_of_blocks_alone(parts):
+    """Not what the last block's layers got: a copy, or the whole sequence that was gathered from its parts."""
+    config = replace(CONFIG, layers=4)
+    rules = sl.tensor_slicing(gpt.slicing_rules(config, blocks=True), axis="model")
+    plan = sl.make_plan(
+        gpt.to_blocks(gpt.init(config, device="meta")),
+        sl.abstract_mesh(pipe=2, data=1, model=2),
+        sl.chain(rules, *parts, sl.pipeline("1f1b", 2), sl.remat()),
+        loss_fn=gpt.make_sequential(config),
+        batch=token_batches(1, 4, config)[0],
+    )
+    for trace, blocks in zip(plan.traces, (2, 2), strict=True):
+        carry = 2 * config.sequence * config.width * 4 // (2 if parts else 1)
+        assert trace.kept < (blocks + 2) * carry, (trace.kept / carry, blocks)
+
+
 def test_each_block_costs_one_more_gather():
     """The payload that is sent is the plan's: an input is gathered once, by shares."""
     (batch,), (loss_fn, params) = token_batches(1, 4, CONFIG), tiny_gpt(**vars(CONFIG))

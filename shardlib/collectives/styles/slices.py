@@ -56,6 +56,10 @@ class Slices:
         self._last[axis] = (weakref.ref(x), (version_of(x), grad), entered)
         return entered
 
+    def let_go(self) -> None:
+        """Drop what was entered last, and with it the graph that it came from: what follows reads other inputs."""
+        self._last.clear()
+
     def leave(self, y: torch.Tensor, axis: str) -> torch.Tensor:
         self._shares.clear()
         if self.cuts_sequence(axis):
@@ -102,7 +106,7 @@ class Slices:
         )
 
     def clear(self) -> None:
-        self._last.clear()
+        self.let_go()
         self._shares.clear()
         self._last_share = None
 

@@ -119,7 +119,7 @@ class Shortly:
         if len(walks) != len(short.stages):
             return None
         for walk, stage in zip(walks, short.stages):
-            if walk.blocks != stage.blocks or not all(map(walk.steady, stage.repeats)):
+            if walk.blocks != stage.blocks or not all(walk.steady(n, stage.leaving[n]) for n in stage.repeats):
                 return None
         return tuple(walk.trace(stage.first, stage.repeats, short.stands) for walk, stage in zip(walks, short.stages))
 

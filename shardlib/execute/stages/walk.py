@@ -112,11 +112,16 @@ class Walk:
             **{name: sum(totals.get(name, ())) for name in ("down", "up", "host")},
         )
 
-    def steady(self, block: int) -> bool:
-        """Whether a block and the next one did the same, one right after the other, so that more may come between."""
+    def steady(self, block: int, leaving: int = 0) -> bool:
+        """Whether a block and the next one did the same, one right after the other, so that more may come between.
+
+        Args:
+            leaving: bytes of its gradients that may stay until all blocks' have left.
+        """
         if self.carries and self.carries[block - 1] != self.carries[block]:
             return False
-        if any(sum(part.net for part in run if self._block(part.phase) == block) for run in self.alone):
+        left = {sum(part.net for part in run if self._block(part.phase) == block) for run in self.alone}
+        if not left <= {0, leaving}:
             return False  # what it has made is freed by what comes after all blocks
         here = [(phase, done) for phase, done in self.done.items() if self._block(phase) == block]
         after = {phase: done for phase, done in self.done.items() if self._block(phase) == block + 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,11 +30,14 @@ class ShortStage(NamedTuple):
         first: number of blocks in the stages before it, in the whole plan.
         blocks: number of its own that are left.
         repeats: number of a block, from 1 -> how many like it are left out right after it.
+        leaving: number of such a block -> bytes of its gradients that stay until all have left for another memory; 0 if they
+            go while others come.
     """
 
     first: int
     blocks: int
     repeats: dict[int, int]
+    leaving: dict[int, int]
 
 
 class Short(NamedTuple):
@@ -86,7 +89,12 @@ def short_form(plan: Plan, functions: Sequence[Any] | None = None) -> Short | No
     if plan.stages.axes:
         stops = list(itertools.accumulate(cut.blocks for cut in cuts))
         short = replace(short, stages=replace(short.stages, spans=tuple(zip([0, *stops], stops))))
-    stages = tuple(ShortStage(cut.span.start if plan.stages.axes else 0, cut.blocks, cut.repeats) for cut in cuts)
+    stages = tuple(
+        ShortStage(
+            cut.span.start if plan.stages.axes else 0, cut.blocks, cut.repeats, _left(plan.of_stage(n), cut, kinds)
+        )
+        for n, cut in enumerate(cuts)
+    )
     named = {paths[number]: tuple(paths[n] for n in group) for number, group in stands.items()}
     return Short(short, stages, named, kept)
 
@@ -138,7 +146,7 @@ def _cuts(plan: Plan, stack: _Stack, kinds: Kinds, whole: tuple[int, int]) -> li
             numbers = list(run)
             # In all stages as many blocks are recomputed, whatever they have before those of the stack.
             first = _FIRST + (ahead - cut.before if numbers[0] == cut.inside.start else 0)
-            last = max(_LAST, _leaving(plan.of_stage(stage), kinds[numbers[0]], len(cut.inside)))
+            last = max(_LAST, _leaving(plan.of_stage(stage), kinds[numbers[0]]))
             cut.groups.extend(_grouped(numbers, first, last))
     return cuts
 
@@ -170,15 +178,32 @@ def _grouped(run: list[int], first: int, last: int) -> list[tuple[int, ...]]:
     return [*((number,) for number in before), tuple(middle), *((number,) for number in after)]
 
 
-def _leaving(plan: PlanValue, kind: list[Any], length: int) -> int:
+def _leaving(plan: PlanValue, kind: list[Any]) -> int:
     """How many blocks it takes in backward until as many gradients arrive in another memory as leave; 0 if they never do.
 
     Up to there each block's gradients come on top of those that are on their way: see `shardlib.sharded.flights`.
     """
-    leaves = (bucket for bucket in kind if isinstance(bucket, Bucket) and bucket.memory.optimizer != "device")
-    moved = sum(bucket.owned for bucket in leaves)
-    blocks = 2 * plan.largest_unit // moved + _LAST if moved else 0
-    return 0 if blocks > length + _LAST else blocks
+    moved = sum(bucket.owned for bucket in _moved(kind))
+    return 2 * plan.largest_unit // moved + _LAST if moved and _crowded(plan) else 0
+
+
+def _left(plan: PlanValue, cut: _Cut, kinds: Kinds) -> dict[int, int]:
+    """See `ShortStage.leaving`."""
+    first = {n: group[0] for n, group in enumerate(cut.groups, 1 + cut.before) if len(group) > 1}
+    return {
+        n: 0 if _crowded(plan) else sum(bucket.owned * bucket.reduce_dtype.itemsize for bucket in _moved(kinds[number]))
+        for n, number in first.items()
+    }
+
+
+def _crowded(plan: PlanValue) -> bool:
+    """Whether gradients must arrive in another memory before all of them have left."""
+    return sum(bucket.owned for bucket in _moved(plan.trained)) > 2 * plan.largest_unit
+
+
+def _moved(of: Iterable[Any]) -> list[Bucket]:
+    """The buckets whose gradients go to another memory."""
+    return [each for each in of if isinstance(each, Bucket) and each.memory.optimizer != "device"]
 
 
 class _Stack(NamedTuple):
