@@ -178,8 +178,8 @@ DEFECTS = (
         "bytes",
         "plan/tiers/depth.py",
         "what a deep plan holds is drawn on from where gradients still gather on the device",
-        "return 0 if blocks > length + _LAST else blocks",
-        "return 0",
+        "+ _LAST if moved and _crowded(plan) else 0",
+        "* 0 if moved and _crowded(plan) else 0",
         ("tests/plan/test_short_forms.py::test_traces_are_those_of_the_whole[states down]",),
     ),
     Defect(
