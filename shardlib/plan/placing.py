@@ -66,7 +66,6 @@ def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Pla
     trainable = dtype.is_floating_point and use.trainable is not False
     # Without an exchange of tokens in the plan, a loss brings tokens to its experts by collectives of its own.
     dealt = (use.varying or ()) if resolved.step.tokens else ()
-
     sizes = tuple(resolved.sizes.items())
 
     def stored(role: str, dtype: torch.dtype) -> Leaf:

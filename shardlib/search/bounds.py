@@ -98,9 +98,8 @@ class Bounds:
         come = stages.gathered if choice.comes else 0 * stages.gathered
         if choice.stage < 2 or choice.size("data") == 1 or choice.codec is not None:
             return come
-        lands = (
-            choice.offload is not None and choice.schedule is None
-        )  # pipelines send them away after all micro-batches
+        # Pipelines send gradients away after all micro-batches.
+        lands = choice.offload is not None and choice.schedule is None
         backward = stages.land if lands else stages.stay
         leave = backward.in_use if choice.comes else backward.reducing
         if choice.split:  # what is kept has become what the second half needs, but on the first stage

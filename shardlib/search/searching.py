@@ -49,9 +49,8 @@ class Searching:
         self._model, self._machine, self._ranks, self._within = model, machine, ranks, within
         self._bounds, self._times = Bounds(model, machine, ranks), Times(model, machine, ranks)
         self._bounded: dict[Choice, tuple[float, int]] = {}
-        self._planned: dict[
-            Choice, tuple[Plan, int]
-        ] = {}  # choice -> its exact plan, and the bytes that a device holds
+        # Choice -> its exact plan, and the bytes that a device holds.
+        self._planned: dict[Choice, tuple[Plan, int]] = {}
         self._found: dict[Choice, Found] = {}
         self._all = set(choices)
         self._after = {name: _followers(getattr(choice, name) for choice in choices) for name in _REMEDIES}
