@@ -322,8 +322,10 @@ class Gradients:
             return Sum(bucket, whole)
         if held is not None or not bucket.levels:
             return Sum(bucket, whole, whole)
-        if self._plan.routes[bucket.name].last[0].channel is not None:
-            return Sum(bucket, whole)  # a compressed sum is decoded into memory of its own
+        compressed = self._plan.routes[bucket.name].last[0].channel is not None
+        if compressed or self._landing(self._leaf_of[bucket.name]):
+            # What is decoded has memory of its own, and what goes to another memory would hold the whole buffer until then.
+            return Sum(bucket, whole)
         # The plan counts a whole gradient in this role, so the result may stay in a buffer of that size.
         return Sum(bucket, whole, torch.empty_like(whole))
 

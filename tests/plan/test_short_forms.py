@@ -57,6 +57,34 @@ def test_traces_are_those_of_the_whole(name):
     assert Shortly(whole)(plan) == whole.traced(plan).traces
 
 
+# While the head's whole gradient is waited for those of blocks pile up; or it is as large as all of these, and none is waited
+# for.
+LARGE_HEAD = replace(CONFIG, layers=24, vocab=800)
+OVER_ALL = replace(LARGE_HEAD, vocab=20000, tie=True)
+PILES = {
+    "whole sums": (sl.zero(1),),
+    "shares": (sl.zero(2), sl.accumulate(4)),
+    "gathered": (sl.zero(3), sl.remat()),
+    "states down": (sl.zero(1), sl.offload()),
+    "a share down": (sl.zero(1), sl.offload(fraction=0.5)),
+    "accumulated here": (sl.zero(2), sl.accumulate(2), sl.offload()),
+    "accumulated there": (sl.zero(3), sl.accumulate(2), sl.offload(gradients="host")),
+}
+STAYS = [name for name in PILES if name not in ("shares", "accumulated here")]
+
+
+@pytest.mark.parametrize(("config", "name"), [*((LARGE_HEAD, name) for name in PILES), *((OVER_ALL, n) for n in STAYS)])
+def test_gradients_that_pile_up_have_short_forms(config, name):
+    plan, whole = plan_of(config, *PILES[name]), tracing(gpt.make_loss(config))
+    assert Shortly(whole)(plan) == whole.traced(plan).traces
+
+
+@pytest.mark.parametrize("chain", [(sl.zero(2), sl.accumulate(4)), (sl.zero(2), sl.accumulate(2), sl.offload())])
+def test_whole_gradients_of_several_micro_batches_have_no_short_form(chain):
+    """None is waited for before a micro-batch ends, so they go before the next one's come."""
+    assert Shortly(tracing(gpt.make_loss(OVER_ALL)))(plan_of(OVER_ALL, *chain)) is None
+
+
 def enter(params, carry, batch):
     return batch["tokens"].float() @ params["w"]
 
@@ -135,6 +163,14 @@ def test_traces_with_gradients_that_leave_are_those_of_the_whole(layers, data, s
     found = short_and_whole(*stack(layers), {"data": data}, *transforms)
     event("short" if found else "whole")
     assert found is None or found[0] == found[1]
+
+
+@pytest.mark.parametrize("config", [CONFIG, LARGE_HEAD])
+def test_gradients_that_leave_hold_their_shares_alone(config):
+    """Of one micro-batch, stages 1 and 2 exchange and move the same."""
+    whole = tracing(gpt.make_loss(config))
+    first, second = (whole.walks(plan_of(config, sl.zero(stage), sl.offload()))[0] for stage in (1, 2))
+    assert first.alone == second.alone and first.summed == second.summed
 
 
 @pytest.mark.parametrize("stage", [2, 3])

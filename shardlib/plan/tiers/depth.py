@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,9 @@ from shardlib.tree import Tree, leaves_of, path_name, unflatten
 # still on its way in backward, reaches a few blocks far; the last of the first ones, which stands for those that are left
 # out, is then like the next one.
 _FIRST, _LAST = 3, 5
+# Neighbours after which as many gradients end their way as begin it, beyond those of two largest units: the one that is the
+# first to end another's, the next one, which does all that it does, and the one whose parameters are gathered ahead.
+_SETTLED = 3
 
 Kinds = dict[int, list[Any]]  # number of a block in its list -> what a plan does with its parameters
 
@@ -140,13 +143,13 @@ def _cuts(plan: Plan, stack: _Stack, kinds: Kinds, whole: tuple[int, int]) -> li
         start, stop = max(span.start, stack.blocks.start), min(span.stop, stack.blocks.stop)
         cuts.append(_Cut(span, range(start, stop) if start < stop else range(span.start, span.start), []))
     ahead = max(cut.before for cut in cuts)
-    for stage, cut in enumerate(cuts):
+    for cut in cuts:
         recomputed = cut.span.start + _recomputed(plan, len(cut.span))
         for _, run in itertools.groupby(cut.inside, key=lambda number: (number < recomputed, kinds[number])):
             numbers = list(run)
-            # In all stages as many blocks are recomputed, whatever they have before those of the stack.
+            # In all stages as many blocks are recomputed, whatever they have before those of the stack, or wait for.
             first = _FIRST + (ahead - cut.before if numbers[0] == cut.inside.start else 0)
-            last = max(_LAST, _leaving(plan.of_stage(stage), kinds[numbers[0]]))
+            last = max(_LAST, _leaving(plan, kinds[numbers[0]]))
             cut.groups.extend(_grouped(numbers, first, last))
     return cuts
 
@@ -179,31 +182,56 @@ def _grouped(run: list[int], first: int, last: int) -> list[tuple[int, ...]]:
 
 
 def _leaving(plan: PlanValue, kind: list[Any]) -> int:
-    """How many blocks it takes in backward until as many gradients arrive in another memory as leave; 0 if they never do.
+    """How many blocks it takes in backward, in any stage, until as many gradients end their way as begin it; 0 for ever.
 
-    Up to there each block's gradients come on top of those that are on their way: see `shardlib.sharded.flights`.
+    Up to there each block's gradients come on top of those that are on their way.
     """
-    moved = sum(bucket.owned for bucket in _moved(kind))
-    return 2 * plan.largest_unit // moved + _LAST if moved and _crowded(plan) else 0
+    steady = 0
+    for way in _WAYS:
+        elements, _ = way(plan, kind)
+        if elements and _crowded(plan, way):
+            steady = max(steady, 2 * plan.largest_unit // elements + _SETTLED)
+    return steady
 
 
 def _left(plan: PlanValue, cut: _Cut, kinds: Kinds) -> dict[int, int]:
     """See `ShortStage.leaving`."""
     first = {n: group[0] for n, group in enumerate(cut.groups, 1 + cut.before) if len(group) > 1}
-    return {
-        n: 0 if _crowded(plan) else sum(bucket.owned * bucket.reduce_dtype.itemsize for bucket in _moved(kinds[number]))
-        for n, number in first.items()
-    }
+    several = plan.step.microbatches > 1 and not plan.stages.axes  # then what the first ones leave goes before the last
+    ways = [way for way in _WAYS if not (_crowded(plan, way) or (several and way is _reduced))]
+    return {n: sum(way(plan, kinds[number])[1] for way in ways) for n, number in first.items()}
 
 
-def _crowded(plan: PlanValue) -> bool:
-    """Whether gradients must arrive in another memory before all of them have left."""
-    return sum(bucket.owned for bucket in _moved(plan.trained)) > 2 * plan.largest_unit
+def _crowded(plan: PlanValue, way: _Way) -> bool:
+    """Whether gradients must end their way before all of them have begun it."""
+    return way(plan, plan.trained)[0] > 2 * plan.largest_unit
 
 
-def _moved(of: Iterable[Any]) -> list[Bucket]:
-    """The buckets whose gradients go to another memory."""
-    return [each for each in of if isinstance(each, Bucket) and each.memory.optimizer != "device"]
+def _moved(plan: PlanValue, of: Iterable[Any]) -> tuple[int, int]:
+    """Elements and bytes of the gradients that go to another memory: see `shardlib.sharded.flights`."""
+    moved = [each for each in _buckets(of) if each.memory.optimizer != "device"]
+    return sum(each.owned for each in moved), sum(each.owned * each.reduce_dtype.itemsize for each in moved)
+
+
+def _reduced(plan: PlanValue, of: Iterable[Any]) -> tuple[int, int]:
+    """Those of the whole gradients that a micro-batch frees when their exchanges end: see `shardlib.execute.gradients`. Of
+    those that go on to another memory then, one at most is on its way."""
+    staged, once = bool(plan.stages.axes), plan.step.microbatches == 1
+
+    def piles_up(bucket: Bucket) -> bool:
+        goes_on = not staged and (bucket.memory.optimizer if once else bucket.memory.grad) != "device"
+        return bucket.levels > 0 and not goes_on and (bucket.grad_level > 0 or (once and not staged))
+
+    wholes = [(each.size(0), each.reduce_dtype.itemsize) for each in _buckets(of) if piles_up(each)]
+    return sum(size for size, _ in wholes), sum(size * itemsize for size, itemsize in wholes)
+
+
+_Way = Callable[[PlanValue, Iterable[Any]], tuple[int, int]]
+_WAYS: tuple[_Way, ...] = (_moved, _reduced)
+
+
+def _buckets(of: Iterable[Any]) -> list[Bucket]:
+    return [each for each in of if isinstance(each, Bucket) and each.trainable]
 
 
 class _Stack(NamedTuple):
