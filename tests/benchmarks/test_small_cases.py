@@ -1,9 +1,9 @@
-"""Cases of data, disks and optimizers run to their end at tiny sizes."""
+"""Cases of data, disks, optimizers and planning run to their end at tiny sizes."""
 
 import pytest
 import torch
 
-from benchmarks.cases import claims, data, disk, generating, optimizer_kernels, planned_experts, thinned
+from benchmarks.cases import claims, data, disk, generating, optimizer_kernels, planned_experts, planning, thinned
 from benchmarks.harness.case import Setting
 
 SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
@@ -11,7 +11,14 @@ SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
 
 @pytest.mark.parametrize(
     "case",
-    [*data.CASES, disk.CASE, *generating.CASES, optimizer_kernels.CASE, thinned.CASE],
+    [
+        *data.CASES,
+        disk.CASE,
+        *generating.CASES,
+        optimizer_kernels.CASE,
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in planning.CASES),
+        thinned.CASE,
+    ],
     ids=lambda case: case.name,
 )
 def test_a_case_runs_to_its_end(case):
