@@ -108,11 +108,10 @@ def fewest(count: int, peak: Callable[[int], int], budget: int) -> int | None:
     the known peaks meets the budget. Every third is the middle one, for models whose blocks do not.
     """
     low, high = 0, count  # the first is too few, and the last is enough
-    above, below = peak(0), peak(count)
-    if above <= budget:
-        return 0
-    if below > budget:
+    if (below := peak(count)) > budget:
         return None
+    if (above := peak(0)) <= budget:
+        return 0
     calls = itertools.count()
     while high - low > 1:
         share = (above - budget) / (above - below) if next(calls) % 3 < 2 else 0.5

@@ -28,11 +28,13 @@ class Limits:
 
 @pytest.fixture
 def searched(monkeypatch):
-    """``searched(name -> (seconds at least, seconds, excess))``: the refusal, and the names that were planned in full."""
+    """``searched(alone, together)``: the refusal, and the names that were planned in full. Changes are names with their
+    (seconds at least, seconds, excess); those that are made together with another one are given by its name."""
     monkeypatch.setattr(remedies, "nominal_seconds", lambda plan: plan.seconds)
 
-    def search(candidates):
+    def search(alone, **together):
         planned = []
+        candidates = {**alone, **{name: change for after in together.values() for name, change in after.items()}}
 
         def exact(name):
             planned.append(name)
@@ -41,7 +43,7 @@ def searched(monkeypatch):
 
         planner = remedies.Planner(
             Limits(),
-            lambda before, full: candidates if before == "start" else (),
+            lambda before, full: alone if before == "start" else together.get(before, ()),
             lambda before, after, plan: after,
             lambda name: Numbers(0.0, candidates[name][0]),
             exact,
@@ -66,3 +68,10 @@ def test_what_does_not_fit_ends_no_search(searched):
 def test_where_none_fits_the_least_is_told(searched):
     refusal, planned = searched({"tight": (1.0, 1.0, 0.5), "tighter": (4.0, 4.0, 0.7)})
     assert "the least is held with tight." in refusal and planned == ["tight", "tighter"]
+
+
+def test_of_changes_together_the_cheapest_is_told(searched):
+    further = {"slow": (2.5, 2.5, 0.0), "later": (2.0, 2.0, 0.0), "first": (1.0, 3.0, 0.0), "tight": (0.5, 0.5, 0.1)}
+    refusal, planned = searched({"half": (1.0, 1.0, 0.5)}, half=further)
+    assert "but together these do: later. A step takes about 2.00 times" in refusal
+    assert planned == ["half", "tight", "first", "later"]

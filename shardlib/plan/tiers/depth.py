@@ -121,9 +121,14 @@ class _Cut(NamedTuple):
         return len(self.span) - len(self.inside) + len(self.groups)
 
     @property
+    def standing(self) -> dict[int, tuple[int, ...]]:
+        """Number of a block in the short form, from 1 -> its group, for those that stand for others."""
+        return {n: group for n, group in enumerate(self.groups, 1 + self.before) if len(group) > 1}
+
+    @property
     def repeats(self) -> dict[int, int]:
         """As in `ShortStage`."""
-        return {n: len(group) - 1 for n, group in enumerate(self.groups, 1 + self.before) if len(group) > 1}
+        return {n: len(group) - 1 for n, group in self.standing.items()}
 
     def present(self, kinds: Kinds) -> Sequence[int]:
         """The blocks that are left. Where only recompute differs, the first ones serve any number of recomputed ones."""
@@ -196,10 +201,9 @@ def _leaving(plan: PlanValue, kind: list[Any]) -> int:
 
 def _left(plan: PlanValue, cut: _Cut, kinds: Kinds) -> dict[int, int]:
     """See `ShortStage.leaving`."""
-    first = {n: group[0] for n, group in enumerate(cut.groups, 1 + cut.before) if len(group) > 1}
     several = plan.step.microbatches > 1 and not plan.stages.axes  # then what the first ones leave goes before the last
     ways = [way for way in _WAYS if not (_crowded(plan, way) or (several and way is _reduced))]
-    return {n: sum(way(plan, kinds[number])[1] for way in ways) for n, number in first.items()}
+    return {n: sum(way(plan, kinds[group[0]])[1] for way in ways) for n, group in cut.standing.items()}
 
 
 def _crowded(plan: PlanValue, way: _Way) -> bool:

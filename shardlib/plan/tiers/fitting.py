@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardlib.errors import IllegalComposition
 from shardlib.plan.plan import Plan
-from shardlib.plan.recompute import fewest
+from shardlib.plan.recompute import Recompute, fewest
 from shardlib.plan.tables import size
 from shardlib.plan.tiers.limits import Limits
 
@@ -19,24 +19,33 @@ def fitted(plan: Plan, traced: Callable[[Plan], Plan], limits: Limits) -> Plan:
         IllegalComposition: the loss cannot be traced.
     """
     how = plan.step.remat
-    plans: dict[int | None, Plan] = {}
-
-    def planned(blocks: int | None) -> Plan:
-        if blocks not in plans:
-            remat = how if how is None or blocks is None else replace(how, policy="full", blocks=blocks)
-            plans[blocks] = found = traced(replace(plan, step=replace(plan.step, remat=remat)))
-            if found.traces is None:
-                raise IllegalComposition(
-                    f"{limits.arguments} needs a loss that can be traced, and this one reads values"
-                )
-        return plans[blocks]
-
     if how is None or how.policy != "auto":
-        return planned(None)
-    count = max(trace.blocks for trace in planned(0).traces or ())
+        return _traced(plan, traced, limits)
+    full = replace(how, policy="full")
+    everything = _traced(_recomputing(plan, full), traced, limits)
+    count = max(trace.blocks for trace in everything.traces or ())
+    plans = {count: replace(_recomputing(plan, replace(full, blocks=count)), traces=everything.traces)}
+
+    def peak(blocks: int) -> int:
+        if blocks not in plans:
+            plans[blocks] = _traced(_recomputing(plan, replace(full, blocks=blocks)), traced, limits)
+        return limits.peak(plans[blocks])
+
     budget = limits.bytes.get("device")
-    chosen = 0 if budget is None else fewest(count, lambda blocks: limits.peak(planned(blocks)), budget)
-    found = planned(count if chosen is None else chosen)
-    note = f"remat('auto'): {found.step.remat.blocks if found.step.remat else 0} of {count} blocks are recomputed"
-    note += f", for a peak of {size(limits.peak(found))}; with none {size(limits.peak(planned(0)))}"
+    chosen = 0 if budget is None else fewest(count, peak, budget)
+    blocks = count if chosen is None else chosen
+    note = f"remat('auto'): {blocks} of {count} blocks are recomputed, for a peak of {size(peak(blocks))}"
+    note += f"; with none {size(peak(0))}" if 0 in plans else ""
+    found = plans[blocks]
     return replace(found, claims=found.claims and found.claims.noting([note]))
+
+
+def _recomputing(plan: Plan, how: Recompute) -> Plan:
+    return replace(plan, step=replace(plan.step, remat=how))
+
+
+def _traced(plan: Plan, traced: Callable[[Plan], Plan], limits: Limits) -> Plan:
+    found = traced(plan)
+    if found.traces is None:
+        raise IllegalComposition(f"{limits.arguments} needs a loss that can be traced, and this one reads values")
+    return found

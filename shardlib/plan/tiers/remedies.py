@@ -92,10 +92,10 @@ class Planner:
         return planned, skipped
 
     def _least(self, planned: list[Candidate], edits: Iterable[_Edit]) -> Candidate:
-        """What holds least beyond the limits; edits that must hold more than what is known are not traced."""
+        """What holds least beyond the limits, and takes least of these; edits that cannot be it are not traced."""
         best = min(planned, key=lambda candidate: candidate[:2])
-        for edit in edits:
-            if edit.excess <= best.excess and (candidate := self._planned(edit)):
+        for edit in sorted(edits, key=lambda edit: edit.seconds):
+            if edit[2:] < best[:2] and (candidate := self._planned(edit)):
                 best = min(best, candidate, key=lambda candidate: candidate[:2])
         return best
 
