@@ -236,9 +236,8 @@ def _optimizer_bytes(plan: PlanValue, state: Tree) -> tuple[dict[str, int], dict
     def add(bucket: Bucket | None, memory: str, size: int) -> None:
         kind = MEMORIES[memory]
         states[memory] += size
-        held[memory] += kind.held(size) * (
-            2 if plan.step.ahead and memory != "device" else 1
-        )  # old values beside new ones
+        beside = plan.step.ahead and memory != "device"  # old values are beside new ones
+        held[memory] += kind.held(size) * (2 if beside else 1)
         if kind.rests and bucket is not None:
             groups = passing.setdefault(kind.works, {})
             groups[bucket.name] = groups.get(bucket.name, 0) + whole_blocks(size)

@@ -220,6 +220,21 @@ def test_live_bytes_of_a_micro_batch_are_the_plans(model, name, ranks):
     assert 0 <= measured - plan.live_bytes <= 128
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("extra", [(), (sl.remat(),)])
+def test_live_bytes_are_those_of_one_micro_batch_of_several(stage, extra):
+    """What the next one finds, the sums of gradients, is counted elsewhere."""
+    loss_fn, params = tiny_gpt(torch.float32)
+    rows = token_batches(1, rows=1)[0]
+
+    def live(batch, *transforms):
+        parallel = sl.chain(sl.zero(stage), *extra, *transforms)
+        return sl.make_plan(params, sl.abstract_mesh(data=2), parallel, loss_fn=loss_fn, batch=batch).live_bytes
+
+    several = {name: leaf.repeat(4, 1) for name, leaf in rows.items()}
+    assert live(several, sl.accumulate(4)) == live(rows) < live(several)
+
+
 def test_a_plans_total_is_what_it_is_made_of():
     _, params = mlp([4, 40, 8], torch.float32)
     mesh = sl.abstract_mesh(data=2)

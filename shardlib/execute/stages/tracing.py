@@ -51,9 +51,10 @@ def _of_one(
     alone: list[list[Stretch]] = []
     summed: list[list[Stretch]] = []
     landing: Imagined  # of the last run
+    last = plan.step.microbatches - 1
 
     def run(*indices: int) -> None:
-        """Note what some micro-batches, with the cast batch, do to memory."""
+        """Note what some micro-batches, with the cast batch, do to memory; and what the first of them does alone."""
         nonlocal landing
         landing = Imagined(plan, mesh, ())
         live = LiveBytes(lambda: phases.now)
@@ -63,20 +64,18 @@ def _of_one(
             thinned = [plan.step.thinned(step, key) for key in keys]
             call = Call(params, microbatches, keys, thinned, buffers, 1.0, 1.0)
             gradients = runner.executor.gradients(default_options(mesh, landing))
-            for index in indices:
+            for number, index in enumerate(indices):
                 runner.microbatch(call, index, buffers, gradients)
+                if not number:
+                    alone.append(live.stretches(without=gradients.held))
         summed.append(live.stretches())
-        if len(indices) == 1:
-            alone.append(live.stretches(without=gradients.held))
 
     with Work(lambda: phases.now, lambda: _moved(runner.executor, mesh)) as work:
         run(0)
-    if runner.executor.gathers:  # the second run follows the first one's trace, and gathers the next unit ahead
-        run(0)
-    if (
-        plan.step.microbatches > 1
-    ):  # the others find sums of earlier ones, and the last one ends with the step's exchanges
-        run(*sorted({0, 1, plan.step.microbatches - 1}))
+    # The second run follows the first one's trace, and gathers the next unit ahead. Its later micro-batches find sums of
+    # earlier ones, and the last one ends with the step's exchanges.
+    if runner.executor.gathers or last:
+        run(*sorted({0, min(1, last), last}))
     return Walk(alone, summed, work.done, runner.executor.touches, phases.carries, phases.blocks, landing.spare)
 
 
@@ -85,9 +84,8 @@ def _of_stages(
 ) -> tuple[Walk, ...]:
     blocks, spans = require_blocks(loss_fn, plan), plan.stages.spans
     thinned = plan.step.thinned(step, rng)
-    kinds = (
-        kinds_of(plan, blocks) if thinned is None else range(len(spans))
-    )  # a step leaves out some layers, not others
+    # A step leaves out some layers, not others.
+    kinds = kinds_of(plan, blocks) if thinned is None else range(len(spans))
     known: list[tuple[Any, _Stage]] = []  # of each stage that is traced: its kind, with its carry's form
     stands: list[int] = []  # for each stage the number of the one that is traced for it
     carries: list[Any] = [None]  # what enters the next stage, whose function takes it out

@@ -273,6 +273,15 @@ DEFECTS = (
         (f"{_CHEAPEST}[2-parallel1-0.8]",),
     ),
     Defect(
+        "a micro-batch that holds what the next one finds",
+        "bytes",
+        "execute/stages/tracing.py",
+        "what a plan says of one micro-batch is of several",
+        "                if not number:\n",
+        "                if number == len(indices) - 1:\n",
+        ("tests/training/test_bytes.py::test_live_bytes_are_those_of_one_micro_batch_of_several",),
+    ),
+    Defect(
         "blocks that nobody counts",
         "choice",
         "execute/stages/tracing.py",
