@@ -97,7 +97,7 @@ class Search:
         if self.front:
             rows = [(f"{f.seconds:.4g} s", size(f.bytes), str(f.choice)) for f in self.front]
             lines += ["", table(("step", "memory", "choice"), rows), "", self.front[0].code]
-        return "\n".join([*lines, "", self._reasons()])
+        return "\n".join([*lines, "", self._reasons()] if self.rejected else lines)
 
     def _reasons(self) -> str:
         """How often each kind of reason bound, and the first of each kind."""

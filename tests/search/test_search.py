@@ -19,6 +19,7 @@ from shardlib.search import Space
 from shardlib.search.model import Model
 from shardlib.search.searching import Searching
 from shardlib.search.space import choices
+from shardlib.search.value import Search
 
 CONFIG = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=2, sequence=16)
 RULES = gpt.slicing_rules(CONFIG, blocks=True)
@@ -285,3 +286,9 @@ def test_a_space_of_unknown_values():
         Space(offloads=("gpu",))
     with pytest.raises(ValueError, match="'zb-v': use"):  # of two stages for each rank
         Space(schedules=("zb-v",))
+
+
+def test_a_search_that_rejects_nothing_prints_no_reasons():
+    assert str(Search((), (), slower=2, planned=1, within=0.0)) == (
+        "3 choices: 0 rejected, 2 known to be slower, 1 planned"
+    )
