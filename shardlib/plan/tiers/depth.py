@@ -187,7 +187,7 @@ def _grouped(run: list[int], first: int, last: int) -> list[tuple[int, ...]]:
 
 
 def _leaving(plan: PlanValue, kind: list[Any]) -> int:
-    """How many blocks it takes in backward, in any stage, until as many gradients end their way as begin it; 0 for ever.
+    """How many blocks of a stage it takes in backward until as many gradients end their way as begin it; 0 if none must.
 
     Up to there each block's gradients come on top of those that are on their way.
     """
