@@ -39,7 +39,7 @@ def test_a_step_takes_as_long_as_predicted(on_rig, case):
         state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, parallel), tx)
         seconds = []
         with rig.limits(up=rate, down=rate):
-            for _ in range(3):
+            for _ in range(5):  # the quickest counts: a busy machine stops a step for longer than the margin
                 torch.accelerator.synchronize()
                 start = time.perf_counter()
                 state, _ = step(state, batch)
