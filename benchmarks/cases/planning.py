@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 import shardlib as sl
 from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.tables import grid, section
+from benchmarks.harness.timing import processor
 from shardlib.models import gpt
 from shardlib.plan import Link, Machine
 from shardlib.plan.tables import count, size
@@ -122,12 +122,9 @@ def _refused(layers: int, width: int) -> str:
 
 def _timed(call: Callable[[], Any], rounds: int) -> tuple[Any, list[float]]:
     """What the last call returned, and the processor's seconds of each."""
-    found, seconds = None, []
-    for _ in range(rounds):
-        begun = time.process_time()
-        found = call()
-        seconds.append(time.process_time() - begun)
-    return found, seconds
+    found: list[Any] = []
+    seconds = [processor(lambda: found.append(call())) for _ in range(rounds)]
+    return found[-1], seconds
 
 
 CASES = (

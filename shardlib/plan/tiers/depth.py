@@ -218,8 +218,8 @@ def _moved(plan: PlanValue, of: Iterable[Any]) -> tuple[int, int]:
 
 
 def _reduced(plan: PlanValue, of: Iterable[Any]) -> tuple[int, int]:
-    """Those of the whole gradients that a micro-batch frees when their exchanges end: see `shardlib.execute.gradients`. Of
-    those that go on to another memory then, one at most is on its way."""
+    """Elements and bytes of the whole gradients that a micro-batch frees when their exchanges end: see
+    `shardlib.execute.gradients`. Those that go on to another memory then do not count: one at most is on its way."""
     staged, once = bool(plan.stages.axes), plan.step.microbatches == 1
 
     def piles_up(bucket: Bucket) -> bool:

@@ -26,17 +26,17 @@ def fitted(plan: Plan, traced: Callable[[Plan], Plan], limits: Limits) -> Plan:
     count = max(trace.blocks for trace in everything.traces or ())
     plans = {count: replace(_recomputing(plan, replace(full, blocks=count)), traces=everything.traces)}
 
-    def peak(blocks: int) -> int:
+    def planned(blocks: int) -> Plan:
         if blocks not in plans:
             plans[blocks] = _traced(_recomputing(plan, replace(full, blocks=blocks)), traced, limits)
-        return limits.peak(plans[blocks])
+        return plans[blocks]
 
     budget = limits.bytes.get("device")
-    chosen = 0 if budget is None else fewest(count, peak, budget)
+    chosen = 0 if budget is None else fewest(count, lambda blocks: limits.peak(planned(blocks)), budget)
     blocks = count if chosen is None else chosen
-    note = f"remat('auto'): {blocks} of {count} blocks are recomputed, for a peak of {size(peak(blocks))}"
-    note += f"; with none {size(peak(0))}" if 0 in plans else ""
-    found = plans[blocks]
+    found = planned(blocks)
+    note = f"remat('auto'): {blocks} of {count} blocks are recomputed, for a peak of {size(limits.peak(found))}"
+    note += f"; with none {size(limits.peak(plans[0]))}" if 0 in plans else ""
     return replace(found, claims=found.claims and found.claims.noting([note]))
 
 
