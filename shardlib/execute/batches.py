@@ -10,6 +10,7 @@ import numpy as np
 import optree
 import torch
 
+from shardlib.common.alignment import aligned
 from shardlib.errors import BatchError, listing
 from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.plan.plan import Plan
@@ -52,6 +53,7 @@ def arriving(batch: Tree, plan: Plan, mesh: Mesh) -> Tree:
 def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     """Cut a batch from `as_tensors` into micro-batches: tensors along dimension 0, with floats cast.
 
+    Where sums must not depend on the mesh, neither may the place of a micro-batch in memory: each begins an allocation.
     Numbers, strings and tensors without dimensions are given to every micro-batch unchanged.
 
     Raises:
@@ -81,7 +83,8 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     def parts(leaf: Any) -> Sequence[Any]:
         leaf = cast(leaf, plan)
         cut = isinstance(leaf, torch.Tensor) and leaf.dim() and n > 1
-        return leaf.tensor_split(n) if cut else [leaf] * n
+        cuts = leaf.tensor_split(n) if cut else [leaf] * n
+        return [aligned(part) for part in cuts] if plan.step.tree and isinstance(leaf, torch.Tensor) else cuts
 
     columns = [parts(leaf) for leaf in leaves]
     return [unflatten(treedef, [column[index] for column in columns]) for index in range(n)]

@@ -41,6 +41,21 @@ def stepped(loss_fn, batch, transform=None, params=PARAMS, mesh=None):
     return sl.simulate(run, mesh=mesh or {"data": 2})[0]
 
 
+def test_micro_batches_of_reproducible_begin_allocations():
+    """Their products may be rounded by where rows lie, which another mesh would change."""
+    batch = {"x": torch.arange(30.0).view(6, 5), "n": torch.arange(6), "scale": torch.arange(3.0)[1], "name": "a"}
+
+    def cut(mesh):
+        plan = sl.make_plan({"w": torch.ones(2)}, mesh, sl.chain(sl.zero(), sl.reproducible(6)))
+        return split_batch(batch, plan, mesh)
+
+    (parts,) = sl.simulate(cut, mesh={"data": 1})
+    assert_same([part["x"] for part in parts], list(batch["x"].split(1)))
+    assert [part["x"].data_ptr() % 64 for part in parts] == [0] * 6
+    assert parts[2]["scale"] == 1 and parts[2]["scale"].data_ptr() % 64 == 0 and parts[2]["name"] == "a"
+    assert parts[2]["n"].data_ptr() == batch["n"][2:].data_ptr()  # integers are not rounded
+
+
 # --- NumPy ---------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from helpers.rounding import rounding
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardlib.kernels.grouped_matmul import cuda, grouped_matmul
+from shardlib.kernels.grouped_matmul import cuda, grouped_matmul, reference
 
 # Without AMX, torch's products serve bf16 too; what serves a GPU runs on a CPU.
 NAMES = ("avx512", "amx", CUT, "cuda", "reference")
@@ -67,6 +67,21 @@ def check(name, counts, inner, outer, dtype, seed=0, spare=0, laid_out=lambda x,
     for expert, count in enumerate(counts):
         assert count or not any(gradient[expert].any() for gradient in found[2:])
     assert not found[0][offsets[-1] :].any() and not found[1][offsets[-1] :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("inner", [6, 7])
+def test_a_product_does_not_depend_on_the_experts_before_it(inner, dtype):
+    """Rows of these sizes begin anywhere in memory, by which products of a few may be rounded."""
+    x, weight, offsets = drawn([5], inner, 4, dtype)
+    dy = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    forward, backward = reference.forward(x, weight, offsets, None), reference.backward(x, weight, offsets, dy)
+    for before in range(1, 9):
+        spans, weights = torch.tensor([before, before + 5]), weight.expand(2, -1, -1)
+        rows, dys = (torch.cat([each[:1].expand(before, -1), each]) for each in (x, dy))
+        dx, dweight = reference.backward(rows, weights, spans, dys)
+        assert reference.forward(rows, weights, spans, None)[before:].equal(forward)
+        assert dx[before:].equal(backward[0]) and dweight[1].equal(backward[1][0])
 
 
 def cut(x, weight):

@@ -218,6 +218,23 @@ def weighted(params, batch, rng):
     }
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_rows_of_any_width(ranks):
+    """Of 7 numbers, so that those of most micro-batches begin at no multiple of 16 bytes of the batch."""
+    x = torch.randn(16, 7, generator=torch.Generator().manual_seed(0))
+
+    def run(mesh):
+        params = sl.shard({"w": torch.ones(5, 7)}, mesh, sl.chain(sl.zero(), sl.reproducible(8)))
+        state, step = sl.make_train_step(
+            lambda p, x: (x @ p["w"].t()).tanh().square().mean(), params, sl.optim.sgd(1.0)
+        )
+        for _ in range(3):
+            state, metrics = step(state, x.chunk(mesh.size)[mesh.rank].clone())
+        return digest((metrics["loss"], whole(state)))
+
+    assert {*sl.simulate(run, mesh={"data": ranks})} == {*sl.simulate(run, mesh={"data": 1})}
+
+
 @pytest.mark.parametrize("where", SOME[:3], ids=str)
 def test_weighted_losses_and_aux(where):
     def run(mesh):

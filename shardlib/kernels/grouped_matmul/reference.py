@@ -1,9 +1,13 @@
-"""Products by expert in plain torch: one product an expert, written in place, and the same as new tensors."""
+"""Products by expert in plain torch: one product an expert, written in place, and the same as new tensors.
+
+An expert's rows are read from where an allocation begins, so that its product does not depend on the experts before it.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from shardlib.common.alignment import aligned
 from shardlib.kernels.common import results
 
 
@@ -18,9 +22,9 @@ def forward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: 
         if first == end:
             continue
         if bias is None:
-            torch.mm(x[first:end], weight[expert].t(), out=y[first:end])
+            torch.mm(aligned(x[first:end]), weight[expert].t(), out=y[first:end])
         else:
-            torch.addmm(bias[expert], x[first:end], weight[expert].t(), out=y[first:end])
+            torch.addmm(bias[expert], aligned(x[first:end]), weight[expert].t(), out=y[first:end])
     y[parts[-1][1] :] = 0
     return y
 
@@ -32,8 +36,9 @@ def backward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, dy: t
         if first == end:
             dweight[expert] = 0
             continue
-        torch.mm(dy[first:end], weight[expert], out=dx[first:end])
-        torch.mm(_transposed(dy[first:end]), x[first:end], out=dweight[expert])
+        rows = aligned(dy[first:end])
+        torch.mm(rows, weight[expert], out=dx[first:end])
+        torch.mm(_transposed(rows), aligned(x[first:end]), out=dweight[expert])
     dx[parts[-1][1] :] = 0
     return [dx, dweight]
 
