@@ -79,8 +79,8 @@ def measure_searches(setting: Setting) -> Result:
         rows.append((name, f"{found.considered:,}", found.planned, f"{statistics.median(seconds):.1f}", shown))
     about = (
         "GPTs on ranks of 80 GiB, 8 on a host of 1 TiB, with the rates of data sheets. What is searched: meshes, stages, "
-        "slices, pipelines, recompute, precisions, offload and sizes of micro-batches. Seconds of one processor, median of "
-        f"{setting.rounds}; {_TARGET:.0f} are wanted for the largest."
+        "slices, pipelines, recompute, precisions, offload and sizes of micro-batches. Seconds of one processor, "
+        f"{_rounds(setting)}; {_TARGET:.0f} are wanted for the largest."
     )
     columns = ("model", "choices", "planned", "seconds", "the winner, its step and a rank's peak")
     return Result(section("Searches", about, grid(columns, rows)), _HEADER, samples)
@@ -95,10 +95,14 @@ def measure_refusals(setting: Setting) -> Result:
         rows.append((name, f"{statistics.median(seconds):.1f}", advice))
     about = (
         "`make_plan` of a GPT of width 1,024 with 51,200 tokens, data=4 × model=2, `zero(1)`, slices and bf16, for 1 GiB, "
-        "which it does not fit: changes of the plan are planned until some do. Seconds of one processor, median of "
-        f"{setting.rounds}."
+        "which it does not fit: changes of the plan are planned until some do. Seconds of one processor, "
+        f"{_rounds(setting)}."
     )
     return Result(section("Refusals", about, grid(("", "seconds", "advice"), rows)), _HEADER, samples)
+
+
+def _rounds(setting: Setting) -> str:
+    return f"median of {setting.rounds}" if setting.rounds > 1 else "once"
 
 
 def _refused(layers: int, width: int) -> str:

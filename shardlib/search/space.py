@@ -157,7 +157,7 @@ class Choice:
 
     def __str__(self) -> str:
         parts = [" × ".join(f"{axis}={size}" for axis, size in self.sizes), f"stage {self.stage}", self.precision]
-        parts += [f"{self.microbatches} micro-batches of {self.rows} rows"]
+        parts += [f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)} of {self.rows} rows"]
         parts += [f"recompute {self.recompute}"] if self.recompute else []
         parts += [text for text in (self.schedule, self.sequence, self.codec) if text]
         parts += [f"states on {self.offload}"] if self.offload else []
