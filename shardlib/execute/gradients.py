@@ -346,7 +346,7 @@ class Gradients:
         # Whole gradients that are freed after their exchange must not pile up behind a slow network. Those of tiles must not
         # be there beside the next tile's.
         tiles = any(self._leaf_of[each.bucket.name].tiles > 1 for each in sums)
-        while self._flying and (tiles or self._to_free > 2 * self._plan.largest_unit):
+        while self._flying and (tiles or self._to_free > self._plan.most_in_flight):
             self._land()
         if any(self._landing(self._leaf_of[each.bucket.name]) for each in sums):
             while self._flying and (len(self._flying) > 1 or self._flying[0][0].complete):

@@ -83,7 +83,7 @@ def _gradients(plan: PlanValue) -> Iterator[tuple[str, int]]:
         else:
             leaving += bucket.owned * size
     widest = max((bucket.reduce_dtype.itemsize for bucket in plan.trained), default=0)
-    yield "device", min(leaving, 2 * plan.largest_unit * widest)
+    yield "device", min(leaving, plan.most_in_flight * widest)
     yield MEMORIES["disk"].works, resting_gradients(plan)
 
 

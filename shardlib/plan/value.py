@@ -216,6 +216,12 @@ class PlanValue:
         return max((sum(bucket.size(0) for bucket in unit) for unit in self.trained_in.values()), default=0)
 
     @property
+    def most_in_flight(self) -> int:
+        """Elements of gradients that may be on their way to other ranks, or to another memory: before more follow, the first
+        must arrive."""
+        return 2 * self.largest_unit
+
+    @property
     def parameters(self) -> int:
         """Number of elements of all parameters, tied leaves counted once."""
         return sum(math.prod(placement.param.shape) for placement in self.placements)

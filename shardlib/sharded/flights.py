@@ -32,7 +32,7 @@ class Flights:
 
     def __init__(self, plan: Plan) -> None:
         self._flying: deque[Flight] = deque()
-        self._most, self._window = 2 * plan.largest_unit, resting_gradients(plan)
+        self._most, self._window = plan.most_in_flight, resting_gradients(plan)
 
     @property
     def first(self) -> Flight | None:
@@ -46,7 +46,7 @@ class Flights:
 
     @property
     def crowded(self) -> bool:
-        """Whether there are more than two units' elements, so that the first must arrive."""
+        """Whether so many are on their way that the first must arrive."""
         return sum(flight.numel for flight in self._flying) > self._most
 
     def in_the_way(self, bucket: Bucket, further: bool) -> bool:

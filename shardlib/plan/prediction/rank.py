@@ -296,4 +296,4 @@ class Rank:
         self.landed[bucket.name] = landed
         if plan.step.microbatches > 1 and plan.lands_each(bucket):
             self.reduced = max(self.reduced, done)  # the host sums them, and the squares of the sum
-        self.now = max(self.now, self._landing.until(done, bucket.owned, 2 * plan.largest_unit))
+        self.now = max(self.now, self._landing.until(done, bucket.owned, plan.most_in_flight))

@@ -195,7 +195,7 @@ def _leaving(plan: PlanValue, kind: list[Any]) -> int:
     for way in _WAYS:
         elements, _ = way(plan, kind)
         if elements and _crowded(plan, way):
-            steady = max(steady, 2 * plan.largest_unit // elements + _SETTLED)
+            steady = max(steady, plan.most_in_flight // elements + _SETTLED)
     return steady
 
 
@@ -208,7 +208,7 @@ def _left(plan: PlanValue, cut: _Cut, kinds: Kinds) -> dict[int, int]:
 
 def _crowded(plan: PlanValue, way: _Way) -> bool:
     """Whether gradients must end their way before all of them have begun it."""
-    return way(plan, plan.trained)[0] > 2 * plan.largest_unit
+    return way(plan, plan.trained)[0] > plan.most_in_flight
 
 
 def _moved(plan: PlanValue, of: Iterable[Any]) -> tuple[int, int]:
