@@ -15,7 +15,7 @@ import optree
 import torch
 
 from shardlib.checkpoint.packed import Parts
-from shardlib.kernels.common.thresholds import Threshold
+from shardlib.common.thresholds import Threshold
 from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.mesh.specs import Window
 from shardlib.plan.buckets import Bucket

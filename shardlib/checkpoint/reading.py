@@ -18,8 +18,8 @@ from shardlib.checkpoint.boxes import boxes, runs
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
 from shardlib.checkpoint.writing import bytes_of
+from shardlib.common.thresholds import Threshold
 from shardlib.errors import CheckpointError
-from shardlib.kernels.common.thresholds import Threshold
 from shardlib.mesh.specs import Window
 
 BUFFER = Threshold(1 << 26)  # bytes, at most, of what elements pass through that are not read in place

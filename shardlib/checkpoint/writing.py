@@ -18,7 +18,7 @@ from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Chunk, Entry
 from shardlib.common.disk import begin_writing
 from shardlib.common.dtypes import dtype_name
-from shardlib.kernels.common.thresholds import Threshold
+from shardlib.common.thresholds import Threshold
 
 # Bytes of an item at most: far below 4 GiB, from which on zip files need another form.
 _LARGEST = Threshold(1 << 26)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from shardlib.common.chunks import chunks
 from shardlib.errors import IllegalComposition
 from shardlib.kernels import exact_sum, global_norm
-from shardlib.kernels.common.chunks import chunks
 from shardlib.kernels.exact_sum import digits
 
 

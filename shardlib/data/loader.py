@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from shardlib.collectives import primitives
 from shardlib.common.devices import pins
+from shardlib.common.thresholds import Threshold
 from shardlib.data.curriculum import Curriculum, as_curriculum
 from shardlib.data.order import Epochs, Order, Shuffled, Unshuffled
 from shardlib.data.pace import Pace
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import Fetch, as_dataset, fetch_of, no_rows, to_device
 from shardlib.errors import BatchError
-from shardlib.kernels.common.thresholds import Threshold
 from shardlib.rng import Key
 
 # Indices are computed for some batches at once: 4,096 of one epoch cost 0.8 ms, and 64 cost 0.17 ms.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.kernels.common.chunks import chunks
+from shardlib.common.chunks import chunks
 from shardlib.mesh.specs import Window
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from shardlib.common.thresholds import Threshold
 from shardlib.kernels.common.arguments import check_tensors
-from shardlib.kernels.common.thresholds import Threshold
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunked_cross_entropy
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets, widened
 from shardlib.nn.sequence import current_parts, shard_sequence

@@ -9,9 +9,9 @@ from typing import Any
 import optree
 import torch
 
+from shardlib.common.chunks import chunks
 from shardlib.common.pages import cloned
 from shardlib.errors import IllegalComposition
-from shardlib.kernels.common.chunks import chunks
 from shardlib.optim.base import Packed
 from shardlib.optim.on_disk import Following, OnDisk
 from shardlib.optim.storing import optimizer_shard

@@ -13,8 +13,8 @@ import torch
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.collectives.primitives import sum_over
 from shardlib.collectives.summation import IN_FLOAT64, Summation
+from shardlib.common.chunks import chunks
 from shardlib.errors import IllegalComposition
-from shardlib.kernels.common.chunks import chunks
 from shardlib.mesh.index_map import IndexMap
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.axis_owner.owned_exchange import OwnedExchange

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardlib.kernels.common.chunks import chunks
+from shardlib.common.chunks import chunks
 from shardlib.optim.base import GradientTransformation, Owned, scaled, separate_copy, write_copies
 from shardlib.optim.locality import Locality
 from shardlib.optim.shards import Shards

@@ -22,7 +22,7 @@ from typing import NamedTuple, overload
 import torch
 
 from shardlib.common._compat import add_to_each_, flatten_dense_tensors, unflatten_dense_tensors
-from shardlib.kernels.common.thresholds import Threshold
+from shardlib.common.thresholds import Threshold
 from shardlib.mesh.specs import chunk_size
 
 # A leaf of which one rank owns at least this many elements is a bucket of its own. That saves copies of the leaf (two

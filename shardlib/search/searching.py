@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from shardlib.common.thresholds import Threshold
 from shardlib.errors import ShardlibError
-from shardlib.kernels.common.thresholds import Threshold
 from shardlib.plan.machine import Machine
 from shardlib.plan.plan import Plan
 from shardlib.plan.prediction.step import predict_on

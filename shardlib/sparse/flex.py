@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from shardlib.kernels.common.thresholds import Threshold
+from shardlib.common.thresholds import Threshold
 from shardlib.sparse.layout import Layout
 
 # (sample, head, query, key) -> whether the query sees the key.

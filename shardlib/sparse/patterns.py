@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from shardlib.kernels.common.thresholds import Threshold
+from shardlib.common.thresholds import Threshold
 from shardlib.kernels.counter import random_bits
 from shardlib.rng import Key
 from shardlib.sparse.layout import Layout, offsets_of

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.checkpoint.fragments import PARAMS, source_of
+from shardlib.common import thresholds
 from shardlib.execute.batches import batch_index
-from shardlib.kernels.common import thresholds
 from shardlib.models import gpt
 from shardlib.tree import leaves_of
 

@@ -5,8 +5,8 @@ import torch
 from helpers.saved import CountedReads
 
 import shardlib as sl
+from shardlib.common import thresholds
 from shardlib.kernels.adamw8 import SIGNED, UNSIGNED
-from shardlib.kernels.common import thresholds
 from shardlib.optim.base import Packed
 from shardlib.tree import leaves_of
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, core_model_loading
 
 import shardlib as sl
 from shardlib.checkpoint import reading
+from shardlib.common import thresholds
 from shardlib.errors import TreeError
-from shardlib.kernels.common import thresholds
 from shardlib.models import huggingface
 from shardlib.models.huggingface import conversion
 from shardlib.models.huggingface.followed import Followed

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig
 
 import shardlib as sl
+from shardlib.common import thresholds
 from shardlib.errors import CheckpointError, TreeError
-from shardlib.kernels.common import thresholds
 from shardlib.models import gpt, huggingface
 from shardlib.tree import leaves_of, tree_map
 

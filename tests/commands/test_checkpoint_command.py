@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import shardlib as sl
 from shardlib.checkpoint.reading import open_checkpoint
 from shardlib.commands import __main__ as cli
-from shardlib.kernels.common import thresholds
+from shardlib.common import thresholds
 
 GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
 

@@ -9,7 +9,7 @@ import torch
 from helpers.crashes import Recorder, crashes, remake, write
 from helpers.profile import NIGHTLY
 
-from shardlib.kernels.common.thresholds import small
+from shardlib.common.thresholds import small
 from shardlib.sharded.disk import Flat, Store
 
 BUFFERS = {"a": Flat(2500, torch.float32), "b": Flat(9000, torch.uint8), "c": Flat(7, torch.float64)}

@@ -11,8 +11,8 @@ import pytest
 import torch
 from helpers.profile import NIGHTLY
 
+from shardlib.common.thresholds import small
 from shardlib.errors import StorageError
-from shardlib.kernels.common.thresholds import small
 from shardlib.sharded.disk import Flat, Store
 from shardlib.sharded.disk.record import NOTES
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from helpers.counter import spread
-from shardlib.kernels.common import thresholds
+from shardlib.common import thresholds
 from shardlib.kernels.dropout import Draw, dropout
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm

@@ -7,8 +7,8 @@ from helpers.interpreter import interpret
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardlib.common import thresholds
 from shardlib.kernels import norm
-from shardlib.kernels.common import thresholds
 from shardlib.kernels.dropout import Draw, dropout
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.rotary import rotary

@@ -10,7 +10,7 @@ from helpers.layer_kernels import TOLERANCES, outputs_and_gradients
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.kernels.common import thresholds
+from shardlib.common import thresholds
 from shardlib.kernels.permute import permute, unpermute
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

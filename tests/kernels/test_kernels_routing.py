@@ -10,7 +10,7 @@ from helpers.interpreter import interpret
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardlib.kernels.common import thresholds
+from shardlib.common import thresholds
 from shardlib.kernels.routing import by_expert, top_k
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

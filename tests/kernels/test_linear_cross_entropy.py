@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.kernels.common import thresholds
+from shardlib.common import thresholds
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy, op
 from shardlib.kernels.linear_cross_entropy.arguments import Aim
 from shardlib.nn import functional

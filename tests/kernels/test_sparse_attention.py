@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.kernels.common import thresholds
+from shardlib.common import thresholds
 from shardlib.kernels.sparse_attention import cpu
 from shardlib.kernels.sparse_attention.arguments import Blocks, Options
 from shardlib.sparse import Layout

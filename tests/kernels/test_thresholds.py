@@ -11,7 +11,7 @@ from helpers.trees import assert_close
 
 import shardlib as sl
 from shardlib import sparse
-from shardlib.kernels.common import thresholds
+from shardlib.common import thresholds
 
 SOURCES = Path(sl.__file__).parent
 NUMBERS = ast.Constant | ast.BinOp | ast.operator | ast.Tuple | ast.expr_context

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import shardlib as sl
+from shardlib.common import thresholds
 from shardlib.errors import RankMismatch
-from shardlib.kernels.common import thresholds
 
 
 def test_values_come_in_rank_order_with_coordinates():

@@ -16,7 +16,7 @@ from oracle import onebit_optimizers as oracle
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.kernels.common import thresholds
+from shardlib.common import thresholds
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim import Sent, ZeroOneSteps
 from shardlib.optim.shards import MeshShards

@@ -9,8 +9,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
+from shardlib.common import thresholds
 from shardlib.execute.stages.fake import Shortly, Tracing
-from shardlib.kernels.common import thresholds
 from shardlib.models import gpt
 from shardlib.optim.base import GradientTransformation
 from shardlib.plan.build import build_plan

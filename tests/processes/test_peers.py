@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import shardlib as sl
-from shardlib.kernels.common import thresholds
+from shardlib.common import thresholds
 
 STEPS = 10 if NIGHTLY else 4
 CASES = [

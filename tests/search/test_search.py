@@ -10,8 +10,8 @@ import torch
 from helpers.profile import NIGHTLY
 
 import shardlib as sl
+from shardlib.common import thresholds
 from shardlib.errors import ShardlibError
-from shardlib.kernels.common import thresholds
 from shardlib.models import gpt
 from shardlib.plan import Link, Machine
 from shardlib.plan.tiers.limits import Limits

@@ -14,8 +14,8 @@ from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.collectives import primitives
+from shardlib.common.thresholds import small
 from shardlib.errors import DonatedStateError, IllegalComposition, RankFailure, StorageError
-from shardlib.kernels.common.thresholds import small
 from shardlib.optim.on_disk import OnDisk
 
 PLANS = {

@@ -12,8 +12,8 @@ from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.collectives import primitives
+from shardlib.common.thresholds import Threshold
 from shardlib.errors import IllegalComposition, RankFailure, StorageError
-from shardlib.kernels.common.thresholds import Threshold
 from shardlib.optim.on_disk import InPlace, OnDisk
 from shardlib.optim.optimizers.coded import Coded
 from shardlib.optim.whole import WholeLeaves

@@ -10,7 +10,7 @@ from helpers.trees import assert_close
 from oracle import one_device, plain
 
 import shardlib as sl
-from shardlib.kernels.common import thresholds
+from shardlib.common import thresholds
 from shardlib.plan import buckets as layout
 
 STEPS = 20

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from shardlib.common.thresholds import threads
 from shardlib.kernels.adamw.arguments import Direction, Old, Step
 from shardlib.kernels.common import native
-from shardlib.kernels.common.thresholds import threads
 
 READS_OLD = True  # states may be read elsewhere than they are written
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.common.chunks import chunks
 from shardlib.kernels.adamw.arguments import Direction, DirectionFactors, Factors, Step
-from shardlib.kernels.common.chunks import chunks
 
 
 def load(device: torch.device) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.common.thresholds import threads
 from shardlib.kernels.adamw8.arguments import CodedStep
 from shardlib.kernels.adamw8.codes import SIGNED, UNSIGNED
 from shardlib.kernels.common import native
-from shardlib.kernels.common.thresholds import threads
 
 _SIGNATURES = {"adamw8_step": "pipi" + "p" * 5 + "ippl" + "f" * 9 + "i"}
 

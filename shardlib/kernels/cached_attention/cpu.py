@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from shardlib.common.thresholds import threads
 from shardlib.kernels.cached_attention import reference
 from shardlib.kernels.cached_attention.arguments import Attention
 from shardlib.kernels.common import native
-from shardlib.kernels.common.thresholds import threads
 
 _SIGNATURES = {"cached_attention": "pppppppillllllppi"}
 

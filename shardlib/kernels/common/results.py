@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardlib.kernels.common.thresholds import Threshold
+from shardlib.common.thresholds import Threshold
 
 _LARGE = Threshold(1 << 22)  # bytes of at least one whole huge page, wherever they begin
 

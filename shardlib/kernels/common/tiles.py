@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import triton
 
+from shardlib.common.thresholds import Threshold
 from shardlib.kernels.common.build import BuildError
-from shardlib.kernels.common.thresholds import Threshold
 
 # Products are rounded before they are added, as in the other implementations.
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.common.thresholds import threads
 from shardlib.kernels.common import native
-from shardlib.kernels.common.thresholds import threads
 
 _SIGNATURES = {"random_bits": "lplpi"}
 

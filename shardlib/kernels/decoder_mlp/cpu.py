@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from shardlib.common.thresholds import threads
 from shardlib.kernels.common import native
-from shardlib.kernels.common.thresholds import threads
 from shardlib.kernels.decoder_mlp import reference
 from shardlib.kernels.decoder_mlp.arguments import MLP
 from shardlib.kernels.thin_matmul.cpu import FEW

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from shardlib.common.thresholds import threads
 from shardlib.kernels.common import native
-from shardlib.kernels.common.thresholds import threads
 from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalMomentum, LocalStep
 
 _SIGNATURES = {

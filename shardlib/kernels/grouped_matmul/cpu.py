@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from shardlib.common.thresholds import threads
 from shardlib.kernels.common import native, results
 from shardlib.kernels.common import rows as lines
-from shardlib.kernels.common.thresholds import threads
 from shardlib.kernels.grouped_matmul import reference
 
 _MATRICES, _SIZES = "plli", "pllll"

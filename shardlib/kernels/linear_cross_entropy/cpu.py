@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from shardlib.common.thresholds import threads
 from shardlib.kernels.common import native
-from shardlib.kernels.common.thresholds import threads
 from shardlib.kernels.linear_cross_entropy.arguments import Aim
 from shardlib.kernels.linear_cross_entropy.options import refuse_unknown
 

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.common.thresholds import Threshold
 from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.common.operators import autocast_as_a_product, counted, differentiable
-from shardlib.kernels.common.thresholds import Threshold
 from shardlib.kernels.linear_cross_entropy import reference
 from shardlib.kernels.linear_cross_entropy.arguments import Aim
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardlib.common.thresholds import threads
 from shardlib.kernels.common import native, rows
-from shardlib.kernels.common.thresholds import threads
 from shardlib.kernels.norm.arguments import Norm
 
 _SIGNATURES = {"norm": "ppippfillppi", "norm_backward": "pipfillpppppi"}

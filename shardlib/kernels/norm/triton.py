@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from shardlib.common.thresholds import Threshold
 from shardlib.kernels.common import rows, tiles
-from shardlib.kernels.common.thresholds import Threshold
 from shardlib.kernels.norm.arguments import Norm
 
 CHUNK = 4096  # columns

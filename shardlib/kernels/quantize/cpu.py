@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from shardlib.common.thresholds import threads
 from shardlib.kernels.common import native
-from shardlib.kernels.common.thresholds import threads
 from shardlib.kernels.quantize.arguments import Quantized
 
 _SIGNATURES = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from shardlib.common.thresholds import threads
 from shardlib.kernels.common import native, rows
-from shardlib.kernels.common.thresholds import threads
 
 _SIGNATURES = {"rotary": "pippiillllpi"}
 

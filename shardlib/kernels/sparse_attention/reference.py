@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from shardlib.kernels.common.thresholds import Threshold
+from shardlib.common.thresholds import Threshold
 from shardlib.kernels.counter.reference import random_bits
 from shardlib.kernels.sparse_attention.arguments import Attention
 

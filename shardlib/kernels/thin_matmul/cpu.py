@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from shardlib.common.thresholds import Threshold, threads
 from shardlib.kernels.common import native, results
-from shardlib.kernels.common.thresholds import Threshold, threads
 from shardlib.kernels.grouped_matmul.reference import ranges
 from shardlib.kernels.thin_matmul import reference
 from shardlib.kernels.thin_matmul.arguments import Matrix

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from shardlib.collectives.codecs.base import BoundCodec, Exchange, Item, Residuals
-from shardlib.kernels.common.thresholds import Threshold
+from shardlib.common.thresholds import Threshold
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.channels import Channel
 from shardlib.plan.plan import Plan

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from shardlib.common.disk import BLOCK, begin_writing
+from shardlib.common.thresholds import Threshold
 from shardlib.errors import StorageError
-from shardlib.kernels.common.thresholds import Threshold
 from shardlib.mesh.memories import AHEAD
 from shardlib.sharded.disk import requests
 from shardlib.sharded.disk.files import Files

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from shardlib.kernels.common.thresholds import Threshold
+from shardlib.common.thresholds import Threshold
 
 # The elements of a chunk. On a CPU a chunk stays in a core's cache, so that a chain of operations, however long, reads memory
 # once. (On two cores with 2 MB of cache each, chunks of half the size cost 5 % more in calls, of an eighth 50 % more.) On
