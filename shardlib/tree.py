@@ -22,9 +22,28 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def flatten(tree: Tree) -> tuple[list[str], list[Any], TreeDef]:
-    """The paths, leaves and structure of a pytree, in optree's order (dictionaries sorted by key)."""
+    """The paths, leaves and structure of a pytree, in optree's order (dictionaries sorted by key).
+
+    Raises:
+        TreeError: leaves whose keys differ and have one path, by which one of them would be taken for the other.
+    """
     paths, leaves, treedef = optree.tree_flatten_with_path(tree)
-    return [path_name(path) for path in paths], leaves, treedef
+    names = [path_name(path) for path in paths]
+    if len(set(names)) < len(names):
+        raise TreeError(_one_path(names, paths))
+    return names, leaves, treedef
+
+
+def _one_path(names: Sequence[str], paths: Sequence[tuple[Any, ...]]) -> str:
+    """The message that different leaves have one path."""
+    keys: dict[str, list[str]] = {}
+    for name, path in zip(names, paths, strict=True):
+        keys.setdefault(name, []).append("".join(f"[{part!r}]" for part in path) or "the tree itself")
+    failures = [f"{name}: {' and '.join(each)}" for name, each in keys.items() if len(each) > 1]
+    return (
+        f"different leaves of a tree have one path, by which they are told apart:\n{listing(failures)}\nRename a key: "
+        "keys may not hold '/' where nested keys give the same path, nor be a number and the text of that number"
+    )
 
 
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:

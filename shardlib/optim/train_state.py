@@ -102,14 +102,10 @@ class TrainState:
                 "sl.replace_params(state, params)"
             )
         if self._fits is None:
-            masters = following_masters(self._shared_params(), self.opt.masters)
+            masters = following_masters(self.params.lent(), self.opt.masters)
             return self._with(self.params, self.opt._replace(masters=masters))
         fits = self.params is self._fits[0] and self.params.versions() == self._fits[1]
-        return self if fits else self._with(self.params, _following(self._shared_params(), self.opt))
-
-    def _shared_params(self) -> Sharded:
-        """The parameters, for what follows them also after this state was taken."""
-        return self.params.under(self.params.plan)
+        return self if fits else self._with(self.params, _following(self.params.lent(), self.opt))
 
     def settled_on_disk(self) -> TrainState:
         """`settled`, with copies on disk that were written. Collective where there are some."""
@@ -127,7 +123,9 @@ class TrainState:
         """Mark this state as used up, because ``by`` has taken over its memory; ``remedy`` ends the message of later
         reads."""
         why = f"this state (step {self.step}) was donated: {by} has taken over its memory. Go on with {remedy}"
-        self.params.take(why)
+        self.params.take(
+            f"{why}. States that were made from one Sharded tree share its memory: shard once for each state"
+        )
         self.__dict__.clear()
         self.__dict__["_donated"] = why
 
@@ -210,7 +208,7 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
             "whole pytree (sl.unshard), which is cut as the state's are"
         )
     require_same_copies(given)
-    given = given.under(plan)
+    given = (given.lent() if given.shares(state.params) else given).under(plan)
     if in_files(plan):
         opt = replaced_on_disk(plan, given.mesh, state.opt, lambda: _following(given, state.opt))
     else:

@@ -17,6 +17,20 @@ from shardlib.sharded.on_disk import BufferOnDisk, BuffersOnDisk
 from shardlib.tree import Tree, flatten, register_node, unflatten
 
 
+class _Held:
+    """What trees under plans of one layout hold together, until a later state takes it over.
+
+    Attributes:
+        buffers: bucket name -> flat buffer; None if they are to be packed from the tree, and once they are taken.
+        tree: the nested tree of shards; None until it is read.
+        taken: why nothing is to be read any more, or None.
+    """
+
+    def __init__(self, buffers: Mapping[str, torch.Tensor] | None, tree: Tree) -> None:
+        self.buffers, self.tree = buffers, tree
+        self.taken: str | None = None
+
+
 class Sharded:
     """This rank's shards of a parameter pytree (role "param") or of its gradients (role "grad").
 
@@ -36,28 +50,25 @@ class Sharded:
         self, plan: Plan, mesh: Mesh, role: str, buffers: Mapping[str, torch.Tensor] | None = None, tree: Tree = None
     ) -> None:
         self.plan, self.mesh, self.role = plan, mesh, role
-        self._buffers = buffers
-        self._tree = tree
-        self._taken: str | None = None
-        self._origin: Sharded | None = None
+        self._held = _Held(buffers, tree)
 
     @property
     def tree(self) -> Tree:
         self._check()
-        if self._tree is not None:
-            return self._tree
+        if self._held.tree is not None:
+            return self._held.tree
         tree = unflatten(self.plan.shape.treedef, self._leaves())
         if self.on_disk is None:  # what was read from disk is not kept
-            self._tree = tree
+            self._held.tree = tree
         return tree
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Bucket name -> this rank's flat buffer; of parameters on disk each access reads a copy."""
         self._check()
-        if self._buffers is None:
-            self._buffers = self._pack()
-        return self._buffers
+        if self._held.buffers is None:
+            self._held.buffers = self._pack()
+        return self._held.buffers
 
     @property
     def on_disk(self) -> BuffersOnDisk | None:
@@ -100,33 +111,38 @@ class Sharded:
         return self.plan.buckets if self.role == "param" else self.plan.trained
 
     def under(self, plan: Plan) -> Sharded:
-        """This tree under another plan with the same layout. Shares its memory; taking one takes both."""
-        other = Sharded(plan, self.mesh, self.role, self.buffers)
-        other._origin = self
+        """This tree under another plan with the same layout. All such trees share their memory; taking one takes all."""
+        other = Sharded(plan, self.mesh, self.role)
+        other._held = self._held
         return other
 
+    def shares(self, other: Sharded) -> bool:
+        """Whether taking one of the two takes both."""
+        return self._held is other._held
+
+    def lent(self) -> Sharded:
+        """A tree over this one's memory that stays readable when this one is taken, for who knows what is there then."""
+        return Sharded(self.plan, self.mesh, self.role, self.buffers)
+
     def take(self, why: str) -> None:
-        """Mark this tree as used up, because its memory belongs to a later state now. Later reads raise an error with
-        ``why``."""
-        self._taken, self._buffers, self._tree = why, None, None
-        if self._origin is not None:
-            self._origin.take(why)
+        """Mark this tree, and those that share its memory, as used up, because the memory belongs to a later state now. Later
+        reads raise an error with ``why``."""
+        self._held.buffers = self._held.tree = None
+        self._held.taken = why
 
     def keeping(self) -> Callable[[], None]:
         """What undoes a later `take`."""
-        fields = self._taken, self._buffers, self._tree
-        origin = self._origin.keeping() if self._origin is not None else None
+        held = self._held
+        fields = held.buffers, held.tree, held.taken
 
         def again() -> None:
-            self._taken, self._buffers, self._tree = fields
-            if origin is not None:
-                origin()
+            held.buffers, held.tree, held.taken = fields
 
         return again
 
     def _check(self) -> None:
-        if self._taken:
-            raise DonatedStateError(self._taken)
+        if self._held.taken:
+            raise DonatedStateError(self._held.taken)
 
     def _leaves(self) -> list[torch.Tensor | None]:
         shards: dict[str, torch.Tensor | None] = {}
@@ -138,7 +154,7 @@ class Sharded:
         return [shards.get(leaf.path) for leaf in self.plan.leaves]
 
     def _pack(self) -> dict[str, torch.Tensor]:
-        paths, leaves, _ = flatten(self._tree)
+        paths, leaves, _ = flatten(self._held.tree)
         by_path = dict(zip(paths, leaves, strict=True))
         if self.role == "param":
             wrong = [
