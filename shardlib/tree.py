@@ -107,6 +107,15 @@ def check_trained(tree: Tree) -> None:
         raise TreeError(f"{len(failures)} leaves of dtypes that are not trained:\n{listing(failures)}")
 
 
+def trained_part(tree: Tree) -> Tree:
+    """The tree with None for integer and boolean tensors, which are not trained."""
+    return tree_map(lambda leaf: None if isinstance(leaf, torch.Tensor) and _counts(leaf.dtype) else leaf, tree)
+
+
+def _counts(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
 def check_alike(what: str, tree: Tree, like: Tree, names: tuple[str, str]) -> None:
     """Raise one `TreeError` that lists the paths and shapes in which two pytrees differ.
 
@@ -130,6 +139,12 @@ def check_alike(what: str, tree: Tree, like: Tree, names: tuple[str, str]) -> No
         raise TreeError(f"{what}: {name} and {like_name} must match, and differ in\n{listing(sorted(failures))}")
 
 
+def tied_pairs(tree: Tree) -> list[tuple[str, str]]:
+    """The paths of each leaf that is tied to an earlier one, and of that one first; see `ties`."""
+    paths, leaves, _ = flatten(tree)
+    return [(paths[owner], paths[at]) for at, owner in enumerate(ties(leaves)) if owner != at]
+
+
 def ties(leaves: Sequence[torch.Tensor]) -> list[int]:
     """For each leaf the index of the first leaf that is the same tensor.
 
@@ -144,6 +159,11 @@ def ties(leaves: Sequence[torch.Tensor]) -> list[int]:
             key = (leaf.device, leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride())
         owners.append(first.setdefault(key, index))
     return owners
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are one, or equal."""
+    return one is other or torch.equal(one, other)
 
 
 def register_node(

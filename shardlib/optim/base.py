@@ -16,7 +16,7 @@ import optree
 import torch
 
 from shardlib.collectives.codecs.base import Codec
-from shardlib.errors import IllegalComposition
+from shardlib.errors import IllegalComposition, TreeError, listing
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
@@ -30,7 +30,17 @@ from shardlib.plan.resolved import Resolved
 from shardlib.plan.transform import Transform
 from shardlib.plan.value import ROLES, PlanValue
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, check_alike, check_trained, leaves_of, tree_map
+from shardlib.tree import (
+    Tree,
+    check_alike,
+    check_trained,
+    flatten,
+    leaves_of,
+    same_values,
+    tied_pairs,
+    trained_part,
+    tree_map,
+)
 
 
 class RankLocal(Protocol):
@@ -190,6 +200,7 @@ class GradientTransformation:
         if isinstance(params, Sharded):
             return self.init(self._lower(params), shards=MeshShards(params.plan, params.mesh))
         check_trained(params)
+        params = trained_part(params) if shards is WHOLE else params
         return self._init(params) if self.locality is None else self._init(params, shards.allowing(self.locality))
 
     def sends(self, shards: Shards) -> Mapping[str, int]:
@@ -219,8 +230,12 @@ class GradientTransformation:
             if updates.role == "param":
                 return stored(updates, flat), state
             return Sharded(updates.plan, updates.mesh, "grad", flat), state
+        if shards is WHOLE:
+            updates, params = trained_part(updates), trained_part(params)
         if params is not None:
             check_alike("update", updates, params, ("updates", "parameters"))
+            if shards is WHOLE and self.locality is Locality.GLOBAL:
+                _require_counted_once(params, updates)
         if self.locality is None:
             return self._update(updates, state, params)
         return self._update(updates, state, params, shards=shards.allowing(self.locality))
@@ -243,6 +258,8 @@ class GradientTransformation:
             copies: tensors to write the new parameters to as well, in other dtypes (16-bit parameters, where ``params`` are
                 their fp32 masters): a tree like ``params``, with the same tensor where there is no copy; None for no copies.
         """
+        if shards is WHOLE:
+            _refuse_tied(tied_pairs(params), "what is added in place is added twice")
         scale = self.lead(updates, scale, shards)
         return self.body(params, updates, state, scale=scale, shards=shards, copies=copies)
 
@@ -329,6 +346,22 @@ def require_unpacked(plan: Plan, state: Tree) -> None:
         raise IllegalComposition(
             f"reproducible() cannot give the same bits on every mesh with this optimizer: its state is in {packed} tensors, "
             "whose rounding depends on which elements a rank's shard holds; use one with moments in fp32, such as adamw"
+        )
+
+
+def _require_counted_once(params: Tree, updates: Tree) -> None:
+    """Refuse a plain tree with leaves that are one parameter: they are tied, and have one gradient."""
+    paths, leaves, _ = flatten(updates)
+    given = dict(zip(paths, leaves, strict=True))
+    one = [(first, other) for first, other in tied_pairs(params) if same_values(given[first], given[other])]
+    _refuse_tied(one, "a sum over all elements counts them twice")
+
+
+def _refuse_tied(pairs: Sequence[tuple[str, str]], why: str) -> None:
+    if pairs:
+        raise TreeError(
+            f"leaves of a plain tree are tied, and {why}:\n{listing([f'{first} and {other}' for first, other in pairs])}\n"
+            "Shard the tree, before tx.init too, so that they are one parameter: params = sl.shard(params, sl.make_mesh())"
         )
 
 

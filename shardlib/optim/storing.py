@@ -8,12 +8,12 @@ from collections.abc import Iterable
 import torch
 
 from shardlib.common.pages import cloned
-from shardlib.errors import TreeError
+from shardlib.errors import IllegalComposition, TreeError
 from shardlib.mesh.transfers import Transfer
 from shardlib.plan.buckets import Bucket
 from shardlib.sharded.gather import Gather
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, check_alike, tree_map
+from shardlib.tree import Tree, check_alike, flatten, same_values, ties, unflatten
 
 
 def optimizer_shards(params: Sharded) -> dict[str, torch.Tensor]:
@@ -116,10 +116,12 @@ def store(params: Sharded, shards: dict[str, torch.Tensor]) -> None:
 def apply_updates(params: Tree, updates: Tree) -> Tree:
     """``params + updates``, leaf by leaf, in the wider dtype and rounded to the parameter's. Changes nothing in place.
 
-    Both are `Sharded`, or both are plain pytrees.
+    Both are `Sharded`, or both are plain pytrees. Leaves of a plain tree that are tied stay one tensor if they have the same
+    update; those without one (None), as integers are, stay what they are.
 
     Raises:
         TreeError: only one of them is `Sharded`, or leaves differ in number or shape.
+        IllegalComposition: the parameters have fp32 masters, which only a train step keeps.
 
     >>> sl.optim.apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -0.5])})["w"]
     tensor([1.5000, 0.5000])
@@ -131,10 +133,35 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
             "Sharded updates for Sharded gradients), or both whole (sl.unshard)"
         )
     if not isinstance(params, Sharded):
-        check_alike("apply_updates", updates, params, ("updates", "parameters"))
-        return tree_map(lambda param, update: (param + update).to(param.dtype), params, updates)
+        return _applied(params, updates)
+    if mastered := sorted(path for bucket in params.plan.trained if bucket.master_dtype for path in bucket.paths):
+        raise IllegalComposition(
+            f"apply_updates would round the update of {len(mastered)} 16-bit parameters ({mastered[0]} first) to nothing "
+            "where it is small: fp32 masters are in the state of a train step alone. Use sl.make_train_step, or "
+            "sl.precision(..., master=False) with sl.optim.stochastic_rounding(tx), or keep the parameters in fp32"
+        )
     shards = optimizer_shards(params)
     return stored(params, {name: (shard + updates.buffers[name]).to(shard.dtype) for name, shard in shards.items()})
+
+
+def _applied(params: Tree, updates: Tree) -> Tree:
+    """`apply_updates` of plain pytrees."""
+    paths, leaves, treedef = flatten(params)
+    given_paths, given, _ = flatten(updates)
+    by_path = dict(zip(given_paths, given, strict=True))
+    fixed = {path for path, leaf in zip(paths, leaves) if not leaf.is_floating_point() and path not in by_path}
+    moving = unflatten(treedef, [None if path in fixed else leaf for path, leaf in zip(paths, leaves)])
+    check_alike("apply_updates", updates, moving, ("updates", "parameters"))
+    moved: dict[str, torch.Tensor] = {}
+    for path, leaf, owner in zip(paths, leaves, ties(leaves)):
+        first = paths[owner]
+        if path in fixed:
+            moved[path] = leaf
+        elif first in moved and same_values(by_path[first], by_path[path]):
+            moved[path] = moved[first]
+        else:
+            moved[path] = (leaf + by_path[path]).to(leaf.dtype)
+    return unflatten(treedef, [moved[path] for path in paths])
 
 
 def stored(params: Sharded, shards: dict[str, torch.Tensor]) -> Sharded:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from shardlib.collectives.styles.base import Style
 from shardlib.errors import TreeError, listing
@@ -52,4 +54,19 @@ def check_dtypes(placements: Sequence[Placement], resolved: Resolved) -> None:
         raise TreeError(
             f"{len(failures)} leaves of dtypes that are not trained:\n{listing(failures)}\nOr leave them as they are, by "
             "sl.freeze(path)."
+        )
+
+
+def check_frozen(leaves: Mapping[str, torch.Tensor], resolved: Resolved) -> None:
+    """Refuse leaves that are `torch.nn.Parameter` objects with ``requires_grad=False``, unless they are frozen here too."""
+    failures = [
+        path
+        for path, leaf in leaves.items()
+        if isinstance(leaf, torch.nn.Parameter) and leaf.is_floating_point() and not leaf.requires_grad
+        if resolved.use(path).trainable is not False
+    ]
+    if failures:
+        raise TreeError(
+            f"{len(failures)} leaves are parameters with requires_grad=False, and would be trained:\n{listing(failures)}\n"
+            "Add sl.freeze(paths) to the plan, or give leaf.detach(), or call leaf.requires_grad_(True)"
         )
