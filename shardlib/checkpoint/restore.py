@@ -58,9 +58,10 @@ def restore(
     must call it.
 
     Mesh, number of ranks, stage, slices, pipeline stages, 16-bit precision and codecs may differ from those of the run that
-    saved the checkpoint. Every byte of the checkpoint is verified first, by all ranks together; then each rank reads the
-    bytes that its shards need, in place where dtype and device allow, else through a buffer of at most 64 MB. Moments of
-    `adamw8bit` are decoded, filled and encoded a part at a time; residuals are read into a tensor of their own, one by one.
+    saved the checkpoint; only rank-local buffers (integers that count a rank's own samples) need the same mesh. Every byte of
+    the checkpoint is verified first, by all ranks together; then each rank reads the bytes that its shards need, in place
+    where dtype and device allow, else through a buffer of at most 64 MB. Moments of `adamw8bit` are decoded, filled and
+    encoded a part at a time; residuals are read into a tensor of their own, one by one.
 
     Args:
         checkpoint: a checkpoint's folder, or the folder that `save` was given, for the newest checkpoint in it.
