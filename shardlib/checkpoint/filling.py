@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from shardlib.checkpoint import rank_local, residuals
+from shardlib.checkpoint import rank_local, rank_local_buffers, residuals
 from shardlib.checkpoint.agreement import read_on_all_ranks
 from shardlib.checkpoint.common import common_leaves
 from shardlib.checkpoint.fills import Fill, PackedFill, joined
@@ -20,25 +19,30 @@ from shardlib.checkpoint.fragments import (
     source_of,
     whole,
 )
-from shardlib.checkpoint.packed import Parts, outlined
+from shardlib.checkpoint.packed import Parts
 from shardlib.checkpoint.reading import Saved
 from shardlib.checkpoint.residuals import log_dropped, residual_fills
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.on_disk import InPlace
-from shardlib.optim.train_state import Pending, TrainState
+from shardlib.optim.train_state import Pending
 from shardlib.tree import matches
 
 
-def fill_state(saved: Saved, state: TrainState, also: Mapping[str, Any] | None, partial: Sequence[str]) -> None:
-    """Fill this rank's part of a state, and of further trees, in place. Arguments and errors as in
-    `shardlib.checkpoint.restore`."""
-    mesh = state.params.mesh
-    parts = outlined(state, also)
+def fill_state(saved: Saved, parts: Parts, partial: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
+    """Fill this rank's part of a state, and of further trees, in place. Numbers are then in ``parts`` alone. Arguments and
+    errors as in `shardlib.checkpoint.restore`.
+
+    Args:
+        parts: `outlined`.
+        check: called on all ranks when the files are known to be intact, before anything is filled.
+    """
+    mesh = parts.params.mesh
     fills = list(planned(saved, parts))
     _check_alike(saved, parts, partial)
     check_intact(saved, mesh)
+    check()
 
     writes = InPlace(parts.packed.values())
 
@@ -53,8 +57,8 @@ def fill_state(saved: Saved, state: TrainState, also: Mapping[str, Any] | None, 
         except BaseException:
             writes.take_back()  # with the error, so that another checkpoint can be restored
             raise
-        if isinstance(state.opt.pending, Pending) and not _delayed(saved):
-            state.opt.pending.due.zero_()
+        if isinstance(parts.opt.pending, Pending) and not _delayed(saved):
+            parts.opt.pending.due.zero_()
     log_dropped(parts, saved)
 
 
@@ -78,10 +82,19 @@ def _fills(saved: Saved, parts: Parts) -> Iterator[Fill]:
     """What fills each fragment that this rank holds."""
     ways = rank_local.ways_of(saved.tensors)
     for fragment, into in _needed(parts):
-        canonical = source_of(fragment.name, saved.tensors)
+        canonical = _source(saved, parts, fragment.name)
         sources = rank_local.sources(parts, fragment.name, saved.tensors, ways) or ((canonical, 1.0),)
         if saved.has(fragment, sources[0][0]):
             yield Fill(fragment, sources, into)
+
+
+def _source(saved: Saved, parts: Parts, name: str) -> str:
+    """The name of the saved tensor that fills fragments called ``name``, unless several do."""
+    mesh = parts.params.mesh
+    local = rank_local_buffers.local_name(name, mesh)
+    if local in saved.tensors and rank_local_buffers.on_its_mesh(saved.manifest, mesh):
+        return local
+    return source_of(name, saved.tensors)
 
 
 def _needed(parts: Parts) -> Iterator[tuple[Fragment, torch.Tensor | None]]:
@@ -97,14 +110,15 @@ def _check_alike(saved: Saved, parts: Parts, partial: Sequence[str]) -> None:
     """Raise one `TreeError` that lists every tensor that the checkpoint or the state lacks, or that differs in shape."""
     mesh = parts.params.mesh
     needed = [fragment for fragment, _ in _needed(parts)]
+    source = {fragment.name: _source(saved, parts, fragment.name) for fragment in needed}
     problems = {
         fragment.name: problem
         for fragment in needed
         if fragment.data.numel()
         and (_delayed(saved) or not fragment.name.startswith(PENDING))
-        and (problem := saved.missing(fragment, source_of(fragment.name, saved.tensors)))
+        and (problem := saved.missing(fragment, source[fragment.name]))
     }
-    wanted = {source_of(fragment.name, saved.tensors) for fragment in needed}
+    wanted = set(source.values())
     # Residuals, and what ranks held for themselves, fit any plan; masters and parameters stand for each other.
     wanted |= {PARAMS + name.removeprefix(MASTERS) for name in wanted if name.startswith(MASTERS)}
     unwanted = {
@@ -112,6 +126,9 @@ def _check_alike(saved: Saved, parts: Parts, partial: Sequence[str]) -> None:
         for name in saved.names
         if name not in wanted and not name.startswith((residuals.PREFIX, rank_local.PREFIX))
     }
+    if left := rank_local_buffers.of_no_rank(saved.manifest, mesh):
+        problems |= left
+        unwanted = {name for name in unwanted if not name.startswith(rank_local_buffers.PREFIX)}
     ranks = primitives.all_gather_object(mesh, list(mesh.shape), (problems, unwanted))
     found: dict[str, str] = {}
     for rank_problems, _ in ranks:

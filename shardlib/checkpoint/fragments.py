@@ -7,11 +7,11 @@ restored on another by copying the ranges that overlap.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
 
 from shardlib.checkpoint.packed import Parts
@@ -21,7 +21,7 @@ from shardlib.mesh.specs import Window
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import path_name
+from shardlib.tree import named_leaves, path_name
 
 # Bytes: of a leaf with at least so many for each rank that holds a copy, each of these ranks saves a part.
 _DIVIDED = Threshold(1 << 16)
@@ -154,24 +154,46 @@ def flat_states(parts: Parts, bucket: Bucket) -> Iterator[tuple[str, Bucket, tor
     """
     for prefix, tree in (("opt", parts.opt), ("also", parts.also)):
         for path, leaf in named_leaves(tree):
-            found = flat_bucket(parts.params.plan, path, leaf)
-            if found and found[0] == bucket.name:
-                yield f"{prefix}/{path_name(path[:-1])}/", found[1], leaf
+            for state in flat_tensors(parts.params.plan, path, leaf):
+                if state.bucket == bucket.name:
+                    yield f"{prefix}/{path_name(state.tree)}/", state.subset, state.data
 
 
-def flat_bucket(plan: Plan, path: Sequence[Any], leaf: Any) -> tuple[str, Bucket] | None:
-    """The name of a bucket, and the bucket or the subset of its leaves, for which ``leaf`` is the flat tensor in the
-    optimizer's layout; None for any other leaf, such as a number for each bucket."""
-    found = plan.numbering.run_named(path[-1])
-    return found if found and isinstance(leaf, torch.Tensor) and leaf.numel() == found[1].owned else None
+class FlatState(NamedTuple):
+    """A flat tensor in the optimizer's layout.
+
+    Attributes:
+        bucket: the name of a bucket.
+        subset: the bucket, or the subset of its leaves, whose elements the tensor has.
+        tree: the path of the tree that it belongs to, with one such tensor for each bucket.
+        data: the tensor, a view of the state.
+    """
+
+    bucket: str
+    subset: Bucket
+    tree: tuple[Any, ...]
+    data: torch.Tensor
 
 
-def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
-    """Path and value of each leaf. A path has the names of fields, which stay the same when others are added."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf)
+def flat_tensors(plan: Plan, path: tuple[Any, ...], leaf: Any) -> list[FlatState]:
+    """The flat tensors in the optimizer's layout that ``leaf`` is, or is a stack of; none for any other leaf, such as a
+    number for each bucket.
+
+    What stands for a bucket may also be a list or another tree of such tensors, or of stacks of them along dimensions before
+    the last.
+    """
+    place = next((at for at in reversed(range(len(path))) if plan.numbering.run_named(path[at])), None)
+    if place is None or not isinstance(leaf, torch.Tensor):
+        return []
+    bucket, subset = plan.numbering.run_named(path[place])  # type: ignore[misc]
+    tree = (*path[:place], *path[place + 1 :])
+    if place == len(path) - 1 and leaf.numel() == subset.owned:
+        return [FlatState(bucket, subset, tree, leaf)]
+    if leaf.shape[-1:] != (subset.owned,) or not leaf.is_contiguous():
+        return []
     return [
-        (tuple(each.field if isinstance(each, optree.NamedTupleEntry) else each.entry for each in accessor), leaf)
-        for accessor, leaf in zip(accessors, leaves, strict=True)
+        FlatState(bucket, subset, (*tree, *index), leaf[index])
+        for index in itertools.product(*map(range, leaf.shape[:-1]))
     ]
 
 

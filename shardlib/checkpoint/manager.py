@@ -120,7 +120,8 @@ class Manager:
         """Save ``state``. An earlier save that is still being written is waited for.
 
         Raises:
-            CheckpointError: an earlier save has failed, or the folder holds a checkpoint of a later step.
+            CheckpointError: an earlier save has failed, the folder holds a checkpoint of a later step, or ranks differ in
+                what is not sharded.
             RankFailure: without ``asynchronous``: other ranks could not write their files.
         """
         self.wait()
@@ -128,9 +129,9 @@ class Manager:
             save(self.folder, state, self._keep, notes, also)
             self._supervisor.saved(state.step)
             return
-        mesh = state.params.mesh
+        fragments = saved_fragments(state, also)
         commit = prepared(self.folder, state, self._keep, notes)
-        self._running = BackgroundSave(commit, mesh, *self._snapshot.take(saved_fragments(state, also)))
+        self._running = BackgroundSave(commit, state.params.mesh, *self._snapshot.take(fragments))
 
     @naming("the checkpoint")
     def wait(self) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 from shardlib.checkpoint.agreement import on_all_ranks
 from shardlib.checkpoint.commit import Commit
-from shardlib.checkpoint.common import owned_leaves
+from shardlib.checkpoint.common import Digest, Held, held_by, owned_leaves
 from shardlib.checkpoint.decoding import Saving
 from shardlib.checkpoint.fragments import owned_fragments
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.checkpoint.packed import outlined
+from shardlib.checkpoint.numbers import require_kept
+from shardlib.checkpoint.packed import Parts, outlined
 from shardlib.checkpoint.rank_local import diverged_axis, rank_local_fragments
 from shardlib.checkpoint.residuals import residual_fragments
 from shardlib.common.version import VERSION
@@ -46,11 +47,13 @@ def save(
             layout of the optimizer's state, or equal on all ranks.
 
     Raises:
-        CheckpointError: ``folder`` holds a checkpoint of a later step.
+        CheckpointError: ``folder`` holds a checkpoint of a later step; or ranks hold different values of a tensor of the
+            optimizer's state or of ``also`` that is not sharded: lists them, on all ranks.
         RankFailure: other ranks could not write their files; lists them.
         TypeError: ``state`` is no state, or ``notes`` are nothing that JSON can hold.
         ValueError: ``keep`` is no integer from 1.
-        TreeError: ``also`` has leaves that are no tensors.
+        TreeError: ``also`` has leaves that are no tensors; or the optimizer's state or the buffers have leaves that are
+            neither tensors nor numbers and would be lost. Lists them.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adamw(1e-3))
     >>> sl.checkpoint.save("run", state).name
@@ -58,8 +61,9 @@ def save(
     """
     mesh = require_state("save", state).params.mesh
     check("save", "keep is an integer from 1", keep=(keep, is_step(keep)))
+    fragments = saved_fragments(state, also)
     commit = prepared(Path(folder), state, keep, notes)
-    on_all_ranks(mesh, lambda: commit.write(saved_fragments(state, also)))
+    on_all_ranks(mesh, lambda: commit.write(fragments))
     final, *_ = on_all_ranks(mesh, lambda: commit.finish() if mesh.rank == 0 else None)
     assert final is not None
     return final
@@ -127,7 +131,24 @@ def _specs(placement: Placement) -> str:
 
 def saved_fragments(state: TrainState, also: Mapping[str, Any] | None) -> Saving:
     """The fragments of a state and further trees that this rank saves: views where they hold what is saved. Every
-    rank must call it."""
-    parts = outlined(state.settled(), also)
+    rank must call it.
+
+    Raises:
+        TreeError: the state or ``also`` has leaves that would be lost.
+        CheckpointError: ranks hold different values of what is not sharded; on all ranks.
+        RankFailure: the state cannot be saved as it is on other ranks.
+    """
+    made: list[tuple[Parts, Held]] = []
+
+    def look() -> Digest:
+        parts = outlined(state.settled(), also)
+        require_kept("opt", parts.opt)
+        require_kept("buffers", parts.buffers)
+        made.append((parts, held_by(parts)))
+        return made[0][1].digest()
+
+    digests = on_all_ranks(state.params.mesh, look)
+    ((parts, held),) = made
     fragments = owned_fragments(parts, diverged_axis(parts))
-    return Saving(parts, [*fragments, *owned_leaves(parts), *rank_local_fragments(parts), *residual_fragments(parts)])
+    common = owned_leaves(parts, held, digests)
+    return Saving(parts, [*fragments, *common, *rank_local_fragments(parts), *residual_fragments(parts)])
