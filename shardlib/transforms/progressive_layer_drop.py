@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.plan.arguments import number, refused, texts
+from shardlib.plan.arguments import number, refused
 from shardlib.plan.claims import Claim, LeafInfo, Step
 from shardlib.plan.code import Call, Coded, one_or_list
-from shardlib.plan.layers import layers_of
+from shardlib.plan.layers import globs_in_order, layers_of
 from shardlib.plan.thinning import LayerDrop
 
 
@@ -52,11 +52,12 @@ def progressive_layer_drop(
     Args:
         theta: θ̄, the limit of the last layer's probability; in (0, 1].
         gamma: γ, per step, at least 0; the paper takes 100 over the number of steps.
-        layers: globs of the layers' paths, such as "blocks/*". By default the elements of lists that are like others of the
-            same list.
+        layers: globs of the layers' paths, such as "blocks/*"; several in the order in which their layers run,
+            ``["encoder/*", "decoder/*"]``. By default the elements of the one list that are like others of it.
 
     Raises:
-        IllegalComposition: an argument out of range; when a plan is made, no such layers.
+        IllegalComposition: an argument out of range; when a plan is made, no such layers, layers of several lists without
+            ``layers``, or layers all of whose parameters are tied to others (ALBERT).
         LossError: from the train step, where none of the layers runs as a block, or one returns another form than it takes.
 
     >>> params = {"blocks": [{"w": torch.eye(4)} for _ in range(4)]}
@@ -68,4 +69,4 @@ def progressive_layer_drop(
     if theta == 0.0:
         raise refused("progressive_layer_drop", "theta", theta, "the last layer must be kept at times: use more than 0")
     gamma = number("progressive_layer_drop", "gamma", gamma, 0.0, 1e3)
-    return ProgressiveLayerDrop(theta, gamma, texts("progressive_layer_drop", "layers", layers, "glob of layers", 0))
+    return ProgressiveLayerDrop(theta, gamma, globs_in_order("progressive_layer_drop", layers))

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.arguments import integer, texts
+from shardlib.plan.arguments import integer
 from shardlib.plan.claims import Claim, LeafInfo, Step
 from shardlib.plan.code import Call, Coded, one_or_list
-from shardlib.plan.layers import layers_of
+from shardlib.plan.layers import globs_in_order, layers_of
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.thinning import TokenDrop, tokens_at
 
@@ -67,12 +67,13 @@ def random_ltd(kept: int | Callable[[int], int], *, ends: int = 1, layers: str |
         kept: the number of kept tokens, or a function of the step: `sl.data.linear_pace(128, 512, steps=10_000, multiple=16)`
             is DeepSpeed's schedule. Sequences that are not longer are not changed.
         ends: how many layers at either end see all tokens.
-        layers: globs of all layers' paths, such as "blocks/*". By default the elements of lists that are like others of the
-            same list.
+        layers: globs of all layers' paths, such as "blocks/*"; several in the order in which their layers run,
+            ``["encoder/*", "decoder/*"]``. By default the elements of the one list that are like others of it.
 
     Raises:
-        IllegalComposition: an argument out of range; when a plan is made, no middle layers, or `sequence` in the same plan;
-            from the train step, a schedule that gives no number of tokens at its step.
+        IllegalComposition: an argument out of range; when a plan is made, no middle layers, layers of several lists without
+            ``layers``, layers all of whose parameters are tied to others (ALBERT), or `sequence` in the same plan; from the
+            train step, a schedule that gives no number of tokens at its step.
         LossError: from the train step, where none of the layers runs as a block, or one returns another form than it takes.
 
     >>> params = {"blocks": [{"w": torch.eye(4)} for _ in range(4)]}
@@ -87,4 +88,4 @@ def random_ltd(kept: int | Callable[[int], int], *, ends: int = 1, layers: str |
     else:
         tokens_at(kept, 0)
     ends = integer("random_ltd", "ends", ends, 0)
-    return RandomLTD(kept, ends, texts("random_ltd", "layers", layers, "glob of layers", 0))
+    return RandomLTD(kept, ends, globs_in_order("random_ltd", layers))

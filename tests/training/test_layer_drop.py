@@ -403,12 +403,45 @@ def info(*paths):
         (["0/table", "1/w", "2/w", "3/out"], (), ("1", "2")),
         (["b/0/x/w", "b/1/moe/0/w", "b/1/moe/1/w", "b/2/x/w"], (), ("b/0", "b/2")),
         (["b/0/mlp", "b/1/moe/0/w", "b/2/mlp"], ("b/*",), ("b/0", "b/1", "b/2")),
-        (["a/0/x/w", "a/1/x/w", "b/0/y", "b/1/y"], (), ("a/0", "a/1", "b/0", "b/1")),
+        (["a/0/x/w", "a/1/x/w", "b/0/y", "b/1/y"], ("a/*", "b/*"), ("a/0", "a/1", "b/0", "b/1")),
+        (["a/0/x/w", "a/1/x/w", "b/0/y", "b/1/y"], ("b/*", "a/*"), ("b/0", "b/1", "a/0", "a/1")),
+        (["a/0/w", "a/1/w", "a/2/w", "a/3/w"], ("a/[3]", "a/1", "a/*"), ("a/3", "a/1", "a/0", "a/2")),
         ([f"h/{n}/w" for n in range(12)], ("h/1", "h/11"), ("h/1", "h/11")),
     ],
 )  # fmt: skip
 def test_which_layers_may_be_left_out(paths, globs, found):
     assert layers_of("drop", info(*paths), globs) == found
+
+
+@pytest.mark.parametrize("globs", [(), ("*",), ("?/*",), ("b/*", "?/1")])
+def test_layers_of_several_lists_need_their_order(globs):
+    paths = ["b/0/x/w", "b/1/x/w", "a/0/y", "a/1/y"]
+    with pytest.raises(IllegalComposition, match=r"several lists: .*Name the lists in that order.*layers=\['.*/\*'"):
+        layers_of("drop", info(*paths), globs)
+
+
+def test_layers_are_numbered_in_the_order_of_their_globs():
+    """Dictionaries have their keys sorted: the decoder's before the encoder's."""
+    params = {side: [{"w": torch.eye(4)} for _ in range(2)] for side in ("encoder", "decoder")}
+    names = ["encoder/0", "encoder/1", "decoder/0", "decoder/1"]
+    for make in (lambda **given: sl.progressive_layer_drop(0.5, 10.0, **given), functools.partial(sl.random_ltd, 3)):
+        with pytest.raises(IllegalComposition, match="several lists: decoder/[*], encoder/[*]"):
+            sl.make_plan(params, sl.abstract_mesh(data=1), make())
+        with pytest.raises(IllegalComposition, match="a set has no order"):
+            make(layers={"encoder/*", "decoder/*"})
+    plan = sl.make_plan(
+        params,
+        sl.abstract_mesh(data=1),
+        sl.progressive_layer_drop(0.5, 10.0, layers=["encoder/*", "decoder/*"]),
+    )
+    assert plan.step.layer_drop.keep(100) == dict(zip(names, (0.875, 0.75, 0.625, 0.5)))
+    plan = sl.make_plan(params, sl.abstract_mesh(data=1), sl.random_ltd(3, layers=["encoder/*", "decoder/*"]))
+    assert plan.step.token_drop.middle == ("encoder/1", "decoder/0")
+
+
+def test_a_glob_of_no_layers_is_refused_beside_others():
+    with pytest.raises(IllegalComposition, match=r"no element of a list matches b/\*"):
+        layers_of("drop", info("a/0/w", "a/1/w"), ("a/*", "b/*"))
 
 
 @pytest.mark.parametrize(("paths", "globs"), [(["w", "b"], ()), (["a/0", "a/1"], ()), (["a/0/w", "a/1/w"], ("b/*",))])
