@@ -74,7 +74,8 @@ def random_ltd(kept: int | Callable[[int], int], *, ends: int = 1, layers: str |
         IllegalComposition: an argument out of range; when a plan is made, no middle layers, layers of several lists without
             ``layers``, layers all of whose parameters are tied to others (ALBERT), or `sequence` in the same plan; from the
             train step, a schedule that gives no number of tokens at its step.
-        LossError: from the train step, where none of the layers runs as a block, or one returns another form than it takes.
+        LossError: from the train step, where a layer runs as no block of its own, layers run in another order, or one returns
+            another form than it takes.
 
     >>> params = {"blocks": [{"w": torch.eye(4)} for _ in range(4)]}
     >>> ltd = sl.random_ltd(sl.data.linear_pace(16, 64, steps=6, multiple=8))

@@ -183,7 +183,8 @@ def test_what_is_used_outside_of_a_layer_that_is_left_out_is_sent_or_kept():
     plain, params = linear_blocks(sl.block(lambda p, x: x + x.sin() @ p["w"]))
 
     def loss_fn(params, batch):
-        return plain(params, batch) + 0.1 * sum((p["w"] * batch[0]).square().sum() for p in params["layers"])
+        beside = sum((p["w"] * batch[:, None]).square().sum((1, 2)).mean() for p in params["layers"])
+        return plain(params, batch) + 0.1 * beside
 
     batch = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
     optimizer = sl.optim.sgd(0.01)
@@ -363,6 +364,130 @@ def test_layers_that_are_no_blocks_are_refused():
     state, step = sl.make_train_step(loss_fn, sl.shard(params, sl.make_mesh(), DROP), sl.optim.sgd(RATE))
     with pytest.raises(LossError, match=r"layers/0 … layers/3.*mark the layers' function with sl\.block"):
         step(state, torch.ones(2, 3).double())
+
+
+def of_four(run):
+    """A loss of four layers and a head, of which ``run(params, x)`` runs the layers."""
+    params = {"blocks": [{"w": torch.eye(4) / (2 + n)} for n in range(4)], "out": torch.ones(4)}
+    return lambda p, b: (run(p, b) @ p["out"]).square().mean(), params
+
+
+@sl.block
+def one_layer(p, x):
+    return x + torch.tanh(x @ p["w"])
+
+
+@sl.block
+def two_layers(ps, x):
+    for p in ps:
+        x = x + torch.tanh(x @ p["w"])
+    return x
+
+
+@sl.block
+def around(outer, x, layers):
+    for p in layers:
+        x = one_layer(p, x)
+    return x * outer.sum()
+
+
+def closed(p, x):
+    """Layers in a block that is none, and takes no parameters of theirs."""
+    return sl.block(lambda out, x: around.__wrapped__(out, x, p["blocks"]))(p["out"], x)
+
+
+def in_order(p, x, order, marked=(0, 1, 2, 3)):
+    for n in order:
+        x = (one_layer if n in marked else one_layer.__wrapped__)(p["blocks"][n], x)
+    return x
+
+
+MARK = r"mark the layers' function with sl\.block"
+REFUSED = {
+    "two in a block": (
+        lambda p, x: two_layers(p["blocks"][2:], two_layers(p["blocks"][:2], x)),
+        r"two_layers is a block with parameters of 2 layers, blocks/0, blocks/1.*let each layer be an sl\.block of its own",
+    ),
+    "blocks in a block": (
+        lambda p, x: around(p["out"], x, p["blocks"]),
+        r"around is a block with parameters of 4 layers, blocks/0, blocks/1, blocks/2, blocks/3",
+    ),
+    "blocks in a block that is none": (
+        closed,
+        r"one_layer is the layer blocks/0, and it runs within a block that is no layer.*outside of other blocks",
+    ),
+    "another layer in a layer": (
+        lambda p, x: sl.block(lambda mine, x: one_layer(p["blocks"][1], x + mine["w"].sum()))(p["blocks"][0], x),
+        r"one_layer is the layer blocks/1, and it runs within the layer blocks/0",
+    ),
+    "some are no blocks": (
+        lambda p, x: in_order(p, x, range(4), (1, 3)),
+        rf"not run as blocks, which can be left out: blocks/0, blocks/2\. Either {MARK}.*layers=\['blocks/1', 'blocks/3'\]",
+    ),
+    "none is a block": (lambda p, x: in_order(p, x, range(4), ()), rf"none of them \(blocks/0 … blocks/3\).*{MARK}"),
+    "some are copies": (
+        lambda p, x: one_layer({"w": p["blocks"][3]["w"] * 1}, in_order(p, x, range(3))),
+        rf"did not run as blocks, which can be left out: blocks/3\. Either {MARK}.*called with a layer's parameters",
+    ),
+    "in another order": (
+        lambda p, x: in_order(p, x, (3, 2, 1, 0)),
+        r"blocks/0, blocks/1, blocks/2, blocks/3, and they ran as blocks/3, .*layers=\['blocks/3', 'blocks/2', 'bl",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("drop", [DROP, sl.random_ltd(2)], ids=["layers", "tokens"])
+def test_layers_that_are_not_each_one_block_are_refused(kind, stage, drop):
+    run, message = REFUSED[kind]
+    loss_fn, params = of_four(run)
+
+    def step(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(drop, sl.zero(stage)))
+        state, train_step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(RATE))
+        for _ in range(2):
+            state, _ = train_step(state, torch.ones(2, 3, 4))
+
+    with pytest.raises(LossError, match=message):
+        sl.simulate(step, mesh={"data": 2})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_blocks_within_a_layer_are_parts_of_it(stage):
+    """And parts of a layer that are blocks share its draw; a layer may run more than once."""
+    branch = sl.block(lambda p, x: torch.tanh(x @ p["w"]))
+    whole = sl.block(lambda p, x: x + branch(p, x))
+    half = sl.block(lambda p, x: x + torch.tanh(x @ p["w"]))
+
+    def run(p, x):
+        for each in p["blocks"]:
+            x = half(each, whole(each, x))
+        return x
+
+    def by_hand(params, batch, step):
+        x = batch
+        for p, (runs, keep, _) in zip(params["blocks"], kept_at(step), strict=True):
+            for _ in range(2):
+                x = x + torch.tanh(x @ p["w"]) / keep if runs else x
+        return (x @ params["out"]).square().mean()
+
+    loss_fn, params = of_four(run)
+    params = torch.utils._pytree.tree_map(torch.Tensor.double, params)
+    batch = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
+    expected = looped(by_hand, params, batch)
+
+    def trained(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(DROP, sl.zero(stage), sl.remat()))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(RATE), rng=SEED)
+        numbers = []
+        for _ in range(STEPS):
+            state, metrics = step(state, batch.chunk(2)[mesh.coords["data"]])
+            numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        return torch.tensor(numbers, dtype=torch.float64), sl.unshard(state.params)
+
+    for found in sl.simulate(trained, mesh={"data": 2}):
+        assert_close(found, expected, 1e-10)
 
 
 def test_a_layer_that_returns_another_form_is_refused():
