@@ -46,8 +46,9 @@ def progressive_layer_drop(
 
     Layers are blocks (`sl.block`, `sl.sequential`), one each, whose parameters are elements of a list. Blocks of the
     library's models divide each of their branches by p: x + attention(norm(x))/p. Of other blocks the step takes
-    x + (block(x) − x)/p; with a parameter ``gate`` a block does it itself (`sl.nn.Gate`). A layer must be the identity but for
-    what it adds to the stream: pre-norm, not post-norm.
+    x + (block(x) − x)/p; with a parameter ``gate`` a block does it itself (`sl.nn.Gate`). The residual stream x is a block's
+    first floating argument by position beside its parameters; others of its form are passed by keyword. A layer must be the
+    identity but for what it adds to the stream: pre-norm, not post-norm.
 
     Args:
         theta: θ̄, the limit of the last layer's probability; in (0, 1].
@@ -59,7 +60,7 @@ def progressive_layer_drop(
         IllegalComposition: an argument out of range; when a plan is made, no such layers, layers of several lists without
             ``layers``, or layers all of whose parameters are tied to others (ALBERT).
         LossError: from the train step, where a layer runs as no block of its own, layers run in another order, or one returns
-            another form than it takes.
+            another form than its stream's or is given two arguments that may be it.
 
     >>> params = {"blocks": [{"w": torch.eye(4)} for _ in range(4)]}
     >>> plan = sl.make_plan(params, sl.abstract_mesh(data=2), sl.chain(sl.zero(3), sl.progressive_layer_drop(gamma=0.01)))

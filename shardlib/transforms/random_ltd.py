@@ -57,8 +57,9 @@ def random_ltd(kept: int | Callable[[int], int], *, ends: int = 1, layers: str |
     `sl.make_plan` with ``step=`` counts them. A step's ``metrics["layer_tokens"]`` are the tokens that its layers saw;
     `sl.data.layer_tokens` is the same for any step, so that a learning rate may follow it (`sl.optim.token_schedule`).
 
-    Layers are blocks (`sl.block`, `sl.sequential`) with a residual stream (B, tokens, width), whose parameters are elements
-    of a list. Of their other inputs every tensor (B, tokens, ...) is cut to the kept tokens, and masks (B, heads, tokens,
+    Layers are blocks (`sl.block`, `sl.sequential`), one each, with a residual stream (B, tokens, width), whose parameters are
+    elements of a list. The stream is the first floating argument by position beside them; others of its form are passed by
+    keyword. Of their other inputs every tensor (B, tokens, ...) is cut to the kept tokens, and masks (B, heads, tokens,
     tokens) on both sides. A matrix of floats is not: its rows are vectors of the sequences, and values of tokens are
     (B, tokens, 1). Another sequence that may be as long, an encoder's, is (B, 1, tokens, width). A block that makes
     positions itself must take ``gate`` (`sl.nn.Gate`) and use ``gate.tokens``, as those of transformers' decoders here do.
@@ -75,7 +76,7 @@ def random_ltd(kept: int | Callable[[int], int], *, ends: int = 1, layers: str |
             ``layers``, layers all of whose parameters are tied to others (ALBERT), or `sequence` in the same plan; from the
             train step, a schedule that gives no number of tokens at its step.
         LossError: from the train step, where a layer runs as no block of its own, layers run in another order, or one returns
-            another form than it takes.
+            another form than its stream's or is given two arguments that may be it.
 
     >>> params = {"blocks": [{"w": torch.eye(4)} for _ in range(4)]}
     >>> ltd = sl.random_ltd(sl.data.linear_pace(16, 64, steps=6, multiple=8))

@@ -402,6 +402,17 @@ def in_order(p, x, order, marked=(0, 1, 2, 3)):
     return x
 
 
+def trained_on(mesh, loss_fn, params, batch, others=()):
+    """Losses, gradient norms and parameters of a batch that is one tensor."""
+    sharded = sl.shard(params, mesh, sl.chain(DROP, *others))
+    state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(RATE), rng=SEED)
+    numbers = []
+    for _ in range(STEPS):
+        state, metrics = step(state, batch.chunk(mesh.shape["data"])[mesh.coords["data"]])
+        numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return torch.tensor(numbers, dtype=torch.float64), sl.unshard(state.params)
+
+
 MARK = r"mark the layers' function with sl\.block"
 REFUSED = {
     "two in a block": (
@@ -477,17 +488,68 @@ def test_blocks_within_a_layer_are_parts_of_it(stage):
     batch = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
     expected = looped(by_hand, params, batch)
 
-    def trained(mesh):
-        sharded = sl.shard(params, mesh, sl.chain(DROP, sl.zero(stage), sl.remat()))
-        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(RATE), rng=SEED)
-        numbers = []
-        for _ in range(STEPS):
-            state, metrics = step(state, batch.chunk(2)[mesh.coords["data"]])
-            numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-        return torch.tensor(numbers, dtype=torch.float64), sl.unshard(state.params)
-
-    for found in sl.simulate(trained, mesh={"data": 2}):
+    run_on = functools.partial(trained_on, loss_fn=loss_fn, params=params, batch=batch)
+    for found in sl.simulate(lambda mesh: run_on(mesh, others=(sl.zero(stage), sl.remat())), mesh={"data": 2}):
         assert_close(found, expected, 1e-10)
+
+
+def with_memory(p, memory, h):
+    return h + torch.tanh((h + memory) @ p["w"])
+
+
+STREAMS = {
+    "second": lambda layer, p, x, memory: layer(p, memory, x),
+    "first": lambda layer, p, x, memory: layer(p, x, memory),
+    "both by keyword": lambda layer, p, x, memory: layer(p, h=x, memory=memory),
+}
+
+
+@pytest.mark.parametrize("call", STREAMS)
+@pytest.mark.parametrize("drop", [DROP, sl.random_ltd(2)], ids=["layers", "tokens"])
+def test_a_layer_with_two_arguments_that_may_be_its_stream_is_refused(call, drop):
+    """At the first step, which leaves out no layer."""
+    layer = sl.block(with_memory)
+
+    def run(p, x):
+        for each in p["blocks"]:
+            x = STREAMS[call](layer, each, x, x * 0 + 100.0)
+        return x
+
+    loss_fn, params = of_four(run)
+    state, step = sl.make_train_step(loss_fn, sl.shard(params, sl.make_mesh(), drop), sl.optim.sgd(RATE))
+    with pytest.raises(LossError, match=r"(memory and h|h and memory) have one form, .*: pass the stream by position"):
+        step(state, torch.ones(2, 3, 4))
+
+
+def test_the_residual_stream_is_the_argument_by_position():
+    """Others of its form by keyword, of another form anywhere; one value twice is one."""
+    layer = sl.block(lambda p, one, x, again, memory: one * x + torch.tanh((x + memory * again) @ p["w"]))
+
+    def by_keyword(p, x):
+        for each in p["blocks"]:
+            x = layer(each, 1, x, again=x * 1, memory=x * 0 + 100.0)
+        return x
+
+    def by_hand(params, batch, step):
+        x = batch
+        for p, (runs, keep, _) in zip(params["blocks"], kept_at(step), strict=True):
+            x = x + torch.tanh((x + 100.0 * x) @ p["w"]) / keep if runs else x
+        return (x @ params["out"]).square().mean()
+
+    def twice(p, x):
+        for each in p["blocks"]:
+            x = layer(each, 1, x, x, memory=x * 0 + 100.0)
+        return x
+
+    batch = torch.linspace(-0.01, 0.01, 8, dtype=torch.float64).view(2, 4)
+    for how in (by_keyword, twice):
+        loss_fn, params = of_four(how)
+        params = torch.utils._pytree.tree_map(torch.Tensor.double, params)
+        expected = looped(by_hand, params, batch)
+        (numbers, after, *_), *_ = sl.simulate(
+            lambda mesh, f=loss_fn, p=params: trained_on(mesh, f, p, batch), mesh={"data": 1}
+        )
+        assert_close((numbers, after), expected, 1e-10)
 
 
 def test_a_layer_that_returns_another_form_is_refused():
