@@ -118,6 +118,24 @@ def test_equal_to_a_loop_on_every_mesh(case, first):
         assert_close((numbers, in_list(after) if staged else after), expected_from(first), 1e-10)
 
 
+@pytest.mark.parametrize(
+    ("kind", "mesh", "others"),
+    [
+        ("ring", {"seq": 2}, (sl.zero(1, axis="seq"),)),
+        ("ulysses", {"data": 2, "seq": 2}, (sl.zero(3, axis=("data", "seq")),)),
+        ("megatron", {"data": 2, "model": 2}, (sl.zero(1), SLICES)),
+    ],
+)
+def test_tokens_of_sequences_that_are_cut_are_counted_once(kind, mesh, others):
+    """The tokens that layers see are those of whole sequences, whose parts ranks have."""
+    transform = sl.chain(DROP, sl.sequence("model" if kind == "megatron" else "seq", kind), *others)
+    run = functools.partial(trained, transform=transform, loss_fn=gpt.make_loss(GPT), params=gpt.init(GPT))
+    wanted = [thinned.layer_tokens(kept_at(step)) for step in range(STEPS)]
+    for numbers, _, _, counted in sl.simulate(lambda mesh: run(mesh, batch=tokens()), mesh=mesh):
+        assert_close(numbers, expected_from(0)[0], 1e-10)
+        assert counted == wanted and wanted[0] == 256
+
+
 def test_equal_to_a_loop_in_processes(pool):
     expected = looped(gpt_loss, gpt.init(GPT), tokens())
     transform = sl.chain(DROP, sl.zero(3), SLICES)
