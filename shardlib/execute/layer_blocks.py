@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -111,7 +112,7 @@ class LayerBlocks:
 
 def name_of(fn: Callable[..., Any]) -> str:
     """A block's name, for messages."""
-    return str(getattr(fn, "__qualname__", fn))
+    return str(getattr(inspect.unwrap(fn), "__qualname__", fn))
 
 
 def _orders_here(plan: Plan, layers: list[str]) -> list[list[str]]:
