@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from shardlib.debug.comparing import RAISED, first_difference
-from shardlib.debug.difference import difference
 from shardlib.debug.finding import PHASES, Finding
-from shardlib.debug.one_device import OneDevice, mean_gradient
-from shardlib.debug.replay import Trial, cells
+from shardlib.debug.mean import OverRows, mean_over_rows
+from shardlib.debug.replay import Trial
 from shardlib.debug.subject import (
     by_design,
     eagerly,
@@ -25,7 +24,6 @@ from shardlib.debug.subject import (
     widened,
 )
 from shardlib.execute.batches import as_tensors
-from shardlib.execute.losses import wants
 from shardlib.optim import sgd
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.wrapping import require_transformations
@@ -129,20 +127,21 @@ def bisect(
         return min(found, key=lambda each: (each.step, PHASES.index(each.phase)), default=None)
 
     with eagerly():
-        return _judged(first, plans, lambda plan: _cut(plan, loss_fn, params, batch, optimizer, key), notes)
+        trial = Trial(loss_fn, params, batch, optimizer, steps, key)
+        return _judged(first, plans, lambda plan: mean_over_rows(plan, trial), notes)
 
 
 def _judged(
     first: Callable[[bool], Finding | None],
     plans: Mapping[str, Plan],
-    cut: Callable[[Plan], Finding | None],
+    over_rows: Callable[[Plan], OverRows],
     notes: tuple[str, ...],
 ) -> Bisection:
     """What is found, and what it is.
 
     Args:
         first: ``first(exact)``: the first thing that differs, in float64 or in the plans' own dtypes.
-        cut: what differs where the loss function is no mean over rows.
+        over_rows: what differs where the loss function is no mean over rows.
     """
     exact = first(True)
     if exact and exact.operation != RAISED:
@@ -156,39 +155,10 @@ def _judged(
         )
     if exact:
         return Bisection(exact, "Nothing differs before it.", notes)
-    for name, plan in plans.items():
-        if finding := cut(plan):
-            return Bisection(
-                replace(finding, plan=name), "The ranks compute what one device does on their rows.", notes
-            )
+    found = {name: over_rows(plan) for name, plan in plans.items()}
+    notes += tuple(dict.fromkeys(each.note for each in found.values() if each.note))
+    for name, each in found.items():
+        if each.finding:
+            finding = replace(each.finding, plan=name)
+            return Bisection(finding, "The ranks compute what one device does on their rows.", notes)
     return Bisection(None, "nothing differs, in float64 and in the plans' own dtypes", notes)
-
-
-def _cut(
-    plan: Plan, loss_fn: Callable[..., Any], params: Tree, batch: Tree, optimizer: GradientTransformation, key: Key
-) -> Finding | None:
-    """A loss function that gives another mean for micro-batches than for the batch."""
-    if wants(loss_fn, "rng") or plan.step.thins:  # rows of other micro-batches draw otherwise
-        return None
-    wide = in_float64(plan)
-    device = OneDevice(wide, loss_fn, widened(params), optimizer, key)
-    rows = widened(batch)
-    parts = [device.evaluate(0, cell, part) for cell, part in enumerate(cells(rows, wide))]
-    if device.draws:
-        return None
-    weighted = any(e.run.weight is not None and float(e.run.weight) != 1 for e in parts)
-    _, apart, _ = mean_gradient(parts, weighted)
-    _, together, _ = mean_gradient([device.evaluate(0, 0, rows)], weighted)
-    for path, whole in together.items():
-        each = difference(apart[path], whole)
-        if each.matters:
-            return Finding(
-                "forward",
-                f"the loss function: its mean over {len(parts)} micro-batches is not its value for the batch",
-                0,
-                each,
-                leaf=path,
-                note="it is no mean over rows; return sl.Mean(total, weight), or keep what mixes rows (statistics of a "
-                "batch, capacities of experts) within fixed groups of rows",
-            )
-    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from shardlib.debug.difference import Difference, difference
 from shardlib.debug.finding import Finding, ranks_named
 from shardlib.debug.forward import forward
 from shardlib.debug.layout import coords_of
+from shardlib.debug.mean import mean_over_rows
 from shardlib.debug.placing import placing
 from shardlib.debug.reduction import reduction
 from shardlib.debug.replay import Replay, Trial, replay, share_of
@@ -100,8 +101,9 @@ def check(
     """Test the laws of a plan against one device, in float64 on simulated ranks, before a large run.
 
     The laws: parameters lie where their specs say; each call of the loss function, each leaf's gradient, loss, norm, update
-    and gathered parameters are those of plain autograd on one device; a step sends the bytes that the plan says; two runs
-    give the same bits; an evaluation gives the same loss. Each is tested on what the one before it gave, in two steps. A step
+    and gathered parameters are those of plain autograd on one device; the loss is a mean over rows, so that micro-batches
+    train as the whole batch does; a step sends the bytes that the plan says; two runs give the same bits; an evaluation gives
+    the same loss. Each is tested on what the one before it gave, in two steps. A step
     that raises an error ends the check after the laws that are broken before it.
 
     Args:
@@ -138,15 +140,21 @@ def check(
     rows = as_tensors(batch, torch.device("cpu"))
     subject = _Subject(in_float64(given), Trial(loss_fn, values, widened(rows), optimizer, _STEPS, key))
     with eagerly():
-        return Check(tuple(subject.laws()), tuple(left_out(given, optimizer)))
+        laws = tuple(subject.laws())
+        return Check(laws, (*left_out(given, optimizer), *subject.notes))
 
 
 @dataclass
 class _Subject:
-    """What is checked, in float64."""
+    """What is checked, in float64.
+
+    Attributes:
+        notes: what could not be tested.
+    """
 
     plan: Plan
     trial: Trial
+    notes: list[str] = field(default_factory=list)
 
     def laws(self) -> Iterator[Law]:
         first: dict[str, Finding] = {}
@@ -169,6 +177,7 @@ class _Subject:
             if not first:
                 raise made.error
             return
+        yield from self._over_rows()
         yield from (self._payload(made), self._repeated(made, replay(self.plan, self.trial)), *self._evaluated())
 
     def _note(self, view: StepView, first: dict[str, Finding], leaves: dict[str, Difference]) -> None:
@@ -194,6 +203,14 @@ class _Subject:
         who = f"claimed by {' and '.join(dict.fromkeys(by))}; " if by else ""
         again = f"sl.debug.bisect(..., steps={found.step + 1})"
         return f"{who}take transforms out one by one, and see by {again} which of them it needs"
+
+    def _over_rows(self) -> Iterator[Law]:
+        """The loss function is a mean over rows."""
+        found = mean_over_rows(self.plan, self.trial)
+        if found.note:
+            self.notes.append(found.note)
+        else:
+            yield Law("micro-batches train as the whole batch does", found.finding, f"{found.parts} of them")
 
     def _payload(self, made: Replay) -> Law:
         """Bytes that ranks send in a step are those of the plan."""

@@ -97,8 +97,8 @@ class OneDevice:
 
         def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal inside
-            if inside:  # a block within a block
-                return fn(*args, **kwargs)
+            if inside:
+                return layers.run_within(fn, args, kwargs, plainly)
             inside = True
             try:
                 return layers.run(fn, args, kwargs, plainly)

@@ -71,7 +71,8 @@ class Blocks:
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a block."""
-        return self._run(fn, args, kwargs) if self._around is not None else self.layers.run(fn, args, kwargs, self._run)
+        run = self.layers.run if self._around is None else self.layers.run_within
+        return run(fn, args, kwargs, self._run)
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recomputes = self._recomputes()

@@ -306,7 +306,7 @@ class Executor:
             with self._watched(leaves):
                 result = fn(unflatten(self.plan.shape.treedef, in_order))
             require_unwritten(self._buckets, self.gathers)
-            self.blocks.layers.require_some()
+            self.blocks.layers.require_all()
             if self._surroundings.modules is not None and self._trained:
                 self._surroundings.modules.require_some()
             return result

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from shardlib.common._compat import pytree
 from shardlib.errors import LossError, ShardlibError
 from shardlib.execute.handles import Handle
+from shardlib.execute.layer_blocks import LayerBlocks, name_of
 from shardlib.execute.losses import wants
 from shardlib.execute.subset import Subset, drawn_tokens
 from shardlib.nn.blocks import Runner
@@ -43,20 +44,11 @@ class Layers:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._device = device
-        layers = plan.step.layers
-        here = {path for bucket in plan.buckets for path in bucket.paths}
-        self._paths = [
-            next((layer for layer in layers if path.startswith(f"{layer}/")), "") for path in plan.shape.paths
-        ]
-        held = zip(self._paths, plan.leaves, strict=True)
-        self._expected = sorted({layer for layer, leaf in held if layer and leaf.path in here})
+        self._blocks = LayerBlocks(plan)
         self._thinned: Thinned | None = None
         self._computes = False
         self._tokens = 0  # that layers have seen
         self._told = False  # of what is cut beside the residual stream
-        self._layer_of: dict[int, str] = {}  # identity of a leaf that stands for a parameter -> layer
-        self._leaves: list[Any] = []  # these leaves: identities are of what is alive
-        self._ran = False
 
     def begin(self, thinned: Thinned | None, computes: bool) -> None:
         """Begin a micro-batch.
@@ -65,32 +57,57 @@ class Layers:
             thinned: what the step leaves out; None for nothing.
             computes: whether what is left out is computed for the sake of its exchanges.
         """
-        self._thinned, self._computes, self._ran, self._tokens = thinned, computes, False, 0
-        self._layer_of, self._leaves = {}, []
+        self._thinned, self._computes, self._tokens = thinned, computes, 0
+        self._blocks.forget()
 
     def know(self, leaves: list[Any]) -> None:
         """Know the leaves that stand for the parameters of the micro-batch, in the order of the pytree."""
-        if self._thinned is None:
-            return
-        self._leaves = leaves
-        for layer, leaf in zip(self._paths, leaves, strict=True):
-            if leaf is not None:  # a leaf that several layers share tells nothing
-                shared = self._layer_of.get(id(leaf), layer) != layer
-                self._layer_of[id(leaf)] = "" if shared else layer
+        if self._thinned is not None:
+            self._blocks.know(leaves)
 
     def end(self) -> int:
         """End the micro-batch, and let go of its leaves; returns the number of tokens that its layers saw together."""
-        self._layer_of, self._leaves = {}, []
+        self._blocks.forget()
         seen, self._tokens = self._tokens, 0
         return seen
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Runner) -> Any:
-        """The value of a block, which ``run`` computes."""
-        visit = self._visit(args, kwargs)
-        if visit is None:
+        """The value of a block, which ``run`` computes.
+
+        Raises:
+            LossError: a block with parameters of several layers; one whose result does not take the residual stream's place.
+        """
+        if self._thinned is None:
             return run(fn, args, kwargs)
-        self._ran = True
+        with self._blocks.entered(fn, args, kwargs) as layer:
+            return self._visited(fn, args, kwargs, run, self._thinned.visits[layer]) if layer else run(fn, args, kwargs)
+
+    def run_within(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Runner) -> Any:
+        """The value of a block within a block, which ``run`` computes: a part of the layer that the other one is.
+
+        Raises:
+            LossError: the block is another layer.
+        """
+        if self._thinned is not None:
+            self._blocks.require_no_layer(fn, args, kwargs)
+        return run(fn, args, kwargs)
+
+    def require_all(self) -> None:
+        """Refuse a function in which a layer of the stage was no block, or layers ran in another order than the plan's.
+
+        Raises:
+            LossError: see above; names the layers.
+        """
+        if self._thinned is not None:
+            self._blocks.require_all()
+
+    def _visited(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Runner, visit: Visit
+    ) -> Any:
+        """The value of a layer."""
         gated = _takes_gate(fn)
+        if visit.tokens is not None or (visit.keep is not None and not gated):
+            self._require_one_stream(fn, args, kwargs)
         if visit.runs:
             return self._kept(fn, args, kwargs, run, visit, gated)
         result = fn(*args, **kwargs, gate=Gate(visit.keep, open=False)) if gated else self._carry(args, kwargs)
@@ -124,7 +141,7 @@ class Layers:
             if not vectors or isinstance(error, ShardlibError):
                 raise
             raise LossError(
-                f"{_name(fn)} failed on the {subset.index.shape[1]} tokens that random_ltd keeps, beside {_form(vectors)}, "
+                f"{name_of(fn)} failed on the {subset.index.shape[1]} tokens that random_ltd keeps, beside {_form(vectors)}, "
                 "which as a matrix of floats is a vector for each row and is not cut: values for each token are "
                 f"(B, tokens, 1) ({error})"
             ) from error
@@ -147,7 +164,7 @@ class Layers:
 
     def _aside(self, leaf: Any) -> bool:
         """Whether an argument's leaf is a parameter, which is never cut."""
-        return isinstance(leaf, Handle) or id(leaf) in self._layer_of
+        return isinstance(leaf, Handle) or self._blocks.is_param(leaf)
 
     def _tell_of_cuts(self, beside: list[torch.Tensor], fn: Callable[..., Any]) -> None:
         """Log, once, that layers have floats beside the residual stream which are taken as values of its tokens."""
@@ -157,7 +174,7 @@ class Layers:
                 "random_ltd cuts what %s takes beside the residual stream, %s, to the tokens that the layer keeps, as values "
                 "for each token. If it is another sequence, of an encoder, that is only as long, pass it with one more "
                 "dimension: (B, 1, tokens, width)",
-                _name(fn),
+                name_of(fn),
                 _form(beside),
             )
 
@@ -176,36 +193,37 @@ class Layers:
         assert visit.key is not None
         return Subset(drawn_tokens(visit.key, rows, length, count, stream.device), length)
 
-    def require_some(self) -> None:
-        """Refuse a function in which none of the stage's layers was a block.
-
-        Raises:
-            LossError: see above.
-        """
-        if self._thinned is not None and self._expected and not self._ran:
-            raise LossError(
-                f"the plan leaves out parts of layers ({self._expected[0]} … {self._expected[-1]}), and none of them "
-                "ran as a block, which can be left out: mark the layers' function with sl.block, called with a layer's "
-                "parameters, or make the loss sl.sequential([...]); for transformers' decoders sl.from_module(model, "
-                "blocks=sl.models.huggingface.decoder_blocks(model))"
-            )
-
-    def _visit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Visit | None:
-        """What the layer does whose parameters are among these arguments; None if it is no layer of the plan's."""
-        if self._thinned is None:
-            return None
-        layer = next(filter(None, (self._layer_of.get(id(leaf)) for leaf in leaves_of((args, kwargs)))), None)
-        return None if layer is None else self._thinned.visits.get(layer)
-
     def _carry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first argument beside the parameters with a floating tensor: what the block's result takes the place of."""
-        for value in (*args, *kwargs.values()):
-            leaves = leaves_of(value)
-            if any(_floats(leaf) for leaf in leaves) and not any(id(leaf) in self._layer_of for leaf in leaves):
-                return value
-        raise LossError(
-            "a layer that can be left out takes a floating tensor beside its parameters: the residual stream"
-        )
+        """The residual stream, of which the block's result takes the place: the first of `_streams`."""
+        streams = self._streams(args, kwargs)
+        if not streams:
+            raise LossError(
+                "a layer that can be left out takes a floating tensor beside its parameters: the residual stream"
+            )
+        return streams[0][1]
+
+    def _streams(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int | str, Any]]:
+        """The arguments with floating tensors beside the parameters: those by position, or else those by keyword."""
+
+        def among(given: Iterable[tuple[int | str, Any]]) -> list[tuple[int | str, Any]]:
+            return [(place, value) for place, value in given if self._may_be_stream(leaves_of(value))]
+
+        return among(enumerate(args)) or among(kwargs.items())
+
+    def _may_be_stream(self, leaves: list[Any]) -> bool:
+        return any(map(_floats, leaves)) and not any(map(self._blocks.is_param, leaves))
+
+    def _require_one_stream(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a layer whose residual stream might be another argument, which has the same form."""
+        streams = self._streams(args, kwargs)
+        alike = [place for place, value in streams if _form_of(value) == _form_of(streams[0][1])]
+        if len({id(dict(streams)[place]) for place in alike}) > 1:
+            names = " and ".join(_argument(fn, place) for place in alike)
+            raise LossError(
+                f"the result of {name_of(fn)}, a layer that can be left out, takes the place of its residual stream, and "
+                f"{names} have one form, {_form(leaves_of(streams[0][1]))}: pass the stream by position, and the others by "
+                "keyword (in sl.sequential let the batch have another form than the carry, such as a dictionary)"
+            )
 
     def _between(self, gate: Gate, carry: Any, result: Any, fn: Callable[..., Any]) -> Any:
         """The result of a layer that was kept, scaled."""
@@ -213,7 +231,7 @@ class Layers:
         kinds = [[_kind(leaf) for leaf in leaves] for leaves in (before[0], after[0])]
         if before[1] != after[1] or kinds[0] != kinds[1]:
             raise LossError(
-                f"{_name(fn)} is a layer that can be left out, so its result must have the form of "
+                f"{name_of(fn)} is a layer that can be left out, so its result must have the form of "
                 f"what it takes the place of: {_form(before[0])}, and it returns {_form(after[0])}. Return the residual "
                 "stream alone, or give the block a parameter gate (see sl.nn.Gate) "
                 "and let it return what it returns when it is left out"
@@ -239,8 +257,20 @@ def _kind(leaf: Any) -> Any:
     return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
 
 
-def _name(fn: Callable[..., Any]) -> str:
-    return str(getattr(fn, "__qualname__", fn))
+def _form_of(tree: Any) -> Any:
+    """What two arguments have in common that may be mistaken for each other."""
+    leaves, shape = optree.tree_flatten(tree, none_is_leaf=True)
+    return shape, [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+
+
+def _argument(fn: Callable[..., Any], place: int | str) -> str:
+    """The name of an argument, for messages."""
+    if isinstance(place, str):
+        return place
+    try:
+        return list(inspect.signature(fn).parameters)[place]
+    except (TypeError, ValueError, IndexError):
+        return f"argument {place}"
 
 
 def _form(leaves: list[Any]) -> str:

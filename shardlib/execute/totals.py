@@ -108,7 +108,9 @@ class Totals:
         values = self._summation.values(sums[: 3 * width].view(3, width))
         numbers = torch.cat([values, sums[3 * width :]]).tolist()
         total, weight, squares = values.unbind()
-        copies = math.prod(mesh.shape[axis] for axis in others)
+        # Of the residual stream, whose tokens are counted, ranks along the sequence's axis have parts.
+        parts = () if plan.step.sequence is None else (plan.step.sequence.axis,)
+        copies = math.prod(mesh.shape[axis] for axis in others if axis not in parts)
         tokens = round(numbers.pop() / copies) if plan.step.thins else 0
         strays, weighted, aux = numbers[3 : 3 + _FACTS]
         self._agree = agreement.agree(numbers[3 + _FACTS :])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.plan.arguments import number, refused, texts
+from shardlib.plan.arguments import number, refused
 from shardlib.plan.claims import Claim, LeafInfo, Step
 from shardlib.plan.code import Call, Coded, one_or_list
-from shardlib.plan.layers import layers_of
+from shardlib.plan.layers import globs_in_order, layers_of
 from shardlib.plan.thinning import LayerDrop
 
 
@@ -44,20 +44,23 @@ def progressive_layer_drop(
     after a restart. A layer that is left out is not gathered or computed, and its gradient, which is zero, is not sent. The
     optimizer still updates it (momentum, weight decay).
 
-    Layers are blocks (`sl.block`, `sl.sequential`) whose parameters are elements of a list. Blocks of the library's models
-    divide each of their branches by p: x + attention(norm(x))/p. Of other blocks the step takes x + (block(x) − x)/p; with a
-    parameter ``gate`` a block does it itself (`sl.nn.Gate`). A layer must be the identity but for what it adds to the stream:
-    pre-norm, not post-norm.
+    Layers are blocks (`sl.block`, `sl.sequential`), one each, whose parameters are elements of a list. Blocks of the
+    library's models divide each of their branches by p: x + attention(norm(x))/p. Of other blocks the step takes
+    x + (block(x) − x)/p; with a parameter ``gate`` a block does it itself (`sl.nn.Gate`). The residual stream x is a block's
+    first floating argument by position beside its parameters; others of its form are passed by keyword. A layer must be the
+    identity but for what it adds to the stream: pre-norm, not post-norm.
 
     Args:
         theta: θ̄, the limit of the last layer's probability; in (0, 1].
         gamma: γ, per step, at least 0; the paper takes 100 over the number of steps.
-        layers: globs of the layers' paths, such as "blocks/*". By default the elements of lists that are like others of the
-            same list.
+        layers: globs of the layers' paths, such as "blocks/*"; several in the order in which their layers run,
+            ``["encoder/*", "decoder/*"]``. By default the elements of the one list that are like others of it.
 
     Raises:
-        IllegalComposition: an argument out of range; when a plan is made, no such layers.
-        LossError: from the train step, where none of the layers runs as a block, or one returns another form than it takes.
+        IllegalComposition: an argument out of range; when a plan is made, no such layers, layers of several lists without
+            ``layers``, or layers all of whose parameters are tied to others (ALBERT).
+        LossError: from the train step, where a layer runs as no block of its own, layers run in another order, or one returns
+            another form than its stream's or is given two arguments that may be it.
 
     >>> params = {"blocks": [{"w": torch.eye(4)} for _ in range(4)]}
     >>> plan = sl.make_plan(params, sl.abstract_mesh(data=2), sl.chain(sl.zero(3), sl.progressive_layer_drop(gamma=0.01)))
@@ -68,4 +71,4 @@ def progressive_layer_drop(
     if theta == 0.0:
         raise refused("progressive_layer_drop", "theta", theta, "the last layer must be kept at times: use more than 0")
     gamma = number("progressive_layer_drop", "gamma", gamma, 0.0, 1e3)
-    return ProgressiveLayerDrop(theta, gamma, texts("progressive_layer_drop", "layers", layers, "glob of layers", 0))
+    return ProgressiveLayerDrop(theta, gamma, globs_in_order("progressive_layer_drop", layers))

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import IllegalComposition
-from shardlib.plan.arguments import integer, texts
+from shardlib.plan.arguments import integer
 from shardlib.plan.claims import Claim, LeafInfo, Step
 from shardlib.plan.code import Call, Coded, one_or_list
-from shardlib.plan.layers import layers_of
+from shardlib.plan.layers import globs_in_order, layers_of
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.thinning import TokenDrop, tokens_at
 
@@ -57,8 +57,9 @@ def random_ltd(kept: int | Callable[[int], int], *, ends: int = 1, layers: str |
     `sl.make_plan` with ``step=`` counts them. A step's ``metrics["layer_tokens"]`` are the tokens that its layers saw;
     `sl.data.layer_tokens` is the same for any step, so that a learning rate may follow it (`sl.optim.token_schedule`).
 
-    Layers are blocks (`sl.block`, `sl.sequential`) with a residual stream (B, tokens, width), whose parameters are elements
-    of a list. Of their other inputs every tensor (B, tokens, ...) is cut to the kept tokens, and masks (B, heads, tokens,
+    Layers are blocks (`sl.block`, `sl.sequential`), one each, with a residual stream (B, tokens, width), whose parameters are
+    elements of a list. The stream is the first floating argument by position beside them; others of its form are passed by
+    keyword. Of their other inputs every tensor (B, tokens, ...) is cut to the kept tokens, and masks (B, heads, tokens,
     tokens) on both sides. A matrix of floats is not: its rows are vectors of the sequences, and values of tokens are
     (B, tokens, 1). Another sequence that may be as long, an encoder's, is (B, 1, tokens, width). A block that makes
     positions itself must take ``gate`` (`sl.nn.Gate`) and use ``gate.tokens``, as those of transformers' decoders here do.
@@ -67,13 +68,15 @@ def random_ltd(kept: int | Callable[[int], int], *, ends: int = 1, layers: str |
         kept: the number of kept tokens, or a function of the step: `sl.data.linear_pace(128, 512, steps=10_000, multiple=16)`
             is DeepSpeed's schedule. Sequences that are not longer are not changed.
         ends: how many layers at either end see all tokens.
-        layers: globs of all layers' paths, such as "blocks/*". By default the elements of lists that are like others of the
-            same list.
+        layers: globs of all layers' paths, such as "blocks/*"; several in the order in which their layers run,
+            ``["encoder/*", "decoder/*"]``. By default the elements of the one list that are like others of it.
 
     Raises:
-        IllegalComposition: an argument out of range; when a plan is made, no middle layers, or `sequence` in the same plan;
-            from the train step, a schedule that gives no number of tokens at its step.
-        LossError: from the train step, where none of the layers runs as a block, or one returns another form than it takes.
+        IllegalComposition: an argument out of range; when a plan is made, no middle layers, layers of several lists without
+            ``layers``, layers all of whose parameters are tied to others (ALBERT), or `sequence` in the same plan; from the
+            train step, a schedule that gives no number of tokens at its step.
+        LossError: from the train step, where a layer runs as no block of its own, layers run in another order, or one returns
+            another form than its stream's or is given two arguments that may be it.
 
     >>> params = {"blocks": [{"w": torch.eye(4)} for _ in range(4)]}
     >>> ltd = sl.random_ltd(sl.data.linear_pace(16, 64, steps=6, multiple=8))
@@ -87,4 +90,4 @@ def random_ltd(kept: int | Callable[[int], int], *, ends: int = 1, layers: str |
     else:
         tokens_at(kept, 0)
     ends = integer("random_ltd", "ends", ends, 0)
-    return RandomLTD(kept, ends, texts("random_ltd", "layers", layers, "glob of layers", 0))
+    return RandomLTD(kept, ends, globs_in_order("random_ltd", layers))

@@ -91,3 +91,67 @@ def test_wrong_arguments():
     params["layers"][1]["bias"][2] = torch.nan
     with pytest.raises(NonFiniteError, match="step 0: the gradient of layers/0/bias is not finite on one device"):
         sl.debug.check(plan, loss_fn, batch, params=params)
+
+
+TIED = {"e": torch.randn(10, 8, generator=torch.Generator().manual_seed(0)), "w": torch.ones(10, 8).tril()}
+
+
+def targets(ignored=True):
+    x = torch.randint(10, (8, 5), generator=torch.Generator().manual_seed(1))
+    y = x.roll(1, 1).clone()
+    if ignored:  # of the first rank's twenty targets six count, of the other's fifteen
+        y[0] = y[1, 2:] = y[6] = y[2, 1:] = y[3, 0] = -100
+    return {"x": x, "y": y}
+
+
+def of_targets(params, batch, rng=None):
+    """A mean over this rank's targets, whatever their number."""
+    x = sl.dropout(params["e"][batch["x"]], 0.2, rng) if rng is not None else params["e"][batch["x"]]
+    scores = x @ params["w"].T
+    return torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch["y"].flatten())
+
+
+KINDS = {
+    "draws nothing": lambda params, batch: of_targets(params, batch),
+    "has a key": lambda params, batch, rng: of_targets(params, batch),
+    "drops row by row": of_targets,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("transforms", [(), (sl.accumulate(2),)])
+def test_a_mean_over_different_numbers_of_targets_is_found(kind, transforms):
+    """Beside what it does by itself: its gradient over all targets is not the mean over ranks of those over theirs."""
+    plan, loss_fn = ({"data": 2}, sl.chain(sl.zero(3), *transforms)), KINDS[kind]
+    result = sl.debug.check(plan, loss_fn, targets(), params=TIED)
+    (law,) = result.failures
+    assert law.name == "micro-batches train as the whole batch does" and "sl.Mean(total, weight)" in str(law), result
+    found = sl.debug.bisect(loss_fn, TIED, None, plan, targets())
+    assert found.finding == law.finding
+    assert sl.debug.check(plan, loss_fn, targets(ignored=False), params=TIED), "as many targets on every rank"
+
+
+def test_a_mean_by_weights_is_one_over_rows():
+    def loss_fn(params, batch, rng):
+        scores = (sl.dropout(params["e"][batch["x"]], 0.2, rng) @ params["w"].T).flatten(0, 1)
+        total = torch.nn.functional.cross_entropy(scores, batch["y"].flatten(), reduction="sum")
+        return sl.Mean(total, (batch["y"] >= 0).sum())
+
+    plan = {"data": 2}, sl.chain(sl.zero(3), sl.accumulate(2))
+    result = sl.debug.check(plan, loss_fn, targets(), params=TIED)
+    assert result and not result.notes, result
+
+
+def test_draws_that_are_not_row_by_row_are_told():
+    """They are others for micro-batches than for the batch, so that nothing else can be told."""
+
+    def loss_fn(params, batch, rng):
+        noise = torch.randn(len(batch["x"]), 5, 8, generator=torch.Generator().manual_seed(rng.seed % 2**62))
+        return torch.tanh(params["e"][batch["x"]] + noise).square().mean() + params["w"].sum()
+
+    plan = {"data": 2}, sl.zero(3)
+    result = sl.debug.check(plan, loss_fn, targets(), params=TIED)
+    (note,) = result.notes
+    assert result and "whether the loss function is a mean over rows: it draws" in note
+    found = sl.debug.bisect(loss_fn, TIED, None, plan, targets())
+    assert not found and found.notes == (note,), found

@@ -118,6 +118,24 @@ def test_equal_to_a_loop_on_every_mesh(case, first):
         assert_close((numbers, in_list(after) if staged else after), expected_from(first), 1e-10)
 
 
+@pytest.mark.parametrize(
+    ("kind", "mesh", "others"),
+    [
+        ("ring", {"seq": 2}, (sl.zero(1, axis="seq"),)),
+        ("ulysses", {"data": 2, "seq": 2}, (sl.zero(3, axis=("data", "seq")),)),
+        ("megatron", {"data": 2, "model": 2}, (sl.zero(1), SLICES)),
+    ],
+)
+def test_tokens_of_sequences_that_are_cut_are_counted_once(kind, mesh, others):
+    """The tokens that layers see are those of whole sequences, whose parts ranks have."""
+    transform = sl.chain(DROP, sl.sequence("model" if kind == "megatron" else "seq", kind), *others)
+    run = functools.partial(trained, transform=transform, loss_fn=gpt.make_loss(GPT), params=gpt.init(GPT))
+    wanted = [thinned.layer_tokens(kept_at(step)) for step in range(STEPS)]
+    for numbers, _, _, counted in sl.simulate(lambda mesh: run(mesh, batch=tokens()), mesh=mesh):
+        assert_close(numbers, expected_from(0)[0], 1e-10)
+        assert counted == wanted and wanted[0] == 256
+
+
 def test_equal_to_a_loop_in_processes(pool):
     expected = looped(gpt_loss, gpt.init(GPT), tokens())
     transform = sl.chain(DROP, sl.zero(3), SLICES)
@@ -183,7 +201,8 @@ def test_what_is_used_outside_of_a_layer_that_is_left_out_is_sent_or_kept():
     plain, params = linear_blocks(sl.block(lambda p, x: x + x.sin() @ p["w"]))
 
     def loss_fn(params, batch):
-        return plain(params, batch) + 0.1 * sum((p["w"] * batch[0]).square().sum() for p in params["layers"])
+        beside = sum((p["w"] * batch[:, None]).square().sum((1, 2)).mean() for p in params["layers"])
+        return plain(params, batch) + 0.1 * beside
 
     batch = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
     optimizer = sl.optim.sgd(0.01)
@@ -365,6 +384,192 @@ def test_layers_that_are_no_blocks_are_refused():
         step(state, torch.ones(2, 3).double())
 
 
+def of_four(run):
+    """A loss of four layers and a head, of which ``run(params, x)`` runs the layers."""
+    params = {"blocks": [{"w": torch.eye(4) / (2 + n)} for n in range(4)], "out": torch.ones(4)}
+    return lambda p, b: (run(p, b) @ p["out"]).square().mean(), params
+
+
+@sl.block
+def one_layer(p, x):
+    return x + torch.tanh(x @ p["w"])
+
+
+@sl.block
+def two_layers(ps, x):
+    for p in ps:
+        x = x + torch.tanh(x @ p["w"])
+    return x
+
+
+@sl.block
+def around(outer, x, layers):
+    for p in layers:
+        x = one_layer(p, x)
+    return x * outer.sum()
+
+
+def closed(p, x):
+    """Layers in a block that is none, and takes no parameters of theirs."""
+    return sl.block(lambda out, x: around.__wrapped__(out, x, p["blocks"]))(p["out"], x)
+
+
+def in_order(p, x, order, marked=(0, 1, 2, 3)):
+    for n in order:
+        x = (one_layer if n in marked else one_layer.__wrapped__)(p["blocks"][n], x)
+    return x
+
+
+def trained_on(mesh, loss_fn, params, batch, others=()):
+    """Losses, gradient norms and parameters of a batch that is one tensor."""
+    sharded = sl.shard(params, mesh, sl.chain(DROP, *others))
+    state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(RATE), rng=SEED)
+    numbers = []
+    for _ in range(STEPS):
+        state, metrics = step(state, batch.chunk(mesh.shape["data"])[mesh.coords["data"]])
+        numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return torch.tensor(numbers, dtype=torch.float64), sl.unshard(state.params)
+
+
+MARK = r"mark the layers' function with sl\.block"
+REFUSED = {
+    "two in a block": (
+        lambda p, x: two_layers(p["blocks"][2:], two_layers(p["blocks"][:2], x)),
+        r"two_layers is a block with parameters of 2 layers, blocks/0, blocks/1.*let each layer be an sl\.block of its own",
+    ),
+    "blocks in a block": (
+        lambda p, x: around(p["out"], x, p["blocks"]),
+        r"around is a block with parameters of 4 layers, blocks/0, blocks/1, blocks/2, blocks/3",
+    ),
+    "blocks in a block that is none": (
+        closed,
+        r"one_layer is the layer blocks/0, and it runs within a block that is no layer.*outside of other blocks",
+    ),
+    "another layer in a layer": (
+        lambda p, x: sl.block(lambda mine, x: one_layer(p["blocks"][1], x + mine["w"].sum()))(p["blocks"][0], x),
+        r"one_layer is the layer blocks/1, and it runs within the layer blocks/0",
+    ),
+    "some are no blocks": (
+        lambda p, x: in_order(p, x, range(4), (1, 3)),
+        rf"not run as blocks, which can be left out: blocks/0, blocks/2\. Either {MARK}.*layers=\['blocks/1', 'blocks/3'\]",
+    ),
+    "none is a block": (lambda p, x: in_order(p, x, range(4), ()), rf"none of them \(blocks/0 … blocks/3\).*{MARK}"),
+    "some are copies": (
+        lambda p, x: one_layer({"w": p["blocks"][3]["w"] * 1}, in_order(p, x, range(3))),
+        rf"did not run as blocks, which can be left out: blocks/3\. Either {MARK}.*called with a layer's parameters",
+    ),
+    "in another order": (
+        lambda p, x: in_order(p, x, (3, 2, 1, 0)),
+        r"blocks/0, blocks/1, blocks/2, blocks/3, and they ran as blocks/3, .*layers=\['blocks/3', 'blocks/2', 'bl",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("drop", [DROP, sl.random_ltd(2)], ids=["layers", "tokens"])
+def test_layers_that_are_not_each_one_block_are_refused(kind, stage, drop):
+    run, message = REFUSED[kind]
+    loss_fn, params = of_four(run)
+
+    def step(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(drop, sl.zero(stage)))
+        state, train_step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(RATE))
+        for _ in range(2):
+            state, _ = train_step(state, torch.ones(2, 3, 4))
+
+    with pytest.raises(LossError, match=message):
+        sl.simulate(step, mesh={"data": 2})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_blocks_within_a_layer_are_parts_of_it(stage):
+    """And parts of a layer that are blocks share its draw; a layer may run more than once."""
+    branch = sl.block(lambda p, x: torch.tanh(x @ p["w"]))
+    whole = sl.block(lambda p, x: x + branch(p, x))
+    half = sl.block(lambda p, x: x + torch.tanh(x @ p["w"]))
+
+    def run(p, x):
+        for each in p["blocks"]:
+            x = half(each, whole(each, x))
+        return x
+
+    def by_hand(params, batch, step):
+        x = batch
+        for p, (runs, keep, _) in zip(params["blocks"], kept_at(step), strict=True):
+            for _ in range(2):
+                x = x + torch.tanh(x @ p["w"]) / keep if runs else x
+        return (x @ params["out"]).square().mean()
+
+    loss_fn, params = of_four(run)
+    params = torch.utils._pytree.tree_map(torch.Tensor.double, params)
+    batch = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
+    expected = looped(by_hand, params, batch)
+
+    run_on = functools.partial(trained_on, loss_fn=loss_fn, params=params, batch=batch)
+    for found in sl.simulate(lambda mesh: run_on(mesh, others=(sl.zero(stage), sl.remat())), mesh={"data": 2}):
+        assert_close(found, expected, 1e-10)
+
+
+def with_memory(p, memory, h):
+    return h + torch.tanh((h + memory) @ p["w"])
+
+
+STREAMS = {
+    "second": lambda layer, p, x, memory: layer(p, memory, x),
+    "first": lambda layer, p, x, memory: layer(p, x, memory),
+    "both by keyword": lambda layer, p, x, memory: layer(p, h=x, memory=memory),
+}
+
+
+@pytest.mark.parametrize("call", STREAMS)
+@pytest.mark.parametrize("drop", [DROP, sl.random_ltd(2)], ids=["layers", "tokens"])
+def test_a_layer_with_two_arguments_that_may_be_its_stream_is_refused(call, drop):
+    """At the first step, which leaves out no layer."""
+    layer = sl.block(with_memory)
+
+    def run(p, x):
+        for each in p["blocks"]:
+            x = STREAMS[call](layer, each, x, x * 0 + 100.0)
+        return x
+
+    loss_fn, params = of_four(run)
+    state, step = sl.make_train_step(loss_fn, sl.shard(params, sl.make_mesh(), drop), sl.optim.sgd(RATE))
+    with pytest.raises(LossError, match=r"(memory and h|h and memory) have one form, .*: pass the stream by position"):
+        step(state, torch.ones(2, 3, 4))
+
+
+def test_the_residual_stream_is_the_argument_by_position():
+    """Others of its form by keyword, of another form anywhere; one value twice is one."""
+    layer = sl.block(lambda p, one, x, again, memory: one * x + torch.tanh((x + memory * again) @ p["w"]))
+
+    def by_keyword(p, x):
+        for each in p["blocks"]:
+            x = layer(each, 1, x, again=x * 1, memory=x * 0 + 100.0)
+        return x
+
+    def by_hand(params, batch, step):
+        x = batch
+        for p, (runs, keep, _) in zip(params["blocks"], kept_at(step), strict=True):
+            x = x + torch.tanh((x + 100.0 * x) @ p["w"]) / keep if runs else x
+        return (x @ params["out"]).square().mean()
+
+    def twice(p, x):
+        for each in p["blocks"]:
+            x = layer(each, 1, x, x, memory=x * 0 + 100.0)
+        return x
+
+    batch = torch.linspace(-0.01, 0.01, 8, dtype=torch.float64).view(2, 4)
+    for how in (by_keyword, twice):
+        loss_fn, params = of_four(how)
+        params = torch.utils._pytree.tree_map(torch.Tensor.double, params)
+        expected = looped(by_hand, params, batch)
+        (numbers, after, *_), *_ = sl.simulate(
+            lambda mesh, f=loss_fn, p=params: trained_on(mesh, f, p, batch), mesh={"data": 1}
+        )
+        assert_close((numbers, after), expected, 1e-10)
+
+
 def test_a_layer_that_returns_another_form_is_refused():
     loss_fn, params = linear_blocks(sl.block(lambda p, x: (x @ p["w"]).flatten()[:3]))
     state, step = sl.make_train_step(loss_fn, sl.shard(params, sl.make_mesh(), DROP), sl.optim.sgd(RATE))
@@ -403,12 +608,82 @@ def info(*paths):
         (["0/table", "1/w", "2/w", "3/out"], (), ("1", "2")),
         (["b/0/x/w", "b/1/moe/0/w", "b/1/moe/1/w", "b/2/x/w"], (), ("b/0", "b/2")),
         (["b/0/mlp", "b/1/moe/0/w", "b/2/mlp"], ("b/*",), ("b/0", "b/1", "b/2")),
-        (["a/0/x/w", "a/1/x/w", "b/0/y", "b/1/y"], (), ("a/0", "a/1", "b/0", "b/1")),
+        (["a/0/x/w", "a/1/x/w", "b/0/y", "b/1/y"], ("a/*", "b/*"), ("a/0", "a/1", "b/0", "b/1")),
+        (["a/0/x/w", "a/1/x/w", "b/0/y", "b/1/y"], ("b/*", "a/*"), ("b/0", "b/1", "a/0", "a/1")),
+        (["a/0/w", "a/1/w", "a/2/w", "a/3/w"], ("a/[3]", "a/1", "a/*"), ("a/3", "a/1", "a/0", "a/2")),
         ([f"h/{n}/w" for n in range(12)], ("h/1", "h/11"), ("h/1", "h/11")),
     ],
 )  # fmt: skip
 def test_which_layers_may_be_left_out(paths, globs, found):
     assert layers_of("drop", info(*paths), globs) == found
+
+
+@pytest.mark.parametrize("globs", [(), ("*",), ("?/*",), ("b/*", "?/1")])
+def test_layers_of_several_lists_need_their_order(globs):
+    paths = ["b/0/x/w", "b/1/x/w", "a/0/y", "a/1/y"]
+    with pytest.raises(IllegalComposition, match=r"several lists: .*Name the lists in that order.*layers=\['.*/\*'"):
+        layers_of("drop", info(*paths), globs)
+
+
+def test_layers_are_numbered_in_the_order_of_their_globs():
+    """Dictionaries have their keys sorted: the decoder's before the encoder's."""
+    params = {side: [{"w": torch.eye(4)} for _ in range(2)] for side in ("encoder", "decoder")}
+    names = ["encoder/0", "encoder/1", "decoder/0", "decoder/1"]
+    for make in (lambda **given: sl.progressive_layer_drop(0.5, 10.0, **given), functools.partial(sl.random_ltd, 3)):
+        with pytest.raises(IllegalComposition, match=r"several lists: decoder/\*, encoder/\*"):
+            sl.make_plan(params, sl.abstract_mesh(data=1), make())
+        with pytest.raises(IllegalComposition, match="a set has no order"):
+            make(layers={"encoder/*", "decoder/*"})
+    plan = sl.make_plan(
+        params,
+        sl.abstract_mesh(data=1),
+        sl.progressive_layer_drop(0.5, 10.0, layers=["encoder/*", "decoder/*"]),
+    )
+    assert plan.step.layer_drop.keep(100) == dict(zip(names, (0.875, 0.75, 0.625, 0.5)))
+    plan = sl.make_plan(params, sl.abstract_mesh(data=1), sl.random_ltd(3, layers=["encoder/*", "decoder/*"]))
+    assert plan.step.token_drop.middle == ("encoder/1", "decoder/0")
+
+
+def test_a_tied_embedding_is_no_part_of_the_order():
+    """Leaves that are tied to an earlier one are found with that."""
+    tied = torch.randn(50, 16)
+    square = lambda: torch.randn(16, 16)  # noqa: E731
+
+    def layers(params):
+        return sl.make_plan(params, sl.abstract_mesh(data=1), DROP).step.layer_drop.layers
+
+    assert layers([{"w": tied}, *[{"a": square()} for _ in range(11)], {"w": tied}]) == tuple(map(str, range(1, 12)))
+    deep = [{"w": tied}, *[{"mlps": [{"w": square()} for _ in range(2)]} for _ in range(3)], {"w": tied}]
+    assert layers(deep) == ("1", "2", "3")
+    _, params = cut(decoder("gpt2", tie=True))
+    assert params[0]["transformer"]["wte"]["weight"] is params[-1]["lm_head"]["weight"]
+    assert layers(params) == ("1", "2", "3", "4")
+    assert layers(sl.from_module(decoder("gpt2", tie=True))[1]) == tuple(f"transformer/h/{n}" for n in range(4))
+
+
+def test_layers_without_a_parameter_of_their_own_are_refused():
+    """Parameters tell which layer a block is."""
+    first, second, shared = ({"w": torch.eye(3), "b": torch.ones(3)} for _ in range(3))
+    half = {"w": torch.eye(3), "b": first["b"]}
+    for tied in (
+        [first] * 3,
+        [first, first, second],
+        [first, first, second, shared],
+        [first, half | {"w": first["w"]}, second],
+    ):
+        for transform in (DROP, sl.random_ltd(2, ends=0), sl.progressive_layer_drop(layers="blocks/*")):
+            with pytest.raises(IllegalComposition, match=r"ALBERT(.|\n)*blocks/1: tied to blocks/0(.|\n)*Untie a par"):
+                sl.make_plan({"blocks": tied}, sl.abstract_mesh(data=2), transform)
+    with pytest.raises(IllegalComposition, match="blocks/1: tied to embed/w"):
+        tied = [{"w": first["w"]}, {"w": shared["w"]}, {"w": second["w"]}]
+        sl.make_plan({"embed": {"w": shared["w"]}, "blocks": tied}, sl.abstract_mesh(data=2), DROP)
+    plan = sl.make_plan({"blocks": [first, half]}, sl.abstract_mesh(data=1), DROP)
+    assert plan.step.layer_drop.layers == ("blocks/0", "blocks/1")
+
+
+def test_a_glob_of_no_layers_is_refused_beside_others():
+    with pytest.raises(IllegalComposition, match=r"no element of a list matches b/\*"):
+        layers_of("drop", info("a/0/w", "a/1/w"), ("a/*", "b/*"))
 
 
 @pytest.mark.parametrize(("paths", "globs"), [(["w", "b"], ()), (["a/0", "a/1"], ()), (["a/0/w", "a/1/w"], ("b/*",))])

@@ -356,13 +356,13 @@ def test_layers_without_a_stream_of_tokens_are_refused(layer, batch, message):
 
 
 def beside_the_stream(layer, extra):
-    """A loss of three layers ``layer(p, x, extra)`` on 5 tokens, of which the one in the middle sees 3 at step 0."""
+    """A loss of three layers ``layer(p, x, extra=extra)`` on 5 tokens, of which the one in the middle sees 3 at step 0."""
     layer = sl.block(layer)
 
     def loss_fn(params, batch):
         x = batch
         for p in params["layers"]:
-            x = layer(p, x, extra)
+            x = layer(p, x, extra=extra)
         return x.square().mean()
 
     generator = torch.Generator().manual_seed(5)
@@ -393,12 +393,12 @@ def test_vectors_of_rows_are_whole_however_long_they_are(size):
 
 def test_values_of_tokens_in_a_matrix_are_refused_with_the_form_that_is_cut():
     weights = torch.rand(2, 5, dtype=torch.float64)
-    loss_fn, params, batch = beside_the_stream(lambda p, x, w: x + x.sin() @ p["w"] * w[..., None], weights)
+    loss_fn, params, batch = beside_the_stream(lambda p, x, extra: x + x.sin() @ p["w"] * extra[..., None], weights)
     with pytest.raises(
         LossError, match=r"on the 3 tokens that random_ltd keeps, beside \(\[2, 5\]\).*\(B, tokens, 1\)"
     ):
         gradients(loss_fn, params, batch, 0)
-    loss_fn, *_ = beside_the_stream(lambda p, x, w: x + x.sin() @ p["w"] * w, weights[..., None])
+    loss_fn, *_ = beside_the_stream(lambda p, x, extra: x + x.sin() @ p["w"] * extra, weights[..., None])
     gradients(loss_fn, params, batch, 0)
 
 
@@ -417,7 +417,7 @@ def test_an_error_of_a_layer_stays_what_it_is():
 def test_a_second_sequence_beside_the_stream_is_told_of(shape, told, caplog):
     """That may be values of the tokens, or an encoder's that is as long."""
     loss_fn, params, batch = beside_the_stream(
-        lambda p, x, memory: x + x.sin() @ p["w"] * memory.sum(), torch.ones(shape, dtype=torch.float64)
+        lambda p, x, extra: x + x.sin() @ p["w"] * extra.sum(), torch.ones(shape, dtype=torch.float64)
     )
     sharded = sl.shard(params, sl.make_mesh(), LTD)
     grad_fn = sl.value_and_grad(loss_fn)

@@ -1,0 +1,49 @@
+"""How many rows of the global batch the ranks have: equally many, but in the last batch of a dataset."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from shardlib.collectives.primitives import sum_over
+from shardlib.execute.batches import batch_index
+from shardlib.mesh.mesh import Mesh
+from shardlib.plan.plan import Plan
+
+
+class Shares:
+    """The first row of a rank's share of the batch, by which keys draw.
+
+    Ranks are taken to have equally many rows, and each adds an integer to a sum that the step makes anyway, which is zero if
+    they have: see `shardlib.execute.inputs`. If it is not, they exchange their numbers and take the step again; from then on
+    they exchange them before each step, until they are equal.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+        self._plan, self._mesh = plan, mesh
+        self._ranks, self._index = plan.batch_ranks, batch_index(plan, mesh)
+        self._exchanges = self._ranks > 1  # before the next step
+
+    def first(self, rows: int) -> int | None:
+        """The first row of this rank, which has ``rows``; None if all are taken to have as many. Collective."""
+        return self.exchanged(rows) if self._exchanges else None
+
+    def number(self, rows: int) -> float:
+        """This rank's integer: over all ranks these sum to zero if they have as many rows each, and else to another number."""
+        if self._ranks == 1 or self._exchanges:
+            return 0.0
+        digest = int.from_bytes(hashlib.blake2b(b"%d rows" % rows, digest_size=8).digest(), "little")
+        few = digest >> (64 - (50 - self._mesh.size.bit_length()))
+        return float(few * (self._ranks * (self._index == 0) - 1))
+
+    def exchanged(self, rows: int) -> int | None:
+        """`first`, once the ranks have exchanged their numbers of rows. Collective."""
+        of_ranks: Sequence[float] = [0.0] * self._ranks
+        if self._ranks > 1:
+            mine = torch.zeros(self._ranks, dtype=torch.float64)
+            mine[self._index] = rows
+            of_ranks = sum_over(self._mesh, self._plan.batch_axes, mine.to(self._mesh.device)).tolist()
+        self._exchanges = len(set(of_ranks)) > 1
+        return round(sum(of_ranks[: self._index])) if self._exchanges else None
