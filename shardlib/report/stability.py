@@ -59,10 +59,11 @@ class SecondMoments(NamedTuple):
 
 
 def second_moments(state: TrainState) -> SecondMoments:
-    """The sizes of Adam's √v in a state, over all ranks, each of which calls it. Every element counts once.
+    """The sizes of Adam's √v in a state, over all ranks, each of which calls it. Every element that is trained counts once.
 
     Raises:
-        ValueError: the state has no second moments of all parameters in memory, or several of them.
+        TypeError: something else than the state of `make_train_step`.
+        ValueError: the state has no second moments of all trained parameters in memory, or several of them.
 
     >>> state, train_step = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adam(0.1))
     >>> state, _ = train_step(state, torch.tensor([3.0, 4.0]))
@@ -70,11 +71,15 @@ def second_moments(state: TrainState) -> SecondMoments:
     >>> round(sizes.norm / 0.001**0.5, 4), round(sizes.largest / 0.001**0.5, 4)
     (7.0, 4.0)
     """
-    plan, names = state.params.plan, {bucket.name for bucket in state.params.plan.buckets}
-    found = [nu for nu in _second_moments_in(state.opt.inner) if nu.keys() == names and _in_memory(nu)]
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"second_moments takes the TrainState of sl.make_train_step, on every rank, not {type(state).__name__}"
+        )
+    plan, names = state.params.plan, {bucket.name for bucket in state.params.plan.trained}
+    found = [nu for nu in _second_moments_in(state.opt.inner) if nu and nu.keys() == names and _in_memory(nu)]
     if len(found) != 1:
         raise ValueError(
-            f"second_moments: {len(found)} running means of g² over all parameters in memory; there is one with "
+            f"second_moments: {len(found)} running means of g² over all trained parameters in memory; there is one with "
             "sl.optim.adam or adamw, not in sl.optim.partition, in 8 bits or on disk"
         )
     shards = MeshShards(plan, state.params.mesh)

@@ -61,6 +61,32 @@ def test_every_element_counts_once(transform, mesh):
         assert found.largest == pytest.approx(scale * max(float(leaf.max()) for leaf in leaves), rel=1e-9)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_frozen_elements_do_not_count(stage):
+    """Against g² of one device's gradient, of the leaves that are trained."""
+    loss_fn, params = mlp([6, 4, 3])
+    batch = regression_batch(12, 6, 3)
+    _, grads = sl.value_and_grad(loss_fn)(params, batch)
+    leaves = [grad.abs() for grad in grads["layers"][1].values()]
+
+    def train(mesh):
+        parallel = sl.chain(sl.zero(stage), sl.freeze("layers/0/*"))
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, parallel), sl.optim.adamw(1e-3))
+        state, _ = step(state, share(batch, mesh.coords["data"], mesh.shape["data"]))
+        return sl.report.second_moments(state)
+
+    for found in sl.simulate(train, mesh={"data": 2}):
+        scale = 0.001**0.5
+        assert found.norm == pytest.approx(scale * sum(float(leaf.sum()) for leaf in leaves), rel=1e-9)
+        assert found.largest == pytest.approx(scale * max(float(leaf.max()) for leaf in leaves), rel=1e-9)
+
+
+def test_what_is_no_state_is_refused():
+    for other in ({"params": {}}, None):
+        with pytest.raises(TypeError, match="takes the TrainState of sl.make_train_step, on every rank, not "):
+            sl.report.second_moments(other)
+
+
 def test_states_without_second_moments_are_refused():
     for optimizer in (sl.optim.sgd(0.1), sl.optim.adamw8bit(0.1)):
         state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(8192)}, optimizer)
