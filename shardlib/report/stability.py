@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from shardlib.optim.shards import MeshShards
@@ -14,7 +14,10 @@ from shardlib.optim.train_state import TrainState
 
 
 class Stability(NamedTuple):
-    """Loss ratios of a run, one for each step: its loss over the smallest loss before it, and 1 for the first."""
+    """Loss ratios of a run, one for each step: its loss over the smallest loss before it, and 1 for the first.
+
+    A loss that is not finite has a ratio of ∞, and is no loss before others.
+    """
 
     ratios: tuple[float, ...]
 
@@ -27,23 +30,40 @@ class Stability(NamedTuple):
         return sum(ratio > above for ratio in self.ratios)
 
 
-def stability(losses: Sequence[float]) -> Stability:
-    """The stability of a run by the losses of its steps, numbers above 0. A loss that is not finite has a ratio of ∞.
+def stability(losses: Iterable[Any]) -> Stability:
+    """The stability of a run by the losses of its steps: numbers above 0, in a list, an array, a tensor or any iterable.
 
     Raises:
-        ValueError: no losses, or some that are 0 or below, which have no ratios.
+        ValueError: no losses, or some that are no numbers, or 0 or below, which have no ratios; names them.
 
     >>> found = sl.report.stability([4.0, 3.0, 2.0, 2.6, 1.9, 4.0])
     >>> found.spikes(), found.spikes(above=1.5), round(found.largest, 2)
     (2, 1, 2.11)
     """
-    wrong = [f"{loss} at step {step}" for step, loss in enumerate(losses) if loss <= 0]
-    if wrong or not losses:
-        raise ValueError(f"stability: losses are numbers above 0, one or more, not {wrong[0] if wrong else 'none'}")
-    finite = [loss if math.isfinite(loss) else math.inf for loss in losses]
-    lowest = itertools.accumulate(finite, min)
-    rest = (loss / least if math.isfinite(loss) else math.inf for loss, least in zip(finite[1:], lowest))
-    return Stability((1.0 if math.isfinite(finite[0]) else math.inf, *rest))
+    given = losses.tolist() if isinstance(losses, (torch.Tensor, np.ndarray)) else losses
+    values = [_number(loss) for loss in given] if isinstance(given, Iterable) and not isinstance(given, str) else []
+    wrong = [
+        f"{value} at step {step}" for step, value in enumerate(values) if not isinstance(value, float) or value <= 0
+    ]
+    if wrong or not values:
+        what = ", ".join(wrong[:5]) if values else "none" if isinstance(given, Iterable) else repr(losses)
+        raise ValueError(f"stability: losses are numbers above 0, one for each step and one or more, not {what}")
+    ratios, least = [], None
+    for loss in values:
+        if not math.isfinite(loss):
+            ratios.append(math.inf)
+            continue
+        ratios.append(1.0 if least is None else loss / least)
+        least = loss if least is None else min(least, loss)
+    return Stability(tuple(ratios))
+
+
+def _number(loss: Any) -> Any:
+    """A loss as a Python number; what is none, as it is."""
+    try:
+        return float(loss)
+    except (TypeError, ValueError, RuntimeError):
+        return loss
 
 
 class SecondMoments(NamedTuple):

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers.models import mlp, regression_batch, share
@@ -15,7 +16,8 @@ import shardlib as sl
         ([2.0], [1.0], 0),
         ([4.0, 2.0, 3.0, 1.0, 1.2, 1.3], [1, 0.5, 1.5, 0.5, 1.2, 1.3], 2),  # above, not at, 1.2
         ([1.0, math.nan, 1.3, math.inf], [1, math.inf, 1.3, math.inf], 3),
-        ([math.nan, 2.0, 2.5], [math.inf, 0, 1.25], 2),
+        ([math.nan, 2.0, 2.5], [math.inf, 1, 1.25], 2),  # the first that has a number has none before it
+        ([math.inf, math.nan], [math.inf, math.inf], 2),
     ],
 )
 def test_hand_made_series(losses, ratios, spikes):
@@ -23,7 +25,38 @@ def test_hand_made_series(losses, ratios, spikes):
     assert found.ratios == pytest.approx(ratios) and found.spikes() == spikes and found.largest == max(ratios)
 
 
-@pytest.mark.parametrize("losses", [[], [1.0, 0.0], [1.0, -2.0]])
+@pytest.mark.parametrize(
+    "form",
+    [
+        np.array,
+        torch.tensor,
+        lambda losses: torch.tensor(losses, requires_grad=True),
+        lambda losses: [torch.tensor(loss, dtype=torch.bfloat16) for loss in losses],
+        iter,
+        tuple,
+    ],
+)
+def test_losses_of_every_form(form):
+    assert sl.report.stability(form([4.0, 2.0, 3.0])).ratios == (1.0, 0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [],
+        [1.0, 0.0],
+        [1.0, -2.0],
+        -math.inf,
+        [-math.inf],
+        np.array([]),
+        np.ones((2, 2)),
+        torch.tensor(1.0),
+        3.0,
+        "12",
+        ["a"],
+        [None],
+    ],
+)
 def test_losses_without_ratios_are_refused(losses):
     with pytest.raises(ValueError, match="numbers above 0"):
         sl.report.stability(losses)
@@ -83,7 +116,7 @@ def test_frozen_elements_do_not_count(stage):
 
 def test_what_is_no_state_is_refused():
     for other in ({"params": {}}, None):
-        with pytest.raises(TypeError, match="takes the TrainState of sl.make_train_step, on every rank, not "):
+        with pytest.raises(TypeError, match=r"takes the TrainState of sl\.make_train_step, on every rank, not "):
             sl.report.second_moments(other)
 
 
