@@ -14,6 +14,7 @@ from shardlib.execute.buffers import buffer_sizes
 from shardlib.execute.stages.fake import Tracing, traced_once
 from shardlib.init.deferred import defer
 from shardlib.mesh.mesh import as_mesh
+from shardlib.optim.ranges import check, is_count
 from shardlib.optim.resting import fault_on_disk
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import build_plan
@@ -73,7 +74,7 @@ def make_plan(
     Raises:
         TreeError, IllegalComposition, SpecError: as `shard`.
         TypeError: an optimizer that is not a gradient transformation; a limit without what it needs.
-        ValueError: a limit that is no size, or fewer than one rank per host.
+        ValueError: a limit that is no size, fewer than one rank per host, or a step that is no number of one.
         IllegalComposition: the plan does not fit its limits, or the loss cannot be traced, so that nobody knows.
 
     >>> params = {"w": torch.empty(1000, 1000, device="meta")}
@@ -85,6 +86,7 @@ def make_plan(
     """
     if optimizer is not None:
         require_transformations("make_plan", optimizer)
+    check("make_plan", "the number of a step is an integer from 0", step=(step, step is None or is_count(step)))
     mesh = as_mesh(mesh)
     tree = defer(params).tree if callable(params) else params
     batch = as_tensors(batch, torch.device("cpu"))  # where an array's memory is a tensor's

@@ -148,10 +148,3 @@ def best_precision() -> str:
     else:
         native = cpu_multiplies_bf16()
     return "bf16" if native else "fp32"
-
-
-def positive(text: str) -> int:
-    """An argument that counts something."""
-    if text.isdecimal() and int(text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")

@@ -9,29 +9,52 @@ import torch
 
 from shardlib import optim, schedules
 from shardlib.commands import model, pictures, search
+from shardlib.commands.arguments import positive, size
 from shardlib.errors import ShardlibError
 from shardlib.make_plan import make_plan
 from shardlib.mesh.mesh import abstract_mesh
-from shardlib.plan.tables import parse_size
 from shardlib.report.timeline import draw_timeline, timeline_text
+
+# Arguments of a plan alone, and of a search alone.
+_PLANNED = (
+    "mesh",
+    "timeline",
+    "stage",
+    "schedule",
+    "microbatches",
+    "remat",
+    "offload",
+    "offload_params",
+    "offload_folder",
+    "precision",
+)
+_SEARCHED = ("machine", "ranks", "verify", "front")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", default="data=8", help="axes and sizes, such as data=4,model=2")
-    parser.add_argument("--batch", type=model.positive, default=8, help="rows per rank")
-    memory = parser.add_argument_group("limits: a plan that needs more is refused, with the cheapest change that fits")
-    memory.add_argument("--device-memory", type=_size, metavar="SIZE", help="of each rank's device, such as 24GiB")
-    memory.add_argument("--host-memory", type=_size, metavar="SIZE", help="of a host, which its ranks share")
-    memory.add_argument("--disk", type=_size, metavar="SIZE", help="of a host, for offloaded states")
+    parser.add_argument("--batch", type=positive, default=8, help="rows per rank")
+    memory = parser.add_argument_group(
+        "limits: a plan that needs more is refused, with the cheapest change that fits; a search takes them in place of the "
+        "machine's"
+    )
+    memory.add_argument("--device-memory", type=size, metavar="SIZE", help="of each rank's device, such as 24GiB")
+    memory.add_argument("--host-memory", type=size, metavar="SIZE", help="of a host, which its ranks share")
+    memory.add_argument("--disk", type=size, metavar="SIZE", help="of a host, for offloaded states")
     memory.add_argument(
-        "--ranks-per-host", type=model.positive, metavar="N", help="ranks that share a host; by default all"
+        "--ranks-per-host", type=positive, metavar="N", help="ranks that share a host; by default all, or the machine's"
     )
     parser.add_argument("--timeline", type=Path, help="PNG file for a drawing of the pipeline's schedule")
     search.add_arguments(parser)
     model.add_arguments(parser)
+    parser.set_defaults(left={name: parser.get_default(name) for name in (*_PLANNED, *_SEARCHED)})
 
 
 def run(args: argparse.Namespace) -> int:
+    if unused := [name for name in (_PLANNED if args.search else _SEARCHED) if getattr(args, name) != args.left[name]]:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        why = "--search chooses the mesh and the sharding" if args.search else "without --search nothing is searched"
+        raise SystemExit(f"shardlib plan: {why}: leave out {options}")
     if args.search:
         return search.run(args)
     config = model.config(args)
@@ -64,10 +87,3 @@ def run(args: argparse.Namespace) -> int:
     elif args.timeline:
         raise SystemExit("--timeline draws a pipeline's schedule: give the mesh an axis pipe, such as --mesh pipe=4")
     return 0
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from shardlib import optim
 from shardlib.commands import job, model, pictures
+from shardlib.commands.arguments import positive
 from shardlib.mesh.mesh import make_mesh
 from shardlib.report.profile import Profile, profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=model.positive, default=5, help="recorded steps, after two others")
+    parser.add_argument("--steps", type=positive, default=5, help="recorded steps, after two others")
     job.add_arguments(parser, "runs/profile")
 
 

@@ -13,13 +13,14 @@ import torch
 
 from shardlib import optim
 from shardlib.commands import model, pictures
+from shardlib.commands.arguments import natural, positive
 from shardlib.mesh.launch import launch
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt
 from shardlib.models.gpt import GPTConfig
 from shardlib.plan.machine import Machine
 from shardlib.plan.tables import table
-from shardlib.search import Choice, Search, search_plan
+from shardlib.search import Choice, Search, Space, search_plan
 from shardlib.shard import shard
 from shardlib.train import make_train_step
 
@@ -30,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("search: of all meshes and transforms, in place of --mesh and sharding")
     group.add_argument("--search", action="store_true", help="find the quickest plan that fits a machine")
     group.add_argument("--machine", type=Path, help="JSON file, which `shardlib doctor --measure --out` writes")
-    group.add_argument("--ranks", type=int, default=8, help="of all hosts; --batch has rows of each")
+    group.add_argument("--ranks", type=positive, default=8, help="of all hosts; --batch has rows of each")
     group.add_argument(
-        "--verify", type=int, default=0, metavar="N", help="run the best N for a few steps on ranks here"
+        "--verify", type=natural, default=0, metavar="N", help="run the best N for a few steps on ranks here"
     )
     group.add_argument("--front", type=Path, help="PNG file for a drawing of time against memory")
 
@@ -42,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise SystemExit(
             "--search needs a machine: --machine FILE, which `shardlib doctor --measure --out FILE` writes"
         )
-    config, machine = model.config(args), Machine.read(args.machine)
-    machine = replace(machine, memory=args.device_memory or machine.memory)
+    config, machine = model.config(args), _machine(args)
     found = search_plan(
         gpt.make_sequential(config),
         gpt.to_blocks(gpt.init(config, device="meta")),
@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         optimizer=optim.adamw(1e-3),
         ranks=args.ranks,
         rules=gpt.slicing_rules(config, blocks=True),
+        space=Space() if machine.disk is None else Space(offloads=(*Space().offloads, "disk")),
     )
     print(found)
     if not found.front:
@@ -61,6 +62,17 @@ def run(args: argparse.Namespace) -> int:
     if args.verify:
         print(f"\n{_verified(config, found, args.verify)}")
     return 0
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    """The machine of the file, with the limits of the arguments where these are given."""
+    given = {
+        "memory": args.device_memory,
+        "host_memory": args.host_memory,
+        "disk": args.disk,
+        "ranks_per_host": args.ranks_per_host,
+    }
+    return replace(Machine.read(args.machine), **{name: value for name, value in given.items() if value is not None})
 
 
 def _verified(config: GPTConfig, found: Search, best: int) -> str:

@@ -1,7 +1,9 @@
 """The analysis of a dataset: a metric of each sample, made into an index file by several processes and after any kill.
 
 Samples are cut into parts. A part is an index file of its own, in a folder beside the index, and has its name when it is
-whole. What a killed run has finished is not done again. At the end the parts, each sorted, are merged in bounded memory.
+whole. What a killed run has finished is not done again, if it is of the same samples and function: a dataset with an
+``identity`` says so, and samples of others are read again and compared by a checksum. At the end the parts, each sorted, are
+merged in bounded memory.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardlib.common.disk import locked, make_folder, sync_folder
+from shardlib.data.contents import Contents, Watched
 from shardlib.data.index import Index, IndexFile, IndexFileError, refuse_unordered, write_index
 from shardlib.data.merging import merged
-from shardlib.data.metrics import Length, Metric, Rarity, added, counts_of, values_of
+from shardlib.data.metrics import Length, Metric, Rarity, added, counts_of, read, values_of
 from shardlib.data.rows import as_dataset
 from shardlib.errors import BatchError
 from shardlib.mesh.launch.orphans import end_with
@@ -46,8 +49,10 @@ def analyze(
     """Write a metric of each sample of a dataset to an index file, for `curriculum`, and return it.
 
     An analysis that was stopped or killed goes on with the parts that are not finished. They lie in the folder
-    ``path.parts``, which is removed when the index is on the disk: remove it too if a function was changed meanwhile. Memory
-    holds one part for each process, and four million samples while they are merged.
+    ``path.parts``, which is removed when the index is on the disk. A part is made again if the metric's own code or what it
+    closes over has changed, or one of the samples: those of a dataset without an attribute ``identity`` (a text that says
+    which it is, as `tokens` and `packed` have) are read again to know it. Remove the folder if what a metric calls was
+    changed. Memory holds one part for each process, and four million samples while they are merged.
 
     Args:
         dataset: a map-style dataset, as `loader` takes it.
@@ -104,25 +109,27 @@ class _Job(NamedTuple):
 
     def files(self, name: str, make: Make) -> list[Path]:
         """The files of all parts of a pass over the samples, of which those that are not there yet are made."""
+        about = self.about | {"pass": name, "make": _checksum(make)}
         parts = [
-            _Part(self.folder / f"{name}-{first}", self.about | {"pass": name, "first": first, "last": last})
-            for first, last in self.cuts
+            _Part(self.folder / f"{name}-{first}", about | {"first": first, "last": last}) for first, last in self.cuts
         ]
-        left = [part for part in parts if not part.finished()]
-        for done, _ in enumerate(self._run(make, left), len(parts) - len(left) + 1):
-            self.progress(f"{name}: {done} of {len(parts)} parts")
+        left = [part for part in parts if not (part.named and part.alike())]
+        for done, made in enumerate(self._run(make, left), len(parts) - len(left) + 1):
+            if made:
+                self.progress(f"{name}: {done} of {len(parts)} parts")
         return [part.file for part in parts]
 
-    def _run(self, make: Make, parts: Sequence[_Part]) -> Iterator[None]:
+    def _run(self, make: Make, parts: Sequence[_Part]) -> Iterator[bool]:
+        """For each part whether it was made."""
         if self.processes == 1:
-            yield from (part.write(self.dataset, make) for part in parts)
+            yield from (part.complete(self.dataset, make) for part in parts)
         elif parts:
             spawn = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(
                 min(self.processes, len(parts)), spawn, _begin, (os.getpid(), self.dataset, make)
             ) as pool:
                 try:
-                    yield from pool.map(_write, parts)
+                    yield from pool.map(_complete, parts)
                 finally:
                     pool.shutdown(cancel_futures=True)
 
@@ -133,19 +140,42 @@ class _Part(NamedTuple):
     file: Path
     about: dict[str, Any]
 
-    def finished(self) -> bool:
-        """Whether the file is there, and of this analysis."""
+    @property
+    def named(self) -> bool:
+        """Whether the dataset says which it is."""
+        return self.about["dataset"] is not None
+
+    def alike(self) -> dict[str, Any] | None:
+        """The header of the file that is there, if it is of the same function, and by their numbers of the same samples."""
         try:
             header = IndexFile(self.file).header
         except (FileNotFoundError, IndexFileError):
-            return False
-        return {key: header.get(key) for key in self.about} == self.about
+            return None
+        known = self.about["make"] is not None
+        return header if known and {key: header.get(key) for key in self.about} == self.about else None
 
-    def write(self, dataset: Any, make: Make) -> None:
-        values = make(dataset, self.about["first"], self.about["last"])
-        refuse_unordered(values, self.about["first"])
+    def complete(self, dataset: Any, make: Make) -> bool:
+        """Make the file, unless it is there and of these samples. Returns whether it was made."""
+        first, last = self.about["first"], self.about["last"]
+        if not self.named:
+            found, again = self.alike(), Watched(dataset)
+            if found and found["contents"] is not None:
+                read(again, first, last, rows=not isinstance(make, _Values) or isinstance(make.metric, Metric))
+                if found["contents"] == again.contents.checksum:
+                    return False
+        samples = dataset if self.named else Watched(dataset)
+        values = make(samples, first, last)
+        refuse_unordered(values, first)
+        contents = {} if self.named else {"contents": samples.contents.checksum}
         index = Index(values)
-        write_index(self.file, self.about | {"count": len(values)}, [values], [index.samples])
+        write_index(self.file, self.about | contents | {"count": len(values)}, [values], [index.samples])
+        return True
+
+
+def _checksum(make: Make) -> str | None:
+    contents = Contents()
+    contents.add(make)
+    return contents.checksum
 
 
 _worker: list[tuple[Any, Make]] = []  # what a process of the pool was begun with
@@ -156,8 +186,8 @@ def _begin(parent: int, dataset: Any, make: Make) -> None:
     _worker[:] = [(dataset, make)]
 
 
-def _write(part: _Part) -> None:
-    part.write(*_worker[0])
+def _complete(part: _Part) -> bool:
+    return part.complete(*_worker[0])
 
 
 @dataclass(frozen=True)

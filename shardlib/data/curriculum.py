@@ -35,7 +35,8 @@ def curriculum(
 
     Args:
         batch: rows of each global batch, counted in samples of the dataset: their number, or a pace (batch-size warm-up).
-        length: the length of sequences at each step (arXiv 2108.06084). Tensors (rows, ``sequence``, …) of a batch are cut.
+        length: the length of sequences at each step (arXiv 2108.06084). Tensors and arrays (rows, ``sequence``, …) of
+            a batch are cut, and masks on both sides.
         sequence: the length of the dataset's sequences; by default the last one of ``length``.
         surplus: what becomes of a row beyond the length: "truncate" leaves it out; "reshape" makes further rows of it, as
             many as are whole, so that a step keeps its tokens.

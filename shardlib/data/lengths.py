@@ -1,36 +1,54 @@
-"""Batches of shorter sequences: cut off, or with what is cut off as rows of their own."""
+"""Batches of shorter sequences: cut off, or with what is cut off as rows of their own.
+
+Leaves are tensors or NumPy arrays, and stay what they are. By their shapes some of their dimensions count positions, and all
+of these are cut: the one of (rows, S, …), where S is the sequence; both of masks (rows, S, S) and (rows, heads, S, S); and
+the last of masks (rows, 1, S) and (rows, heads, 1, S).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from shardlib.errors import BatchError, listing
 from shardlib.tree import flatten, tree_map
 
+_SIGNED = frozenset({torch.bool, torch.int8, torch.int16, torch.int32, torch.int64})
+
 
 def truncated(batch: Any, sequence: int, length: int) -> Any:
-    """The first ``length`` positions of every tensor (rows, ``sequence``, …); other tensors as they are."""
+    """The first ``length`` positions of every leaf that has them; others as they are."""
     _require_sequence(batch, sequence)
-    return tree_map(lambda leaf: leaf[:, :length].contiguous() if _is_sequence(leaf, sequence) else leaf, batch)
+
+    def cut(leaf: Any) -> Any:
+        dims = _positions(leaf, sequence)
+        if not dims:
+            return leaf
+        first = _window(leaf, dims, 0, length)
+        return first.contiguous() if isinstance(first, torch.Tensor) else np.ascontiguousarray(first)
+
+    return tree_map(cut, batch)
 
 
 def reshaped(batch: Any, sequence: int, length: int) -> Any:
-    """Tensors (rows, ``sequence``, …) as (rows·n, ``length``, …), where n = ⌊sequence/length⌋.
+    """Leaves (rows, ``sequence``, …) as (rows·n, ``length``, …), where n = ⌊sequence/length⌋.
 
-    The pieces of a row follow each other. Positions beyond the last whole piece are left out. Other tensors with rows are
-    repeated for each piece.
+    The pieces of a row follow each other. Positions beyond the last whole piece are left out, and so is what a mask says of
+    positions of other pieces. Other leaves with rows are repeated for each piece.
     """
     rows, pieces = _require_sequence(batch, sequence), sequence // length
 
     def cut(leaf: Any) -> Any:
-        if _is_sequence(leaf, sequence):
-            return leaf[:, : pieces * length].reshape(rows * pieces, length, *leaf.shape[2:])
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == rows:
-            return leaf.repeat_interleave(pieces, 0)
-        return leaf
+        if dims := _positions(leaf, sequence):
+            parts = [_window(leaf, dims, piece * length, length) for piece in range(pieces)]
+            together = torch.stack(parts, 1) if isinstance(leaf, torch.Tensor) else np.stack(parts, 1)
+            return together.reshape(len(leaf) * pieces, *together.shape[2:])
+        if not _is_array(leaf) or not leaf.ndim or len(leaf) != rows:
+            return leaf
+        return leaf.repeat_interleave(pieces, 0) if isinstance(leaf, torch.Tensor) else np.repeat(leaf, pieces, 0)
 
     return tree_map(cut, batch)
 
@@ -49,25 +67,65 @@ SURPLUS = {
 }
 
 
-def _is_sequence(leaf: Any, sequence: int) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[1] == sequence
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, np.ndarray))
+
+
+def _positions(leaf: Any, sequence: int) -> tuple[int, ...]:
+    """The dimensions of a leaf that count positions; none of what has no sequence."""
+    shape = tuple(leaf.shape[1:]) if _is_array(leaf) else ()
+    if shape == (sequence, sequence):
+        return (1, 2)
+    if len(shape) == 3 and shape[1:] == (sequence, sequence) and shape[0] != sequence:
+        return (2, 3)
+    if shape[:1] == (sequence,):
+        return (1,)
+    return (len(shape),) if len(shape) in (2, 3) and shape[-2:] == (1, sequence) else ()
+
+
+def _fault(leaf: Any, sequence: int) -> str | None:
+    """Why nobody knows by a leaf's shape which of its dimensions count positions."""
+    shape = tuple(leaf.shape[1:]) if _is_array(leaf) else ()
+    if len(shape) not in (2, 3) or shape[-2:] != (sequence, sequence):
+        return None
+    mask = leaf.dtype in _SIGNED if isinstance(leaf, torch.Tensor) else leaf.dtype.kind in "bi"
+    if len(shape) == 2:
+        of_tokens = f"values of each token are (rows, {sequence}, 1, {sequence})"
+        return None if mask else f"a mask of numbers is (rows, 1, {sequence}, {sequence}), {of_tokens}"
+    if shape[0] == sequence:
+        return "give fewer heads, or flatten the last two dimensions of what is no mask"
+    if shape[0] == 1 or mask:
+        return None
+    return "a mask of numbers has one head for all; flatten the last two dimensions of what is no mask"
+
+
+def _window(leaf: Any, dims: tuple[int, ...], start: int, length: int) -> Any:
+    """Positions from ``start`` on."""
+    return leaf[tuple(slice(start, start + length) if dim in dims else slice(None) for dim in range(leaf.ndim))]
 
 
 def _require_sequence(batch: Any, sequence: int) -> int:
-    """The rows of the tensors that have a sequence.
+    """The rows of the leaves that have a sequence.
 
     Raises:
-        BatchError: there are none; lists what there is.
+        BatchError: there are none, or some of which it is not known; lists what there is.
     """
     paths, leaves, _ = flatten(batch)
-    found = [leaf.shape[0] for leaf in leaves if _is_sequence(leaf, sequence)]
-    if not found:
-        there = [
-            f"{path or 'batch'}: {tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__}"
-            for path, leaf in zip(paths, leaves, strict=True)
-        ]
+    named = [(path or "batch", leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    if faults := [f"{path}: {_shown(leaf)}: {fault}" for path, leaf in named if (fault := _fault(leaf, sequence))]:
         raise BatchError(
-            f"curriculum: no tensor of the batch is (rows, {sequence}, …):\n{listing(there)}\nPass sl.data.curriculum the "
-            "sequence that the dataset's rows have: sequence=..."
+            f"curriculum: which dimensions of these are the {sequence} positions is not clear:\n{listing(faults)}\nOr add "
+            "them to the batch by sl.data.loader(map=...), after the cut."
+        )
+    found = [len(leaf) for leaf in leaves if _positions(leaf, sequence)[:1] == (1,)]
+    if not found:
+        raise BatchError(
+            f"curriculum: no tensor of the batch is (rows, {sequence}, …):\n"
+            f"{listing([f'{path}: {_shown(leaf)}' for path, leaf in named])}\nPass sl.data.curriculum the sequence that the "
+            "dataset's rows have: sequence=..."
         )
     return found[0]
+
+
+def _shown(leaf: Any) -> str:
+    return f"{tuple(leaf.shape)} of {leaf.dtype}" if _is_array(leaf) else type(leaf).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,8 +65,8 @@ def counts_of(dataset: Any, first: int, last: int) -> np.ndarray:
         BatchError: a sample without tokens to be found, or with negative ones; names it.
     """
     counts = np.zeros(1, np.int64)
-    for start in range(first, last, _ROWS):
-        tokens, held = _rows_of(dataset, start, min(start + _ROWS, last))
+    for start, end in _batches(first, last):
+        tokens, held = _rows_of(dataset, start, end)
         if negative := np.flatnonzero(((tokens < 0) & held).any(1)).tolist():
             raise BatchError(
                 f"analyze: sample {start + negative[0]} has negative tokens: leave out what pads by an attention_mask beside "
@@ -92,8 +92,26 @@ def values_of(dataset: Any, metric: Metric | Callable[[Any], float], first: int,
     """
     if not isinstance(metric, Metric):
         return np.array([_value_of(metric, dataset, index) for index in range(first, last)])
-    parts = [metric.of_rows(*_rows_of(dataset, start, min(start + _ROWS, last))) for start in range(first, last, _ROWS)]
-    return np.concatenate(parts)
+    return np.concatenate([metric.of_rows(*_rows_of(dataset, *ends)) for ends in _batches(first, last)])
+
+
+def read(dataset: Any, first: int, last: int, rows: bool) -> None:
+    """Read samples ``first`` to ``last`` − 1 as `values_of` and `counts_of` do.
+
+    Args:
+        rows: whether as many at once as they do for a `Metric`.
+    """
+    if rows and hasattr(dataset, "rows_at"):
+        for ends in _batches(first, last):
+            dataset.rows_at(np.arange(*ends))
+    else:
+        for index in range(first, last):
+            dataset[index]
+
+
+def _batches(first: int, last: int) -> Iterator[tuple[int, int]]:
+    """The first sample of each batch that is read at once, and the first beyond it."""
+    return ((start, min(start + _ROWS, last)) for start in range(first, last, _ROWS))
 
 
 def _value_of(function: Callable[[Any], float], dataset: Any, index: int) -> float:

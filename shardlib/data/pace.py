@@ -33,13 +33,21 @@ class Pace:
     values: tuple[Any, ...]
 
     def __call__(self, step: Any) -> Any:
-        """The value at ``step``; at a tensor of steps, a tensor of values."""
+        """The value at ``step``; at a tensor of steps, a tensor of values, NaN at steps below 0.
+
+        Raises:
+            ValueError: a number below 0.
+        """
         if not isinstance(step, torch.Tensor):
             return self.values[self.run_at(step)]
         return self._table(self.values, step)[self._runs_at(step)]
 
     def total(self, step: Any) -> Any:
-        """The sum of the values at all steps before ``step``; for a tensor of steps, a tensor of sums."""
+        """The sum of the values at all steps before ``step``; for a tensor of steps, a tensor of sums, NaN for those below 0.
+
+        Raises:
+            ValueError: a number below 0.
+        """
         if not isinstance(step, torch.Tensor):
             run = self.run_at(step)
             return self._sums[run] + (step - self.starts[run]) * self.values[run]
@@ -58,7 +66,13 @@ class Pace:
         return self._sums[run] if run < len(self._sums) else None
 
     def run_at(self, step: int) -> int:
-        """The number of the run that ``step`` lies in."""
+        """The number of the run that ``step`` lies in.
+
+        Raises:
+            ValueError: a number below 0.
+        """
+        if not step >= 0:
+            raise ValueError(f"a pace has no step {step!r}: steps are numbers from 0 on")
         return bisect.bisect_right(self.starts, step) - 1
 
     @cached_property
@@ -68,11 +82,13 @@ class Pace:
         return tuple(itertools.accumulate((n * value for n, value in zip(lengths, self.values)), initial=0))
 
     def _runs_at(self, step: torch.Tensor) -> torch.Tensor:
-        return torch.searchsorted(self._table(self.starts, step), step.to(torch.float64), right=True) - 1
+        """The runs in tables whose first entry is for steps below 0."""
+        starts = torch.tensor(self.starts, dtype=torch.float64, device=step.device)
+        return torch.searchsorted(starts, step.to(torch.float64), right=True)
 
     def _table(self, numbers: Sequence[Any], step: torch.Tensor) -> torch.Tensor:
-        """Numbers on the steps' device, as float64: exact up to 2^53."""
-        return torch.tensor(numbers, dtype=torch.float64, device=step.device)
+        """NaN, and numbers, on the steps' device, as float64: exact up to 2^53."""
+        return torch.tensor((math.nan, *numbers), dtype=torch.float64, device=step.device)
 
 
 def constant_pace(value: float) -> Pace:
@@ -204,6 +220,12 @@ def map_paces(value: Callable[..., float], *paces: Pace) -> Pace:
     >>> rows(0), rows(1000)
     (1024, 64)
     """
+    wrong = [repr(pace) for pace in paces if not isinstance(pace, Pace)]
+    if wrong or not paces:
+        raise BatchError(
+            f"map_paces: {', '.join(wrong) or 'no paces'}: give one pace or more behind the function, such as "
+            "sl.data.constant_pace(64)"
+        )
     starts = sorted(set().union(*(pace.starts for pace in paces)))
     found = [value(*(pace(start) for pace in paces)) for start in starts]
     wrong = [f"{number!r} at step {start}" for start, number in zip(starts, found) if not is_number(number)]

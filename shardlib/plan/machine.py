@@ -6,16 +6,22 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardlib.errors import MeshError
+from shardlib.plan.rates import is_rate, is_seconds, named
 from shardlib.plan.tables import parse_size, size, table
+from shardlib.plan.transfers import WAYS
 
 # Precisions as `shardlib.precision` calls them -> dtype of the products.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+_WAYS = (*WAYS, "update")
+_FIRST = {"flops": "fp32", "ways": "down"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,9 @@ class Machine:
         crowd: ranks that share a processor as they compute. All rates are those of all ranks at once.
 
     Raises:
-        ValueError: a size that is none, a rate that is not above 0, an unknown precision.
+        TypeError: a link that is no `Link`, or rates that are not given by name.
+        ValueError: a size that is none, a rate that is not above 0, a time below 0, an unknown precision or way, no whole
+            number of ranks.
 
     >>> machine = sl.plan.Machine("80GiB", {"bf16": 4e14}, sl.plan.Link(2e11), sl.plan.Link(4e11), ranks_per_host=8)
     >>> machine.link({"data": 16, "model": 8}, "data").bandwidth  # each of a host's ranks is in a group of its own
@@ -106,20 +114,48 @@ class Machine:
     crowd: float = 1.0
 
     def __post_init__(self) -> None:
+        self._require_kinds()
         for name in ("memory", "host_memory", "disk"):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, parse_size(given))
-        if unknown := [name for name in self.flops if name not in PRECISIONS]:
-            raise ValueError(f"Machine(flops=) names {', '.join(map(repr, unknown))}: use {', '.join(PRECISIONS)}")
-        links = {f"{name}.bandwidth": link.bandwidth for name, link in self._links.items()}
-        rates = {**self.flops, **links, **self.ways, "streaming": self.streaming, "launches": self.launches}
+        for name, known in (("flops", tuple(PRECISIONS)), ("ways", _WAYS)):
+            if unknown := [key for key in getattr(self, name) if key not in known]:
+                raise ValueError(f"Machine({name}=) names {', '.join(map(repr, unknown))}: use {', '.join(known)}")
+        rates = {**self.flops, **self.ways, "streaming": self.streaming, "launches": self.launches}
+        rates |= {f"{name}.bandwidth": link.bandwidth for name, link in self._links.items()}
         rates["updating"] = self.in_place
-        if wrong := [f"{name}={rate}" for name, rate in rates.items() if not rate > 0]:
-            raise ValueError(f"Machine has rates that are not above 0: {', '.join(wrong)}")
-        if self.ranks_per_host < 1:
-            raise ValueError(f"Machine(ranks_per_host={self.ranks_per_host}): give at least 1")
-        if self.crowd < 1:
-            raise ValueError(f"Machine(crowd={self.crowd}): give at least 1, ranks with a processor each")
+        if wrong := {name: rate for name, rate in rates.items() if not is_rate(rate)}:
+            raise ValueError(f"Machine has rates that are not above 0: {named(wrong)}")
+        times = {f"overheads.{name}": value for name, value in asdict(self.overheads).items()}
+        for name, link in self._links.items():
+            times |= {f"{name}.latency": link.latency, f"{name}.processor": link.processor}
+        if wrong := {name: value for name, value in times.items() if not is_seconds(value)}:
+            raise ValueError(f"Machine has times that are no seconds, finite ones of at least 0: {named(wrong)}")
+        per_host = self.ranks_per_host
+        if not isinstance(per_host, Integral) or isinstance(per_host, bool) or per_host < 1:
+            raise ValueError(f"Machine(ranks_per_host={per_host!r}): give an integer of at least 1")
+        if not is_seconds(self.crowd) or self.crowd < 1:
+            raise ValueError(f"Machine(crowd={self.crowd!r}): give at least 1, ranks with a processor each")
+
+    def _require_kinds(self) -> None:
+        """Refuse arguments of other kinds.
+
+        Raises:
+            TypeError: names one, and what to give.
+        """
+        links = {name: getattr(self, name) for name in ("inside", "between")}
+        links |= {f"{name}.sums": link.sums for name, link in links.items() if isinstance(link, Link)}
+        for name, link in links.items():
+            if not isinstance(link, Link) and (link is not None or name == "inside"):
+                raise TypeError(
+                    f"Machine({name}={link!r}): give a sl.plan.Link, of bytes per second and seconds of a hop, such as "
+                    "sl.plan.Link(1e9, 1e-5)"
+                )
+        for name in ("flops", "ways"):
+            if not isinstance(given := getattr(self, name), Mapping):
+                raise TypeError(f'Machine({name}={given!r}): give rates by name, such as {{"{_FIRST[name]}": 1e12}}')
+        if not isinstance(self.overheads, Overheads):
+            raise TypeError(f"Machine(overheads={self.overheads!r}): give shardlib.plan.machine.Overheads")
 
     @property
     def in_place(self) -> float:
@@ -203,6 +239,8 @@ class Machine:
         """
         try:
             given = json.loads(Path(path).read_text())
+            if not isinstance(given, dict):
+                raise ValueError(f"a {type(given).__name__} and no object with the names of attributes")
             links = {name: _link(given.pop(name)) for name in ("inside", "between") if given.get(name)}
             overheads = Overheads(**given.pop("overheads", {}))
             return cls(**{**given, **links, "overheads": overheads})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from shardlib.optim.shards import MeshShards
@@ -14,7 +14,10 @@ from shardlib.optim.train_state import TrainState
 
 
 class Stability(NamedTuple):
-    """Loss ratios of a run, one for each step: its loss over the smallest loss before it, and 1 for the first."""
+    """Loss ratios of a run, one for each step: its loss over the smallest loss before it, and 1 for the first.
+
+    A loss that is not finite has a ratio of ∞, and is no loss before others.
+    """
 
     ratios: tuple[float, ...]
 
@@ -27,23 +30,40 @@ class Stability(NamedTuple):
         return sum(ratio > above for ratio in self.ratios)
 
 
-def stability(losses: Sequence[float]) -> Stability:
-    """The stability of a run by the losses of its steps, numbers above 0. A loss that is not finite has a ratio of ∞.
+def stability(losses: Iterable[Any]) -> Stability:
+    """The stability of a run by the losses of its steps: numbers above 0, in a list, an array, a tensor or any iterable.
 
     Raises:
-        ValueError: no losses, or some that are 0 or below, which have no ratios.
+        ValueError: no losses, or some that are no numbers, or 0 or below, which have no ratios; names them.
 
     >>> found = sl.report.stability([4.0, 3.0, 2.0, 2.6, 1.9, 4.0])
     >>> found.spikes(), found.spikes(above=1.5), round(found.largest, 2)
     (2, 1, 2.11)
     """
-    wrong = [f"{loss} at step {step}" for step, loss in enumerate(losses) if loss <= 0]
-    if wrong or not losses:
-        raise ValueError(f"stability: losses are numbers above 0, one or more, not {wrong[0] if wrong else 'none'}")
-    finite = [loss if math.isfinite(loss) else math.inf for loss in losses]
-    lowest = itertools.accumulate(finite, min)
-    rest = (loss / least if math.isfinite(loss) else math.inf for loss, least in zip(finite[1:], lowest))
-    return Stability((1.0 if math.isfinite(finite[0]) else math.inf, *rest))
+    given = losses.tolist() if isinstance(losses, (torch.Tensor, np.ndarray)) else losses
+    values = [_number(loss) for loss in given] if isinstance(given, Iterable) and not isinstance(given, str) else []
+    wrong = [
+        f"{value} at step {step}" for step, value in enumerate(values) if not isinstance(value, float) or value <= 0
+    ]
+    if wrong or not values:
+        what = ", ".join(wrong[:5]) if values else "none" if isinstance(given, Iterable) else repr(losses)
+        raise ValueError(f"stability: losses are numbers above 0, one for each step and one or more, not {what}")
+    ratios, least = [], None
+    for loss in values:
+        if not math.isfinite(loss):
+            ratios.append(math.inf)
+            continue
+        ratios.append(1.0 if least is None else loss / least)
+        least = loss if least is None else min(least, loss)
+    return Stability(tuple(ratios))
+
+
+def _number(loss: Any) -> Any:
+    """A loss as a Python number; what is none, as it is."""
+    try:
+        return float(loss)
+    except (TypeError, ValueError, RuntimeError):
+        return loss
 
 
 class SecondMoments(NamedTuple):
@@ -59,10 +79,11 @@ class SecondMoments(NamedTuple):
 
 
 def second_moments(state: TrainState) -> SecondMoments:
-    """The sizes of Adam's √v in a state, over all ranks, each of which calls it. Every element counts once.
+    """The sizes of Adam's √v in a state, over all ranks, each of which calls it. Every element that is trained counts once.
 
     Raises:
-        ValueError: the state has no second moments of all parameters in memory, or several of them.
+        TypeError: something else than the state of `make_train_step`.
+        ValueError: the state has no second moments of all trained parameters in memory, or several of them.
 
     >>> state, train_step = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adam(0.1))
     >>> state, _ = train_step(state, torch.tensor([3.0, 4.0]))
@@ -70,11 +91,15 @@ def second_moments(state: TrainState) -> SecondMoments:
     >>> round(sizes.norm / 0.001**0.5, 4), round(sizes.largest / 0.001**0.5, 4)
     (7.0, 4.0)
     """
-    plan, names = state.params.plan, {bucket.name for bucket in state.params.plan.buckets}
-    found = [nu for nu in _second_moments_in(state.opt.inner) if nu.keys() == names and _in_memory(nu)]
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"second_moments takes the TrainState of sl.make_train_step, on every rank, not {type(state).__name__}"
+        )
+    plan, names = state.params.plan, {bucket.name for bucket in state.params.plan.trained}
+    found = [nu for nu in _second_moments_in(state.opt.inner) if nu and nu.keys() == names and _in_memory(nu)]
     if len(found) != 1:
         raise ValueError(
-            f"second_moments: {len(found)} running means of g² over all parameters in memory; there is one with "
+            f"second_moments: {len(found)} running means of g² over all trained parameters in memory; there is one with "
             "sl.optim.adam or adamw, not in sl.optim.partition, in 8 bits or on disk"
         )
     shards = MeshShards(plan, state.params.mesh)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardlib.optim.ranges import is_step
 from shardlib.plan.transform import Chain, Transform, chain
 from shardlib.transforms import (
     accumulate,
@@ -33,6 +34,7 @@ _OFFLOADS = {
 }
 # Schedule of a pipeline -> whether it has weight gradients apart. Of one stage for each rank, which forwards enter in turn.
 _SCHEDULES = {"1f1b": False, "zb-h1": True}
+AXES = ("pipe", "data", "expert", "seq", "model")  # neighbours along the last one
 _AXES = {"ulysses": "seq", "ring": "seq", "megatron": "model"}  # kind of sequence parallelism -> its axis
 
 
@@ -70,6 +72,16 @@ class Space:
         for name, values in known.items():
             if unknown := [value for value in getattr(self, name) if value not in values]:
                 raise ValueError(f"Space({name}=) has {unknown[0]!r}: use {', '.join(map(repr, values))}")
+        several = ("stages", "precisions", "recompute", "schedules", "codecs", "offloads", "sequences")
+        if empty := [name for name in several if not getattr(self, name)]:
+            raise ValueError(
+                f"Space({', '.join(f'{name}=()' for name in empty)}): give one value at least, or leave it out"
+            )
+        largest = dict(self.largest or {})
+        if wrong := {axis: most for axis, most in largest.items() if axis not in AXES or not is_step(most)}:
+            raise ValueError(
+                f"Space(largest={wrong}): use the names of axes, {', '.join(AXES)}, and sizes of at least 1 for them"
+            )
 
 
 @dataclass(frozen=True)
@@ -176,7 +188,7 @@ def choices(
         experts: of a layer, at most; 0 for a model without.
         memories: beside the device's, that the machine has.
     """
-    for mesh in _meshes(space, ranks, blocks, slices, experts):
+    for mesh in meshes(space, ranks, blocks, slices, experts):
         shared = mesh.get("data", 1) * mesh.get("expert", 1)
         if rows % shared:
             continue
@@ -205,7 +217,7 @@ def _fits(kind: str | None, mesh: Mapping[str, int]) -> bool:
     return _AXES[kind] in mesh and ("seq" in mesh) == (_AXES[kind] == "seq")
 
 
-def _meshes(space: Space, ranks: int, blocks: int, slices: bool, experts: int) -> Iterator[dict[str, int]]:
+def meshes(space: Space, ranks: int, blocks: int, slices: bool, experts: int) -> Iterator[dict[str, int]]:
     """Axis -> size, neighbours along the last axis: what sends most, and waits for it, stays on a host."""
     sequences = any(_AXES[kind] == "seq" for kind in space.sequences if kind)
     most = {
@@ -216,8 +228,7 @@ def _meshes(space: Space, ranks: int, blocks: int, slices: bool, experts: int) -
     }
     for axis, size in (space.largest or {}).items():
         most[axis] = min(size, most.get(axis, ranks))
-    axes = ("pipe", "expert", "seq", "model")
-    for sizes in itertools.product(*(_divisors(ranks, most[axis]) for axis in axes)):
+    for sizes in itertools.product(*(_divisors(ranks, most[axis]) for axis in AXES if axis != "data")):
         used = math.prod(sizes)
         if ranks % used or ranks // used > most.get("data", ranks):
             continue

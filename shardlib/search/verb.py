@@ -10,6 +10,7 @@ from shardlib.init.deferred import defer
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.machine import Machine, require_machine
 from shardlib.search.model import Model
+from shardlib.search.refusals import require_arguments, require_choices
 from shardlib.search.searching import Searching
 from shardlib.search.space import Space, choices
 from shardlib.search.value import Search
@@ -49,7 +50,8 @@ def search_plan(
 
     Raises:
         TypeError: an optimizer that is not a gradient transformation, or a machine that is no `shardlib.plan.Machine`.
-        ValueError: fewer than one rank, or no precision of the space that the machine has a rate for.
+        ValueError: fewer than one rank; a batch without rows, or one that no mesh of the ranks can share; a share
+            ``within`` that is none; no precision of the space that the machine has a rate for.
 
     >>> from shardlib.models import gpt
     >>> config = gpt.GPTConfig(layers=2, width=32, heads=2, sequence=16)
@@ -63,8 +65,6 @@ def search_plan(
     """
     require_transformations("search_plan", optimizer)
     require_machine("search_plan", machine)
-    if ranks < 1:
-        raise ValueError(f"search_plan(ranks={ranks}): give at least 1")
     space = space or Space()
     known = tuple(name for name in space.precisions if name in machine.flops)
     if not known:
@@ -74,18 +74,13 @@ def search_plan(
         )
     tree = defer(params).tree if callable(params) else params
     model = Model(loss_fn, tree, batch, optimizer, rules)
+    require_arguments(ranks, within, model.rows)
     memories = {"host": machine.host_memory, "disk": machine.disk}
     there = frozenset(name for name, held in memories.items() if held is not None)
-    tried = choices(
-        replace(space, precisions=known),
-        ranks,
-        model.rows,
-        blocks=model.count,
-        slices=rules is not None,
-        experts=model.experts,
-        memories=there,
-    )
-    searching = Searching(model, machine, ranks, list(tried), within)
+    known_space, parts = replace(space, precisions=known), {"blocks": model.count, "experts": model.experts}
+    tried = list(choices(known_space, ranks, model.rows, **parts, slices=rules is not None, memories=there))
+    require_choices(tried, known_space, ranks, model.rows, **parts, slices=rules is not None, memories=memories)
+    searching = Searching(model, machine, ranks, tried, within)
     front = list(searching.front())
     return Search(
         tuple(replace(found, rules=rules) for found in front),

@@ -41,6 +41,41 @@ def test_the_search_says_why_nothing_fits(machine, capsys):
         cli.main(["plan", "--search", *SIZES])
 
 
+def test_the_search_keeps_the_limits(machine, capsys):
+    """What a device cannot hold goes to the host, or to its disks, where there is room for it, shared by its ranks."""
+    search = ["plan", "--search", "--machine", str(machine), "--ranks", "2", *SIZES]
+
+    def searched(*limits, status=0):
+        assert cli.main([*search, *limits]) == status
+        return capsys.readouterr().out
+
+    device = ["--device-memory", "200kB"]
+    assert "offload" not in searched() and "exceed device memory" in searched(*device, status=1)
+    assert "sl.offload(" in searched(*device, "--host-memory", "1MiB")
+    assert "exceed host memory" in searched(*device, "--host-memory", "60kB", status=1)
+    assert "disk" in searched(*device, "--disk", "1MiB").split("sl.make_plan(", 1)[1]
+    assert "exceed disk memory" in searched(*device, "--disk", "60kB", status=1)
+    assert "several hosts of 1: give the machine's link between=" in searched("--ranks-per-host", "1", status=1)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--search", "--verify", "-1"], "argument --verify: '-1' is not an integer of at least 0"),
+        (["--search", "--ranks", "0"], "argument --ranks: '0' is not an integer of at least 1"),
+        (
+            ["--search", "--mesh", "data=2", "--stage", "1"],
+            "chooses the mesh and the sharding: leave out --mesh, --stage",
+        ),
+        (["--verify", "2"], "without --search nothing is searched: leave out --machine, --verify"),
+    ],
+)
+def test_arguments_that_a_search_cannot_use_are_refused(machine, arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "--machine", str(machine), *arguments, *SIZES])
+    assert message in f"{stopped.value}{capsys.readouterr().err}"
+
+
 def test_what_doctor_measures_is_a_machine(tmp_path, capsys):
     path = tmp_path / "machine.json"
     assert cli.main(["doctor", "--measure", "--out", str(path)]) == 0

@@ -1,5 +1,6 @@
 """Index files: values against plain loops, kills at every change of the disk, and merging in little memory."""
 
+import functools
 import itertools
 import math
 import os
@@ -11,6 +12,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -186,6 +188,126 @@ def test_parts_of_another_analysis_are_made_again(tmp_path):
     assert [file.name for file in (tmp_path / "a.parts").iterdir()] == ["values-0"] and not path.exists()
     (tmp_path / "a.parts" / "values-2").write_bytes(b"cut")
     check_order(sl.data.analyze([[5], [], [1]], "length", path, part=2), [1.0, 0.0, 1.0])
+
+
+class Counted:
+    """A dataset that counts what is read of it, and may have an identity."""
+
+    def __init__(self, rows, identity=None):
+        self.rows, self.identity, self.reads = rows, identity, 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return self.rows[index]
+
+
+def total_but(wrong):
+    """The sum of a sample, and an error at one."""
+
+    def total(sample):
+        if list(sample) == wrong:
+            raise ArithmeticError
+        return float(sum(sample))
+
+    return total
+
+
+ROWS = [[1, 1], [2, 2], [3, 1], [3], [4], [6]]
+
+
+def stopped(dataset, path, metric=None, part=2):
+    """An analysis that fails at sample 4."""
+    with pytest.raises((ArithmeticError, BatchError)):
+        sl.data.analyze(dataset, metric or total_but([4]), path, part=part)
+
+
+def resumed(dataset, path, metric=None, part=2):
+    """The values of the next analysis, and the parts that it made."""
+    made = []
+    found = sl.data.analyze(dataset, metric or total_but([4]), path, part=part, progress=made.append)
+    return found.values.tolist(), len(made)
+
+
+def killed(dataset, path, metric, part, parts):
+    """An analysis that ends after so many parts."""
+    lines = []
+
+    def progress(line):
+        lines.append(line)
+        if len(lines) == parts:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sl.data.analyze(dataset, metric, path, part=part, progress=progress)
+
+
+def mended(index, row):
+    rows = [*ROWS[:4], [5], ROWS[5]]
+    rows[index] = row
+    return rows
+
+
+def test_parts_are_those_of_the_same_samples(tmp_path):
+    """A dataset without an identity is known by all of its samples: lists, and arrays, which are read in batches."""
+    for index, row, parts in ((4, [5], 1), (0, [7, 7], 2), (1, [0, 4], 2), (3, [9], 2)):
+        stopped(ROWS, tmp_path / "a")
+        rows = mended(index, row)
+        assert resumed(rows, tmp_path / "a") == ([*map(sum, rows)], parts)
+    stopped([[1, 1], [2, 2], [3], [4]], tmp_path / "a")
+    assert resumed([[100, 1], [200, 2], [3], [5]], tmp_path / "a") == ([101.0, 202.0, 3.0, 5.0], 2)
+
+    before = np.arange(1200).reshape(600, 2) % 50
+    for convert, changed, made in itertools.product((np.asarray, torch.as_tensor), (False, True), (1, 2)):
+        after = before.copy()
+        after[299] += changed  # in the second batch of the first part
+        wanted, _ = resumed(convert(after), tmp_path / "b", "rarity", 400)
+        killed(convert(before), tmp_path / "a", "rarity", 400, parts=made)
+        values, parts = resumed(convert(after), tmp_path / "a", "rarity", 400)
+        assert values == wanted and parts == 4 - made + changed
+
+
+def test_rarity_is_by_the_counts_of_all_parts(tmp_path):
+    """So the values of a part whose samples are the same are made again when another part's are others."""
+    killed(ROWS, tmp_path / "a", "rarity", 2, parts=4)  # the counts, and the values of the first part
+    rows = mended(4, [5])
+    values, parts = resumed(rows, tmp_path / "a", "rarity")
+    assert values == pytest.approx(mean_rarity(rows)) and parts == 1 + 3
+
+
+def test_parts_are_those_of_the_same_function(tmp_path):
+    """By its code, and what it closes over; "rarity" by the counts of all parts."""
+    for metric, values in (
+        (lambda sample: 2.0 * sum(sample), [2.0 * sum(row) for row in mended(4, [5])]),
+        (total_but([5, 5]), [*map(sum, mended(4, [5]))]),
+        (functools.partial(max, default=0), [*map(max, mended(4, [5]))]),
+    ):
+        stopped(ROWS, tmp_path / "a")
+        assert resumed(mended(4, [5]), tmp_path / "a", metric) == (values, 3)
+    stopped(ROWS, tmp_path / "a", lambda sample: math.inf if sample == [4] else 0)
+    assert resumed(ROWS, tmp_path / "a", lambda sample: 0 if sample == [4] else 1) == ([1, 1, 1, 1, 0, 1], 3)
+
+
+def test_a_dataset_with_an_identity_is_not_read_again(tmp_path):
+    for identity, reads in (("these rows", 2), (None, 6)):
+        stopped(Counted(ROWS, identity), tmp_path / "a")
+        again = Counted(mended(4, [5]), identity)
+        assert resumed(again, tmp_path / "a")[1] == 1 and again.reads == reads
+    stopped(Counted(ROWS, "these rows"), tmp_path / "a")
+    assert resumed(Counted(mended(0, [7, 7]), "other rows"), tmp_path / "a")[1] == 3
+
+
+def test_samples_that_cannot_be_recognised_are_read_anew(tmp_path):
+    class Row(list):
+        def __reduce__(self):
+            raise TypeError("no bytes")
+
+    rows = [*map(Row, ROWS)]
+    stopped(rows, tmp_path / "a")
+    rows[4] = [5]
+    assert resumed(rows, tmp_path / "a") == ([2, 4, 4, 3, 5, 6], 3)
 
 
 def test_two_analyses_of_one_index_are_refused(tmp_path):

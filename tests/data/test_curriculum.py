@@ -183,6 +183,68 @@ def test_what_is_cut_off_becomes_rows(ranks):
     assert [results[0][1].tokens(step) for step in range(4)] == [0, 32, 56, 88]
 
 
+FORMS = {"numpy": np.asarray, "torch": torch.as_tensor}
+
+
+@pytest.mark.parametrize("masks", FORMS)
+@pytest.mark.parametrize("tokens", FORMS)
+@pytest.mark.parametrize("surplus", ["truncate", "reshape"])
+def test_leaves_of_every_form_are_cut(tokens, masks, surplus):
+    """Arrays and tensors, and masks on all sides that count positions; against loops over positions."""
+    whole, length, rows = 7, 3, 2
+    drawn = np.random.default_rng(0)
+    pieces = 1 if surplus == "truncate" else 2
+    kinds = {
+        "square": drawn.integers(0, 2, (rows, whole, whole)).astype(bool),
+        "one": drawn.normal(size=(rows, 1, whole, whole)),
+        "heads": drawn.integers(0, 2, (rows, 3, whole, whole)),
+        "keys": drawn.normal(size=(rows, 1, 1, whole)),
+        "line": drawn.integers(0, 2, (rows, 1, whole)).astype(bool),
+        "wide": drawn.normal(size=(rows, whole, 1, whole)),
+        "deep": drawn.normal(size=(rows, whole, 5)),
+    }
+    labels, image = drawn.integers(0, 9, rows), drawn.normal(size=(rows, 3, 5))
+    ids = np.arange(rows * whole).reshape(rows, whole)
+    text = {"ids": FORMS[tokens](ids), "names": np.array([["a", "b"]] * rows)}
+    text |= {name: FORMS[masks](leaf) for name, leaf in (kinds | {"labels": labels, "image": image}).items()}
+
+    plan = sl.data.curriculum(rows, length=constant(length), sequence=whole, surplus=surplus)
+    batch = next(iter(sl.data.loader([0] * rows, sl.make_mesh(), plan, shuffle=False, collate=lambda _: text)))
+    assert all(type(batch[name]) is type(text[name]) for name in text)
+    for row, piece in itertools.product(range(rows), range(pieces)):
+        at = [piece * length + place for place in range(length)]
+        mine = {name: np.asarray(leaf)[row * pieces + piece] for name, leaf in batch.items()}
+        assert mine["ids"].tolist() == [ids[row, q] for q in at]
+        assert mine["square"].tolist() == [[kinds["square"][row, q, k] for k in at] for q in at]
+        for name in ("one", "heads"):
+            heads = range(kinds[name].shape[1])
+            assert mine[name].tolist() == [[[kinds[name][row, h, q, k] for k in at] for q in at] for h in heads]
+        assert mine["keys"].tolist() == [[[kinds["keys"][row, 0, 0, k] for k in at]]]
+        assert mine["line"].tolist() == [[kinds["line"][row, 0, k] for k in at]]
+        for name in ("wide", "deep"):
+            assert mine[name].tolist() == [kinds[name][row, q].tolist() for q in at]
+        assert mine["labels"] == labels[row] and mine["image"].tolist() == image[row].tolist()
+        assert mine["names"].tolist() == ["a", "b"]
+    assert len(batch["ids"]) == len(batch["square"]) == rows * pieces
+
+
+@pytest.mark.parametrize(
+    "leaf, remedy",
+    [
+        (torch.zeros(2, 8, 8), r"leaf: \(2, 8, 8\) of torch.float32: a mask of numbers is \(rows, 1, 8, 8\)"),
+        (np.zeros((2, 8, 8), np.uint8), r"values of each token are \(rows, 8, 1, 8\)"),
+        (torch.zeros(2, 3, 8, 8), "one head for all; flatten the last two dimensions"),
+        (torch.zeros(2, 8, 8, 8, dtype=torch.bool), "fewer heads, or flatten"),
+    ],
+)
+def test_leaves_whose_positions_are_not_clear_are_refused(leaf, remedy):
+    plan = sl.data.curriculum(2, length=constant(4), sequence=8)
+    text = {"tokens": torch.zeros(2, 8), "leaf": leaf}
+    loader = sl.data.loader([0] * 2, sl.make_mesh(), plan, collate=lambda _: text)
+    with pytest.raises(BatchError, match=remedy):
+        next(iter(loader))
+
+
 def test_a_map_sees_the_batch_that_was_cut():
     plan = sl.data.curriculum(2, length=constant(3), sequence=8)
     loader = sl.data.loader(torch.zeros(4, 8), sl.make_mesh(), plan, map=lambda batch, step: (tuple(batch.shape), step))

@@ -56,6 +56,13 @@ def test_totals_and_their_inverse(runs):
     assert pace(steps).tolist() == [values] and pace.total(steps).tolist() == [totals[:-1]]
 
 
+def test_steps_of_tensors_below_0_have_no_value():
+    """A device's steps cannot be refused without waiting for it."""
+    pace, steps = sl.data.discrete_pace([1, 2], [3]), torch.tensor([-1.0, 0.0, 5.0])
+    assert pace(steps).isnan().tolist() == pace.total(steps).isnan().tolist() == [True, False, False]
+    assert pace(steps)[1:].tolist() == [1, 2] and pace.total(steps)[1:].tolist() == [0, 6]
+
+
 @given(runs_, runs_)
 def test_paces_of_paces(one, other):
     a, b = pace_of(one), pace_of(other)
@@ -84,6 +91,11 @@ def test_a_function_is_called_once_a_step_and_sticks_at_its_most():
         (lambda: sl.data.discrete_pace([1, 2, 3], [4, 4]), "ascending order"),
         (lambda: sl.data.custom_pace(lambda step: None if step else 1, 3), "gave None at step 1"),
         (lambda: sl.data.map_paces(lambda value: math.inf, sl.data.constant_pace(1)), "gave inf at step 0"),
+        (lambda: sl.data.map_paces(max), "map_paces: no paces: give one pace or more"),
+        (lambda: sl.data.map_paces(max, 4, sl.data.constant_pace(1)), "map_paces: 4: give one pace or more"),
+        (lambda: sl.data.constant_pace(4)(-1), "no step -1: steps are numbers from 0 on"),
+        (lambda: sl.data.discrete_pace([1, 2], [3]).total(-2), "no step -2"),
+        (lambda: sl.data.constant_pace(4)(math.nan), "no step nan"),
         (lambda: sl.data.curriculum(sl.data.constant_pace(2.5)), "batch is 2.5 at step 0"),
         (lambda: sl.data.curriculum("many"), "batch='many': use an integer from 1 on, or a pace"),
     ],

@@ -56,10 +56,23 @@ def test_hosts_without_a_link_between_them():
         ({"updating": 0.0}, "updating=0.0"),
         ({"crowd": 0.5}, "crowd=0.5"),
         ({"inside": Link(1.0, sums=Link(0.0))}, "inside, sums.bandwidth=0.0"),
+        ({"ways": {"dwn": 1e9}}, r"Machine\(ways=\) names 'dwn': use down, up, read, written, update"),
+        ({"flops": {"fp32": "fast"}, "ways": {"up": math.nan}}, "fp32='fast', up=nan"),
+        ({"inside": Link(1.0, -1e-6, math.nan)}, "no seconds.*: inside.latency=-1e-06, inside.processor=nan"),
+        ({"between": Link(1.0, math.inf)}, "between.latency=inf"),
+        ({"overheads": Overheads(walk=-1.0)}, "overheads.walk=-1.0"),
+        ({"ranks_per_host": 1.5}, r"ranks_per_host=1.5\): give an integer"),
+        ({"ranks_per_host": True}, "ranks_per_host=True"),
+        ({"crowd": math.nan}, "crowd=nan"),
+        ({"inside": 1e9}, r"Machine\(inside=1000000000.0\): give a sl.plan.Link"),
+        ({"between": 1e9}, r"Machine\(between=1000000000.0\): give a sl.plan.Link"),
+        ({"inside": Link(1.0, sums=2.0)}, r"Machine\(inside.sums=2.0\): give a sl.plan.Link"),
+        ({"ways": [1e9]}, r"Machine\(ways=\[1000000000.0\]\): give rates by name"),
+        ({"overheads": 1e-3}, "overheads=0.001"),
     ],
 )
 def test_what_is_no_machine(wrong, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         Machine(**{"memory": 1, "flops": {"fp32": 1.0}, "inside": Link(1.0)} | wrong)
 
 
@@ -72,6 +85,9 @@ def test_a_file_holds_the_machine(tmp_path):
         assert Machine.read(tmp_path / "machine.json") == machine
     (tmp_path / "machine.json").write_text(json.dumps({"memory": "1GiB", "flops": {}, "inside": {"speed": 1}}))
     with pytest.raises(ValueError, match=r"machine.json describes no machine: .*speed"):
+        Machine.read(tmp_path / "machine.json")
+    (tmp_path / "machine.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"machine.json describes no machine: a list and no object"):
         Machine.read(tmp_path / "machine.json")
     assert str(whole).count("\n") > 10 and "products, bf16" in str(whole) and "1 ns a byte" in str(whole)
 

@@ -1,5 +1,7 @@
 """Predicted step times against closed forms of the overlap."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -129,6 +131,28 @@ def test_each_axis_is_a_link_of_its_own():
     plan = sl.make_plan(PARAMS, sl.abstract_mesh(node=2, data=2), sl.zero(3, replicate="node"))
     found = sl.report.predict_step(plan, 0.0, {"node": 1.0, "data": 1e9})
     assert found.links["node"] == plan.payload()["node"] == pytest.approx(found.total, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"forward": -1.0}, "forward=-1.0"),
+        ({"forward": math.nan, "backward": -1.0, "update": math.inf}, "forward=nan, backward=-1.0, update=inf"),
+        ({"forward": {"w": "1"}}, r"forward\['w'\]='1'"),
+        ({"bandwidth": {"data": 0}}, r"bandwidth\['data'\]=0"),
+        ({"bandwidth": 1e9}, 'bandwidth=1000000000.0.: give bytes per second by the name of an axis .* {"data": 1e9}'),
+    ],
+)
+def test_seconds_and_rates_that_are_none(wrong, words):
+    plan = sl.make_plan({"w": torch.ones(4, 4)}, sl.abstract_mesh(data=2), sl.zero(1))
+    with pytest.raises((ValueError, TypeError), match=words):
+        sl.report.predict_step(plan, **{"forward": 0.1, "bandwidth": {"data": 1e9}} | wrong)
+
+
+@pytest.mark.parametrize("step", [-1, "3", 1.5, True])
+def test_a_step_that_is_no_number_of_one(step):
+    with pytest.raises(ValueError, match=f"make_plan.step={step!r}.: the number of a step is an integer from 0"):
+        sl.make_plan({"w": torch.ones(4)}, sl.abstract_mesh(data=2), step=step)
 
 
 def test_unknown_units_and_axes_are_refused():

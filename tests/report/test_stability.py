@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers.models import mlp, regression_batch, share
@@ -15,7 +16,8 @@ import shardlib as sl
         ([2.0], [1.0], 0),
         ([4.0, 2.0, 3.0, 1.0, 1.2, 1.3], [1, 0.5, 1.5, 0.5, 1.2, 1.3], 2),  # above, not at, 1.2
         ([1.0, math.nan, 1.3, math.inf], [1, math.inf, 1.3, math.inf], 3),
-        ([math.nan, 2.0, 2.5], [math.inf, 0, 1.25], 2),
+        ([math.nan, 2.0, 2.5], [math.inf, 1, 1.25], 2),  # the first that has a number has none before it
+        ([math.inf, math.nan], [math.inf, math.inf], 2),
     ],
 )
 def test_hand_made_series(losses, ratios, spikes):
@@ -23,7 +25,38 @@ def test_hand_made_series(losses, ratios, spikes):
     assert found.ratios == pytest.approx(ratios) and found.spikes() == spikes and found.largest == max(ratios)
 
 
-@pytest.mark.parametrize("losses", [[], [1.0, 0.0], [1.0, -2.0]])
+@pytest.mark.parametrize(
+    "form",
+    [
+        np.array,
+        torch.tensor,
+        lambda losses: torch.tensor(losses, requires_grad=True),
+        lambda losses: [torch.tensor(loss, dtype=torch.bfloat16) for loss in losses],
+        iter,
+        tuple,
+    ],
+)
+def test_losses_of_every_form(form):
+    assert sl.report.stability(form([4.0, 2.0, 3.0])).ratios == (1.0, 0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [],
+        [1.0, 0.0],
+        [1.0, -2.0],
+        -math.inf,
+        [-math.inf],
+        np.array([]),
+        np.ones((2, 2)),
+        torch.tensor(1.0),
+        3.0,
+        "12",
+        ["a"],
+        [None],
+    ],
+)
 def test_losses_without_ratios_are_refused(losses):
     with pytest.raises(ValueError, match="numbers above 0"):
         sl.report.stability(losses)
@@ -59,6 +92,32 @@ def test_every_element_counts_once(transform, mesh):
         scale = 0.001**0.5
         assert found.norm == pytest.approx(scale * sum(float(leaf.sum()) for leaf in leaves), rel=1e-9)
         assert found.largest == pytest.approx(scale * max(float(leaf.max()) for leaf in leaves), rel=1e-9)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_frozen_elements_do_not_count(stage):
+    """Against g² of one device's gradient, of the leaves that are trained."""
+    loss_fn, params = mlp([6, 4, 3])
+    batch = regression_batch(12, 6, 3)
+    _, grads = sl.value_and_grad(loss_fn)(params, batch)
+    leaves = [grad.abs() for grad in grads["layers"][1].values()]
+
+    def train(mesh):
+        parallel = sl.chain(sl.zero(stage), sl.freeze("layers/0/*"))
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, parallel), sl.optim.adamw(1e-3))
+        state, _ = step(state, share(batch, mesh.coords["data"], mesh.shape["data"]))
+        return sl.report.second_moments(state)
+
+    for found in sl.simulate(train, mesh={"data": 2}):
+        scale = 0.001**0.5
+        assert found.norm == pytest.approx(scale * sum(float(leaf.sum()) for leaf in leaves), rel=1e-9)
+        assert found.largest == pytest.approx(scale * max(float(leaf.max()) for leaf in leaves), rel=1e-9)
+
+
+def test_what_is_no_state_is_refused():
+    for other in ({"params": {}}, None):
+        with pytest.raises(TypeError, match=r"takes the TrainState of sl\.make_train_step, on every rank, not "):
+            sl.report.second_moments(other)
 
 
 def test_states_without_second_moments_are_refused():

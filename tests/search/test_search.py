@@ -271,6 +271,19 @@ def test_nothing_fits():
     ("wrong", "words"),
     [
         ({"ranks": 0}, "ranks=0"),
+        ({"ranks": 2.5, "within": -1}, "ranks=2.5, within=-1"),
+        ({"within": float("nan")}, "within=nan"),
+        ({"rows": 0}, "the batch has 0 rows"),
+        (
+            {"rows": 16, "ranks": 5, "rules": None},
+            "16 rows do not divide over 5 ranks: give a batch of 15 rows(.|\n)*4 blocks make no 5 stages: "
+            "use another(.|\n)*without rules= no layer is sliced",
+        ),
+        (
+            {"machine": replace(MACHINE, host_memory=None), "space": replace(SPACE, offloads=("host",))},
+            r"no mesh of 4 ranks goes with Space\(offloads=\('host',\) \(the machine has no host and no disk\)",
+        ),
+        ({"space": replace(SPACE, largest={"data": 1}), "rules": None, "ranks": 8}, "leaves no mesh of 8 ranks"),
         ({"space": Space(precisions=("fp16",))}, "no rate for fp16, only for bf16"),
         ({"optimizer": 3}, "search_plan"),
         ({"machine": "machine.json"}, r"search_plan takes a sl.plan.Machine, not str 'machine.json': .*Machine.read"),
@@ -286,6 +299,18 @@ def test_a_space_of_unknown_values():
         Space(offloads=("gpu",))
     with pytest.raises(ValueError, match="'zb-v': use"):  # of two stages for each rank
         Space(schedules=("zb-v",))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"stages": (), "offloads": ()}, r"Space\(stages=\(\), offloads=\(\)\): give one value"),
+        ({"largest": {"depth": 2, "data": 0, "pipe": 2}}, r"Space\(largest={'depth': 2, 'data': 0}\): use the names"),
+    ],
+)
+def test_a_space_of_nothing(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        Space(**wrong)
 
 
 def test_a_search_that_rejects_nothing_prints_no_reasons():

@@ -22,6 +22,7 @@ from shardlib.plan.machine import PRECISIONS, Machine, require_machine
 from shardlib.plan.prediction.rank import Rank, Rates
 from shardlib.plan.prediction.repeats import Repeats
 from shardlib.plan.prediction.update import run_update
+from shardlib.plan.rates import is_rate, is_seconds, named
 from shardlib.plan.transfers import WAYS
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import Action, Kind
@@ -92,12 +93,15 @@ def predict_step(
     Raises:
         MeshError: an axis or a unit that the plan does not have, or ``owned`` where no optimizer owns an axis; an axis with
             the name of a way.
+        TypeError: bandwidths that are not given by name.
+        ValueError: seconds below 0 or not finite, or a bandwidth that is not above 0; names them all.
 
     >>> plan = sl.make_plan({"w": torch.ones(1000, 1000)}, sl.abstract_mesh(data=2), sl.zero(1))
     >>> predicted = sl.report.predict_step(plan, forward=0.001, bandwidth={"data": 1e9})
     >>> round(predicted.total, 3)
     0.007
     """
+    _require_numbers(forward, bandwidth, {"backward": backward, "update": update})
     plan = plan.everywhere
     units = plan.tiled.units
     ways = (*WAYS, "update", "launches")
@@ -112,6 +116,22 @@ def predict_step(
     if owned and plan.reductions.owner is None:
         raise MeshError("no optimizer of this plan owns an axis; pass one that does to make_plan: optimizer=...")
     return _run(plan, _stages(plan, forward, backward), Rates(bandwidth), [update] * len(plan.views), owned)
+
+
+def _require_numbers(forward: object, bandwidth: object, others: dict[str, object]) -> None:
+    if not isinstance(bandwidth, Mapping):
+        raise TypeError(
+            f"predict_step(bandwidth={bandwidth!r}): give bytes per second by the name of an axis or a way, such as "
+            '{"data": 1e9}'
+        )
+    by_unit = isinstance(forward, Mapping)
+    times = {f"forward[{unit!r}]": seconds for unit, seconds in forward.items()} if by_unit else {"forward": forward}
+    wrong = {name: value for name, value in (times | others).items() if not is_seconds(value)}
+    wrong |= {f"bandwidth[{name!r}]": rate for name, rate in bandwidth.items() if not is_rate(rate)}
+    if wrong:
+        raise ValueError(
+            f"predict_step({named(wrong)}): times are finite numbers of seconds, at least 0, and bandwidths are above 0"
+        )
 
 
 def predict_on(plan: PlanValue, machine: Machine, *, owned: bool = False) -> StepTime:
