@@ -102,7 +102,8 @@ def make_train_step(
     Args:
         loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see docs/training.md for its forms. ``batch`` is a pytree: NumPy
             arrays in it become tensors, and leaves other than arrays and tensors are not changed. If batches are cut into
-            micro-batches, tensors with dimensions must have one row per sample.
+            micro-batches, tensors with dimensions must have one row per sample; lists with an entry per sample, and objects
+            that hold tensors, are refused.
             At ZeRO stage 3 the function is called twice in a step in which ranks turn out to use other parameters than
             before, so it must not have side effects.
         params: from `shard`, or a plain pytree (one device).

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.errors import BatchError, listing
+from shardlib.execute.uncut import hidden_in, uncut
 from shardlib.tree import flatten, tree_map
 
 
@@ -22,8 +23,15 @@ def reshaped(batch: Any, sequence: int, length: int) -> Any:
 
     The pieces of a row follow each other. Positions beyond the last whole piece are left out. Other tensors with rows are
     repeated for each piece.
+
+    Raises:
+        BatchError: leaves with rows that cannot be repeated; lists them.
     """
     rows, pieces = _require_sequence(batch, sequence), sequence // length
+    if pieces > 1 and (failures := uncut(batch, rows)):
+        raise BatchError(
+            f"curriculum: surplus='reshape' makes {pieces} rows of each, and cannot of\n{listing(failures)}"
+        )
 
     def cut(leaf: Any) -> Any:
         if _is_sequence(leaf, sequence):
@@ -57,9 +65,11 @@ def _require_sequence(batch: Any, sequence: int) -> int:
     """The rows of the tensors that have a sequence.
 
     Raises:
-        BatchError: there are none; lists what there is.
+        BatchError: there are none, or objects may hide some; lists what there is.
     """
     paths, leaves, _ = flatten(batch)
+    if hidden := hidden_in(batch):
+        raise BatchError(f"curriculum: sequences of {sequence} are made shorter, and not in\n{listing(hidden)}")
     found = [leaf.shape[0] for leaf in leaves if _is_sequence(leaf, sequence)]
     if not found:
         there = [
