@@ -13,7 +13,7 @@ from shardlib.errors import BatchError, listing
 from shardlib.execute.uncut import uncut
 from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.plan.plan import Plan
-from shardlib.tree import Tree, flatten, tree_map, unflatten
+from shardlib.tree import Tree, adopt, flatten, tree_map, unflatten
 
 
 def as_tensors(tree: Tree, device: torch.device) -> Tree:
@@ -22,6 +22,7 @@ def as_tensors(tree: Tree, device: torch.device) -> Tree:
     On a CPU a tensor shares a writable array's memory. Arrays of dtypes without a torch counterpart (strings, objects,
     dates) stay arrays.
     """
+    adopt(tree)
 
     def converted(leaf: Any) -> Any:
         if isinstance(leaf, np.generic) and not isinstance(leaf, (str, bytes)):
