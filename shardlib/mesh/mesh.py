@@ -165,6 +165,18 @@ class Mesh:
             for axis, group in self._groups.items()
         }
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        """This mesh: what is copied with it stays on the same ranks."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.alone:
+            raise MeshError(
+                f"{self} belongs to this rank and cannot be pickled: make one where it is used (sl.make_mesh, or the mesh "
+                "that sl.launch passes)"
+            )
+        return super().__reduce_ex__(protocol)
+
     def __repr__(self) -> str:
         kind = "abstract_mesh" if self.abstract else "mesh"
         return f"{kind}({', '.join(f'{axis}={size}' for axis, size in self.shape.items())})"
