@@ -384,6 +384,7 @@ class Executor:
         refuse_func(unit.name)
         if unit is self._gathering.current:
             return
+        unit.require_given()
         refuse_autocast(unit.name, self.mesh.device)
         with torch.inference_mode(False):  # the first touch may be in inference_mode and a later one outside
             self._gathering.touch(unit)

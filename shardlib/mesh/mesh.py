@@ -209,7 +209,11 @@ def rank_of(shape: Mapping[str, int], coords: Mapping[str, int]) -> int:
 
 
 def check_shape(shape: Mapping[str, int]) -> dict[str, int]:
-    """``shape`` as a dictionary. Raises `MeshError` for sizes that are not positive integers."""
+    """``shape`` as a dictionary. Raises `MeshError` for sizes that are not positive integers, TypeError for other things."""
+    if not isinstance(shape, Mapping):
+        raise TypeError(
+            f"mesh={shape!r}: a mesh is given by the names and sizes of its axes, such as mesh=dict(data=2)"
+        )
     bad = [f"{axis}={size!r}" for axis, size in shape.items() if not isinstance(size, int) or size < 1]
     if bad:
         raise MeshError(f"axis sizes must be positive integers: {', '.join(bad)}")
@@ -245,12 +249,14 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
 
     Raises:
         MeshError: a size is not a positive integer, or the sizes' product is not the number of processes.
+        TypeError: axes that are not given by name.
         RankFailure: processes have not started within the timeout; names them.
 
     >>> mesh = sl.make_mesh()  # one process: a mesh of one
     >>> mesh.shape, mesh.rank
     ({'data': 1}, 0)
     """
+    _require_device(device)
     shape = check_shape(shape)
     where = with_index(torch.device(device)) if device is not None else default_device()
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -266,6 +272,16 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
         )
     rank = dist.get_rank() if world > 1 else 0
     return Mesh(shape, rank, _process_groups(shape, rank, rendezvous.limit_of(where, timeout)), where)
+
+
+def _require_device(device: Any) -> None:
+    if isinstance(device, (int, Mapping)):
+        sizes = (
+            ", ".join(f"{axis}={size}" for axis, size in device.items()) if isinstance(device, Mapping) else "data=..."
+        )
+        raise TypeError(
+            f"make_mesh({device!r}): axes are given by name, make_mesh({sizes}); the first argument is the device"
+        )
 
 
 def as_mesh(mesh: Any) -> Mesh:

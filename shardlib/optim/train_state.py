@@ -183,6 +183,25 @@ class TrainState:
         return f"TrainState(step={self.step}, {self.params.plan.parameters} parameters on {self.params.mesh})"
 
 
+def require_state(what: str, state: Any, batch: Any) -> TrainState:
+    """``state``, if it is one. ``what`` is the function that was given both, for the message.
+
+    Raises:
+        TypeError: names the slip, and the remedy.
+    """
+    if isinstance(state, TrainState):
+        return state
+    if isinstance(state, tuple) and any(isinstance(each, TrainState) for each in state):
+        slip = "a tuple with a state in it: a step returns two values, state, metrics = train_step(state, batch)"
+    elif isinstance(batch, TrainState):
+        slip = "its arguments in the wrong order: the state comes first, train_step(state, batch)"
+    elif isinstance(state, Sharded):
+        slip = "parameters: give the state that make_train_step returned; sl.replace_params(state, params) puts them in"
+    else:
+        slip = f"{type(state).__name__} as the state: give the one that make_train_step or the last step returned"
+    raise TypeError(f"{what} was given {slip}")
+
+
 def _rebuild(static: tuple[int, LossScale | None, Key], children: Iterable[Any]) -> TrainState:
     step, scale, rng = static
     params, opt, comm, buffers = children
