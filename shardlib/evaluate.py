@@ -20,7 +20,7 @@ from shardlib.execute.losses import require_function
 from shardlib.execute.means import Results, is_mean, means, quotients, sum_means
 from shardlib.execute.stages.runner import runner_of
 from shardlib.shard import Lifting
-from shardlib.sharded.given import given_params
+from shardlib.sharded.given import given_params, require_order
 from shardlib.sharded.reads import Reads
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import path_name
@@ -32,7 +32,9 @@ class EvalStep:
     def __init__(self, fn: Callable[..., Any], params: Any) -> None:
         require_function(fn, "what is evaluated", "params, ...")
         self._lifting = Lifting()
-        lifted = self._lifting(given_params("make_eval_step", params))
+        params = given_params("make_eval_step", params)
+        self._sharded = isinstance(params, Sharded)
+        lifted = self._lifting(params)
         self._plan, self._mesh = lifted.plan, lifted.mesh
         self._together = taken_together(lifted.plan)
         self._inputs = Inputs(lifted.plan, lifted.mesh, self._together)
@@ -45,7 +47,7 @@ class EvalStep:
             LossError: ranks have means at different paths, or all means have weight 0.
             RankMismatch: ranks along axes over which the batch does not vary were given different arguments.
         """
-        current, results = self._current(params), self._results()
+        current, results = self._current(params, *args), self._results()
         if self._inputs.axes:
             self._divided(True, self._together, self._inputs.share(args, {}))
         reads = Reads(current)
@@ -64,7 +66,7 @@ class EvalStep:
             BatchError: some ranks have more batches than others; names them, on all ranks.
             RankMismatch: as in a call.
         """
-        current, results = self._current(params), self._results()
+        current, results = self._current(params, batches), self._results()
         rest, reads = iter(batches), Reads(current)
         for taken in itertools.count():
             if not self._agreed(batch := next(rest, _NONE), taken):
@@ -150,7 +152,9 @@ class EvalStep:
     def _run(self, params: Sharded, *args: Any) -> Any:
         return self._runner.evaluate(params, *(arriving(arg, self._plan, self._mesh) for arg in args))
 
-    def _current(self, params: Any) -> Sharded:
+    def _current(self, params: Any, *others: Any) -> Sharded:
+        if self._sharded:
+            require_order("an eval step", "params, ...", params, *others)
         current = self._lifting(given_params("an eval step", params))
         if current.plan is not self._plan and current.plan.layout != self._plan.layout:
             raise TreeError(

@@ -24,6 +24,7 @@ from shardlib.plan.build import with_owner
 from shardlib.rng import Key
 from shardlib.shard import Lifting, lift
 from shardlib.sharded.checksum import checksums
+from shardlib.sharded.given import given_params, require_order
 from shardlib.sharded.shard import at_rest
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
@@ -42,6 +43,7 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
         LossError: a loss that is not a scalar or depends on no parameter, or losses of ranks or micro-batches that differ
             in form.
         BatchError: a batch that does not fit the plan.
+        TreeError: the parameters are no parameters, or come second.
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum()
     >>> loss, grads = sl.value_and_grad(loss_fn)({"w": torch.ones(2)}, torch.tensor([3.0, 4.0]))
@@ -54,6 +56,8 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
     def grad_fn(
         params: Any, batch: Any, *, buffers: Any = None, rng: Key | None = None, step: int | None = None
     ) -> tuple[Any, Tree]:
+        require_order("value_and_grad's function", "params, batch", params, batch)
+        params = given_params("value_and_grad's function", params)
         lifted = lifting(params)
         if not bound or bound[0][0] != (lifted.plan, buffers is not None):
             bound[:] = [
@@ -102,7 +106,8 @@ def make_train_step(
     Args:
         loss_fn: ``loss_fn(params, batch)``, plain PyTorch; see docs/training.md for its forms. ``batch`` is a pytree: NumPy
             arrays in it become tensors, and leaves other than arrays and tensors are not changed. If batches are cut into
-            micro-batches, tensors with dimensions must have one row per sample.
+            micro-batches, tensors with dimensions must have one row per sample; lists with an entry per sample, and objects
+            that hold tensors, are refused.
             At ZeRO stage 3 the function is called twice in a step in which ranks turn out to use other parameters than
             before, so it must not have side effects.
         params: from `shard`, or a plain pytree (one device).
@@ -121,6 +126,7 @@ def make_train_step(
     Raises:
         TypeError: an optimizer that is not a gradient transformation (see `optim.from_torch` for torch's optimizers).
         IllegalComposition: an optimizer that declares no locality, on shards.
+        TreeError: parameters of `torch.inference_mode`.
         RankMismatch: ranks were given different arguments; names them and the ranks. The step raises it too.
 
     >>> loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
@@ -131,6 +137,11 @@ def make_train_step(
     """
     require_transformations("make_train_step", optimizer)
     lifted = lift(params)
+    if torch.is_inference_mode_enabled() or any(buffer.is_inference() for buffer in lifted.in_memory.values()):
+        raise TreeError(
+            "make_train_step: what is made under torch.inference_mode() cannot be trained; leave it for sl.shard "
+            "and sl.make_train_step (torch.no_grad() is fine), and clone parameters that were made there: param.clone()"
+        )
     plan, mesh = with_owner(lifted.plan, optimizer), lifted.mesh
     lifted = at_rest(lifted.under(plan))
     policy = nonfinite or ("skip" if plan.step.loss_scale else "raise")

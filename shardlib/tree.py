@@ -5,16 +5,19 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from threading import Lock
 from typing import Any
 
 import optree
 import torch
 
-from shardlib.common._compat import FakeTensor, pytree
+from shardlib.common._compat import FakeTensor, pytree, torch_nodes
 from shardlib.errors import TreeError, listing
 
 Tree = Any
 TreeDef = optree.PyTreeSpec
+_adopted: set[type] = set()
+_adopting = Lock()  # simulated ranks are threads
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -202,3 +205,42 @@ def register_node(
 def _torch_children(pair: tuple[Iterable[Any], Any]) -> tuple[list[Any], Any]:
     values, static = pair
     return list(values), static
+
+
+def adopt(tree: Tree) -> None:
+    """Make optree flatten what torch's pytrees flatten, in ``tree``: outputs of transformers' models, for example."""
+    while found := {type(leaf) for leaf in leaves_of(tree)} & torch_nodes.keys():
+        if not adopt_classes(found):
+            return
+
+
+def adopt_classes(classes: Iterable[type]) -> bool:
+    """Register with optree the classes among these that torch's pytrees know; whether there are any. Not torch's own."""
+    with _adopting:
+        new = [cls for cls in classes if cls not in _adopted and cls.__module__.partition(".")[0] != "torch"]
+        for cls in new:
+            _adopt(cls)
+            _adopted.add(cls)
+    return bool(new)
+
+
+def _adopt(cls: type) -> None:
+    node = torch_nodes[cls]
+
+    def children(value: Any) -> tuple[Iterable[Any], Any, Iterable[Any] | None]:
+        if node.flatten_with_keys_fn is None:
+            return (*node.flatten_fn(value), None)
+        pairs, static = node.flatten_with_keys_fn(value)
+        return [child for _, child in pairs], static, [str(key).strip("[]'.") for key, _ in pairs]
+
+    def build(static: Any, values: Iterable[Any]) -> Any:
+        return node.unflatten_fn(values, static)
+
+    optree.register_pytree_node(cls, children, build, namespace=optree.registry.__GLOBAL_NAMESPACE)
+
+
+def adopted_in(treedef: TreeDef) -> set[type]:
+    """The classes of `adopt` in a structure, which other processes may have to adopt before they can read it."""
+    if not _adopted:
+        return set()
+    return _adopted & {treedef.type} | set().union(*map(adopted_in, treedef.children()))

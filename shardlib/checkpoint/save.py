@@ -116,6 +116,12 @@ def _require_text_keys(notes: Any) -> None:
 
 def require_state(what: str, state: Any) -> TrainState:
     """``state``, if it is one. Raises `TypeError` with a remedy otherwise; ``what`` begins the message."""
+    if isinstance(state, (str, Path)):
+        raise TypeError(f"{what}: {state!r} where the state is due: the folder comes first, {what}(folder, state)")
+    if isinstance(state, tuple) and any(isinstance(each, TrainState) for each in state):
+        raise TypeError(
+            f"{what}: a tuple with a state in it; a step returns two values, state, metrics = train_step(state, batch)"
+        )
     if not isinstance(state, TrainState):
         raise TypeError(
             f"{what}: {type(state).__name__} is no TrainState, which make_train_step and its steps return. Parameters alone "

@@ -68,6 +68,7 @@ func_transform = torch._C._functorch.peek_interpreter_stack  # the innermost of 
 forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)  # below 0 outside forward mode
 
 pytree = torch.utils._pytree
+torch_nodes = torch.utils._pytree.SUPPORTED_NODES  # class -> how torch's pytrees flatten it
 default_store = dist.distributed_c10d._get_default_store
 clone_store: Callable[[dist.Store], dist.Store] = methodcaller("clone")  # another connection; not in torch's stubs
 

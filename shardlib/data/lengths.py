@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from shardlib.errors import BatchError, listing
+from shardlib.execute.uncut import hidden_in, uncut
 from shardlib.tree import flatten, tree_map
 
 _SIGNED = frozenset({torch.bool, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -38,8 +39,15 @@ def reshaped(batch: Any, sequence: int, length: int) -> Any:
 
     The pieces of a row follow each other. Positions beyond the last whole piece are left out, and so is what a mask says of
     positions of other pieces. Other leaves with rows are repeated for each piece.
+
+    Raises:
+        BatchError: leaves with rows that cannot be repeated; lists them.
     """
     rows, pieces = _require_sequence(batch, sequence), sequence // length
+    if pieces > 1 and (failures := uncut(batch, rows)):
+        raise BatchError(
+            f"curriculum: surplus='reshape' makes {pieces} rows of each, and cannot of\n{listing(failures)}"
+        )
 
     def cut(leaf: Any) -> Any:
         if dims := _positions(leaf, sequence):
@@ -108,8 +116,10 @@ def _require_sequence(batch: Any, sequence: int) -> int:
     """The rows of the leaves that have a sequence.
 
     Raises:
-        BatchError: there are none, or some of which it is not known; lists what there is.
+        BatchError: there are none, objects may hide some, or it is not known of some; lists what there is.
     """
+    if hidden := hidden_in(batch):
+        raise BatchError(f"curriculum: sequences of {sequence} are made shorter, and not in\n{listing(hidden)}")
     paths, leaves, _ = flatten(batch)
     named = [(path or "batch", leaf) for path, leaf in zip(paths, leaves, strict=True)]
     if faults := [f"{path}: {_shown(leaf)}: {fault}" for path, leaf in named if (fault := _fault(leaf, sequence))]:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import optree
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from shardlib.errors import BatchError, listing
 from shardlib.execute.batches import as_tensors
+from shardlib.execute.uncut import by_row, hidden_in
 from shardlib.tree import flatten, tree_map
 
 Fetch = Callable[[np.ndarray], Any]
@@ -102,8 +104,22 @@ class _Collated:
 
 
 def no_rows(batch: Any) -> Any:
-    """A batch without rows, of the dtypes and shapes of ``batch``."""
-    return tree_map(lambda leaf: leaf[:0] if _is_array(leaf) else leaf, batch)
+    """A batch without rows, of the dtypes and shapes of ``batch``, which has one. Lists with an entry for it become empty.
+
+    Raises:
+        BatchError: objects that hide tensors, whose rows cannot be left out; lists them.
+    """
+    if hidden := hidden_in(batch):
+        raise BatchError(
+            f"loader: this rank has no rows of the last batch, and makes one without rows of a sample's:\n{listing(hidden)}"
+        )
+
+    def emptied(leaf: Any) -> Any:
+        if _is_array(leaf):
+            return leaf[:0]
+        return type(leaf)() if type(leaf) in (list, tuple) else leaf
+
+    return optree.tree_map(emptied, batch, is_leaf=lambda value: by_row(value, 1))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from numbers import Real
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import optree
 import torch
 
 from shardlib.common.alignment import aligned
 from shardlib.errors import BatchError, listing
+from shardlib.execute.uncut import uncut
 from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.plan.plan import Plan
-from shardlib.tree import Tree, flatten, path_name, tree_map, unflatten
+from shardlib.tree import Tree, adopt, flatten, tree_map, unflatten
 
 
 def as_tensors(tree: Tree, device: torch.device) -> Tree:
@@ -23,6 +22,7 @@ def as_tensors(tree: Tree, device: torch.device) -> Tree:
     On a CPU a tensor shares a writable array's memory. Arrays of dtypes without a torch counterpart (strings, objects,
     dates) stay arrays.
     """
+    adopt(tree)
 
     def converted(leaf: Any) -> Any:
         if isinstance(leaf, np.generic) and not isinstance(leaf, (str, bytes)):
@@ -129,41 +129,8 @@ def _require_rows(batch: Tree, tensors: list[tuple[str, torch.Tensor]], n: int, 
         for path, leaf in tensors
         if leaf.dim() and leaf.layout is not torch.strided
     ]
-    accessors, leaves, _ = optree.tree_flatten_with_path(batch, is_leaf=_is_plain_list)
-    for path, leaf in zip(accessors, leaves, strict=True):
-        if _is_plain_list(leaf):
-            if len(leaf) == rows:
-                failures.append(
-                    f"{_named(path)}: a {type(leaf).__name__} with {type(leaf[0]).__name__} for each of {rows} rows; make it "
-                    "a tensor, leave it out, or close over it in the loss function if it does not belong to rows"
-                )
-        elif isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == rows:
-            failures.append(
-                f"{_named(path)}: a NumPy array of {leaf.dtype}, which no tensor holds, with {rows} rows; leave it out, or "
-                "close over it in the loss function if it does not belong to rows"
-            )
-        elif _hides_tensors(leaf):
-            failures.append(
-                f"{_named(path)}: {type(leaf).__name__} is not a pytree, so the tensors in it cannot be cut; pass "
-                f"{'dict(...)' if isinstance(leaf, Mapping) else 'vars(...)'} of it"
-            )
+    failures += uncut(batch, rows if any(leaf.dim() for _, leaf in tensors) else 0)
     if failures:
         raise BatchError(
             f"rank {mesh.rank}'s batch cannot be cut into {n} micro-batches, row by row:\n{listing(failures)}"
         )
-
-
-def _is_plain_list(value: Any) -> bool:
-    return type(value) in (list, tuple) and len(value) > 1 and all(isinstance(v, (Real, str, bytes)) for v in value)
-
-
-def _hides_tensors(leaf: Any) -> bool:
-    """Whether a leaf is a mapping, or an object with attributes, that holds tensors or arrays."""
-    if isinstance(leaf, (torch.Tensor, np.ndarray, type)):
-        return False
-    held = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
-    return any(isinstance(value, (torch.Tensor, np.ndarray)) for value in held.values())
-
-
-def _named(path: tuple[Any, ...]) -> str:
-    return path_name(path) or "batch"

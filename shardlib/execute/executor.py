@@ -22,6 +22,7 @@ from shardlib.execute.halves import Halves
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
 from shardlib.execute.meeting import Meeting
+from shardlib.execute.opaque import require_open
 from shardlib.execute.phases import Phases, phases_of
 from shardlib.execute.record import Record
 from shardlib.execute.refusals import explain_hooks, refuse_autocast, refuse_func, require_unwritten
@@ -128,7 +129,7 @@ class Executor:
             try:
                 self._bind(params, None)
                 with self._running(), torch.no_grad():
-                    result = self._attempt(lambda: self.outside(self._call(fn)))
+                    result = self._attempt(lambda: self.outside(self._call(fn), "the result"))
                 self._gathering.finish()
             finally:
                 self.close()
@@ -173,12 +174,13 @@ class Executor:
         with self._running(), torch.enable_grad(), self._saved.hooks() if self.gathers else nullcontext():
             return self._call(fn)
 
-    def outside(self, tree: Tree) -> Tree:
+    def outside(self, tree: Tree, what: str) -> Tree:
         """The results of a function, detached, with values that later steps do not change.
 
         Tensors in the memory of parameters are copied, since the optimizer writes to that memory or it is released. Handles
-        are gathered, on every rank; handles of slices are refused.
+        are gathered, on every rank; handles of slices, and objects that hide tensors, are refused. ``what`` is a name.
         """
+        require_open(tree, what)
 
         def kept(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -191,7 +193,7 @@ class Executor:
                     return leaf
                 return leaf.clone() if self._in_parameters(leaf) else leaf
 
-        return tree_map(kept, tree) if tree is not None else None
+        return tree_map(kept, tree)
 
     def require_names(self) -> None:
         """Refuse names of values to keep that no block has used so far."""
@@ -382,6 +384,7 @@ class Executor:
         refuse_func(unit.name)
         if unit is self._gathering.current:
             return
+        unit.require_given()
         refuse_autocast(unit.name, self.mesh.device)
         with torch.inference_mode(False):  # the first touch may be in inference_mode and a later one outside
             self._gathering.touch(unit)

@@ -99,6 +99,16 @@ def materialise(value: Any) -> Any:
     return pytree.tree_map_only(Handle, lambda handle: handle._source.leaf(handle._index), value)
 
 
+def used_elsewhere(label: str) -> HandleError:
+    """The error of gathered parameters that are used where nothing is gathered. ``label`` names them."""
+    return HandleError(
+        f"parameters of {label} are used by a rank that they were not given to, or after the call that they were given to. "
+        "Simulated ranks are threads, and a module holds the parameters of one call at a time: let each rank make its own "
+        "module inside the function that sl.simulate runs, or take apply, params = sl.from_module(module), or real "
+        "processes (sl.launch). To keep a parameter return it as aux"
+    )
+
+
 def refuse_max_norm(*values: Any) -> NoReturn:
     """Raise for a look-up with ``max_norm``, which would write to the parameter among ``values``."""
     paths = [value._path for value in values if isinstance(value, Handle)]

@@ -17,7 +17,7 @@ import torch
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import run_first, version_of
 from shardlib.execute.gradients import Gradients
-from shardlib.execute.handles import Handle
+from shardlib.execute.handles import Handle, used_elsewhere
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
@@ -142,7 +142,7 @@ class BucketState:
         self.root: torch.Tensor | None = None
         self.summing: Gradients | None = None
         self._coming: Gather | None = None
-        self.written = False
+        self.written = self._given = False
         self._version = 0
         self._views: list[torch.Tensor] | None = None
         self._starts: dict[int | torch.SymInt, int] = {}  # offset in the whole buffer's storage -> leaf
@@ -150,7 +150,7 @@ class BucketState:
     def bind(self, stored: torch.Tensor | BufferOnDisk, gradients: Gradients | None) -> None:
         self.stored = stored
         self.like = torch.empty(0, dtype=stored.dtype, device=self._mesh.device)
-        self.written = False
+        self.written, self._given = False, True
         self._hold(None if isinstance(stored, BufferOnDisk) or self.gathers else stored)
         self.root = self.summing = None
         self._stand_ins = ()
@@ -160,7 +160,7 @@ class BucketState:
 
     def unbind(self) -> None:
         """Free the graph and the parameters of a finished micro-batch."""
-        self.stored = torch.empty(0)
+        self.stored, self._given = torch.empty(0), False
         self.whole = self.root = self.summing = self._coming = self._second = self._views = None
         self._stand_ins = ()
 
@@ -226,11 +226,20 @@ class BucketState:
 
     def cut(self) -> list[torch.Tensor]:
         """The whole leaves, as views outside the graph."""
-        assert self.whole is not None
-        leaves = self.bucket.leaves(self.whole)
+        leaves = self.bucket.leaves(self._present())
         if not self._starts:
             self._starts = {leaf.storage_offset(): position for position, leaf in enumerate(leaves)}
         return leaves
+
+    def _present(self) -> torch.Tensor:
+        if self.whole is None:
+            raise used_elsewhere(self.bucket.label)
+        return self.whole
+
+    def require_given(self) -> None:
+        """Refuse a use of the parameters that is in no call which was given them; other ranks would not gather them."""
+        if not self._given:
+            raise used_elsewhere(self.bucket.label)
 
     def leaf_at(self, tensor: torch.Tensor) -> int | None:
         """The position of the leaf that equals a view of the whole buffer; None if the view is no leaf."""
@@ -255,7 +264,7 @@ class BucketState:
 
     def leaves(self) -> list[torch.Tensor]:
         """The whole leaves, connected to the root if gradients are wanted."""
-        assert self.whole is not None
+        self._present()
         if self.root is None:
             return self.cut()
         leaves = list(_Attach.apply(self.root, self))
@@ -308,6 +317,10 @@ class UnitState:
         self._leaves = None
         for state in self.buckets:
             state.release()
+
+    def require_given(self) -> None:
+        for state in self.buckets:
+            state.require_given()
 
     def serve(self) -> None:
         for state in self.buckets:

@@ -165,6 +165,18 @@ class Mesh:
             for axis, group in self._groups.items()
         }
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        """This mesh: what is copied with it stays on the same ranks."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.alone:
+            raise MeshError(
+                f"{self} belongs to this rank and cannot be pickled: make one where it is used (sl.make_mesh, or the mesh "
+                "that sl.launch passes)"
+            )
+        return super().__reduce_ex__(protocol)
+
     def __repr__(self) -> str:
         kind = "abstract_mesh" if self.abstract else "mesh"
         return f"{kind}({', '.join(f'{axis}={size}' for axis, size in self.shape.items())})"
@@ -197,7 +209,11 @@ def rank_of(shape: Mapping[str, int], coords: Mapping[str, int]) -> int:
 
 
 def check_shape(shape: Mapping[str, int]) -> dict[str, int]:
-    """``shape`` as a dictionary. Raises `MeshError` for sizes that are not positive integers."""
+    """``shape`` as a dictionary. Raises `MeshError` for sizes that are not positive integers, TypeError for other things."""
+    if not isinstance(shape, Mapping):
+        raise TypeError(
+            f"mesh={shape!r}: a mesh is given by the names and sizes of its axes, such as mesh=dict(data=2)"
+        )
     bad = [f"{axis}={size!r}" for axis, size in shape.items() if not isinstance(size, int) or size < 1]
     if bad:
         raise MeshError(f"axis sizes must be positive integers: {', '.join(bad)}")
@@ -233,12 +249,14 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
 
     Raises:
         MeshError: a size is not a positive integer, or the sizes' product is not the number of processes.
+        TypeError: axes that are not given by name.
         RankFailure: processes have not started within the timeout; names them.
 
     >>> mesh = sl.make_mesh()  # one process: a mesh of one
     >>> mesh.shape, mesh.rank
     ({'data': 1}, 0)
     """
+    _require_device(device)
     shape = check_shape(shape)
     where = with_index(torch.device(device)) if device is not None else default_device()
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -254,6 +272,16 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
         )
     rank = dist.get_rank() if world > 1 else 0
     return Mesh(shape, rank, _process_groups(shape, rank, rendezvous.limit_of(where, timeout)), where)
+
+
+def _require_device(device: Any) -> None:
+    if isinstance(device, (int, Mapping)):
+        sizes = (
+            ", ".join(f"{axis}={size}" for axis, size in device.items()) if isinstance(device, Mapping) else "data=..."
+        )
+        raise TypeError(
+            f"make_mesh({device!r}): axes are given by name, make_mesh({sizes}); the first argument is the device"
+        )
 
 
 def as_mesh(mesh: Any) -> Mesh:

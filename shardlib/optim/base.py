@@ -223,7 +223,19 @@ class GradientTransformation:
         """The transformed ``updates`` (at first gradients) and the new state. Changes nothing in place.
 
         ``updates`` may also be `Sharded` parameters, to average them; the result is then `Sharded` parameters.
+
+        Raises:
+            TreeError: arguments in another order, or sharded ones beside whole ones.
         """
+        if isinstance(state, Sharded) or (
+            isinstance(updates, Sharded) != isinstance(params, Sharded) and params is not None
+        ):
+            given = ", ".join(type(each).__name__ for each in (updates, state, params))
+            raise TreeError(
+                f"update was given ({given}): it takes (gradients, the optimizer's state, parameters), and gradients and "
+                "parameters are both Sharded, as sl.value_and_grad and sl.shard return them, or both plain pytrees; of a "
+                "TrainState give state.params"
+            )
         if isinstance(updates, Sharded):
             shards = MeshShards(updates.plan, updates.mesh)
             flat, state = self.update(self._lower(updates), state, self._lower(params), shards=shards)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -142,6 +143,33 @@ class TrainState:
 
         return again
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
+        """A state with memory of its own, on the same mesh; steps of one leave the other alone.
+
+        Raises:
+            TreeError: anything of it is on disk.
+        """
+        if isinstance(self.params, Sharded) and in_files(self.params.plan):
+            raise TreeError(
+                "a state with anything on disk is there once, and a copy would have no files: save it by "
+                "sl.checkpoint.save(folder, state), or keep it in memory with offload('host')"
+            )
+        state = self if self._fits is None else self.settled()
+        params, opt = copy.deepcopy(state.params, memo), copied(state.opt)
+        made = TrainState(state.step, params, opt, copied(state.comm), copied(state.buffers), state.scale, state.rng)
+        return made if state._fits is None else made.fitting()
+
+    def __copy__(self) -> TrainState:
+        made = object.__new__(TrainState)
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __reduce__(self) -> NoReturn:
+        raise TreeError(
+            "a TrainState is one rank's part, with its mesh, and cannot be pickled (or returned by sl.launch): save it by "
+            "sl.checkpoint.save(folder, state), or take its parameters out by sl.unshard(state.params), a plain pytree"
+        )
+
     def __getattr__(self, name: str) -> Any:
         if "_donated" in self.__dict__:
             raise DonatedStateError(self.__dict__["_donated"])
@@ -151,6 +179,25 @@ class TrainState:
         if "_donated" in self.__dict__:
             return "TrainState(donated)"
         return f"TrainState(step={self.step}, {self.params.plan.parameters} parameters on {self.params.mesh})"
+
+
+def require_state(what: str, state: Any, batch: Any) -> TrainState:
+    """``state``, if it is one. ``what`` is the function that was given both, for the message.
+
+    Raises:
+        TypeError: names the slip, and the remedy.
+    """
+    if isinstance(state, TrainState):
+        return state
+    if isinstance(state, tuple) and any(isinstance(each, TrainState) for each in state):
+        slip = "a tuple with a state in it: a step returns two values, state, metrics = train_step(state, batch)"
+    elif isinstance(batch, TrainState):
+        slip = "its arguments in the wrong order: the state comes first, train_step(state, batch)"
+    elif isinstance(state, Sharded):
+        slip = "parameters: give the state that make_train_step returned; sl.replace_params(state, params) puts them in"
+    else:
+        slip = f"{type(state).__name__} as the state: give the one that make_train_step or the last step returned"
+    raise TypeError(f"{what} was given {slip}")
 
 
 def _rebuild(static: tuple[int, LossScale | None, Key], children: Iterable[Any]) -> TrainState:

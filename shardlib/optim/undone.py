@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from shardlib.optim.train_state import TrainState
+from shardlib.optim.train_state import TrainState, require_state
 
 
 class Undone(Exception):
@@ -28,12 +28,11 @@ def gives_back(train_step: Callable[[TrainState, Any], Any]) -> Callable[[TrainS
 
     @functools.wraps(train_step)
     def step(state: TrainState, batch: Any) -> Any:
-        give_back = state.keeping() if isinstance(state, TrainState) else None
+        give_back = require_state("a train step", state, batch).keeping()
         try:
             return train_step(state, batch)
         except Undone as undone:
             error, fits = undone.error, undone.fits
-        assert give_back is not None
         give_back()
         if fits:
             state.fitting()

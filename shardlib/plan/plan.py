@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from shardlib.plan.memory import held_bytes, live_bytes, peak_bytes
 from shardlib.plan.payload import Message, messages, payload
@@ -19,6 +20,10 @@ class Plan(PlanValue):
 
     Its fields are those of `shardlib.plan.value.PlanValue`.
     """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        """This plan, which never changes."""
+        return self
 
     def bytes(self, role: str, memory: str | None = None) -> int:
         """Bytes one rank holds of a role of the state, or of its "total", in one memory or in all: see

@@ -41,6 +41,20 @@ def given_buffers(given: Any) -> Any:
     return None if _sharded(given) is given else given.buffers
 
 
+def require_order(what: str, order: str, given: Any, *others: Any) -> None:
+    """Refuse other arguments in the place of sharded parameters, or of a state, that are among ``others``.
+
+    Raises:
+        TreeError: states the ``order`` of the arguments of ``what``.
+    """
+    if not isinstance(_sharded(given), Sharded | Local | tuple) and any(
+        isinstance(_sharded(each), Sharded) for each in others
+    ):
+        raise TreeError(
+            f"{what}: {type(given).__name__} where parameters are due: its arguments are ({order}), in this order"
+        )
+
+
 def whole_params(what: str, given: Any) -> Any:
     """The parameters that a function was given, if they are a plain tree.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from shardlib.common._compat import version_of
+from shardlib.common.pages import cloned
 from shardlib.errors import DonatedStateError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
@@ -172,6 +173,30 @@ class Sharded:
                 flat[: by_path[path].numel()].copy_(by_path[path].detach().reshape(-1))
             buffers[bucket.name] = buffer
         return buffers
+
+    def __copy__(self) -> Sharded:
+        """Another tree over the same memory."""
+        return self.under(self.plan)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        """A tree with memory of its own, on the same mesh.
+
+        Raises:
+            TreeError: the parameters are on disk.
+        """
+        if self.on_disk is not None:
+            raise TreeError(
+                "parameters on disk are there once, and a copy would have no files: save them by sl.checkpoint.save(folder, "
+                "state), or take a copy in memory by sl.unshard(params)"
+            )
+        buffers = {name: cloned(buffer) for name, buffer in self.buffers.items()}
+        return Sharded(self.plan, self.mesh, self.role, buffers)
+
+    def __reduce__(self) -> NoReturn:
+        raise TreeError(
+            "a Sharded tree is one rank's part, with its mesh, and cannot be pickled (or returned by sl.launch): return or "
+            "torch.save sl.unshard(params), which is a plain pytree, or save the state"
+        )
 
     def __getitem__(self, key: Any) -> Any:
         return self.tree[key]

@@ -245,6 +245,32 @@ def test_leaves_whose_positions_are_not_clear_are_refused(leaf, remedy):
         next(iter(loader))
 
 
+@pytest.mark.parametrize(
+    ("surplus", "field", "message"),
+    [
+        (
+            "reshape",
+            lambda samples: ["a"] * len(samples),
+            "makes 4 rows of each, .*extra: a list with str for each of 2",
+        ),
+        ("reshape", lambda samples: Held(samples), "extra: Held is not a pytree"),
+        ("truncate", lambda samples: Held(samples), "sequences of 8 are made shorter, .*extra: Held is not a pytree"),
+    ],
+)
+def test_what_cannot_be_cut_with_the_sequences_is_refused(surplus, field, message):
+    def collate(samples):
+        return {"tokens": torch.stack(samples), "extra": field(samples)}
+
+    plan = sl.data.curriculum(2, length=constant(2), sequence=8, surplus=surplus)
+    with pytest.raises(BatchError, match=f"(?s){message}"):
+        next(iter(sl.data.loader(list(torch.zeros(4, 8)), sl.make_mesh(), plan, collate=collate)))
+
+
+class Held:
+    def __init__(self, samples):
+        self.tokens = torch.stack(samples)
+
+
 def test_a_map_sees_the_batch_that_was_cut():
     plan = sl.data.curriculum(2, length=constant(3), sequence=8)
     loader = sl.data.loader(torch.zeros(4, 8), sl.make_mesh(), plan, map=lambda batch, step: (tuple(batch.shape), step))

@@ -131,6 +131,29 @@ def test_an_end_has_the_rows_that_are_left(size, ranks_, rows, epochs, shuffle):
         assert torch.equal(epoch if not shuffle else epoch[epoch[:, 0].argsort()], data)
 
 
+class Item:
+    def __init__(self, samples):
+        self.rows = torch.tensor(samples)
+
+
+def test_a_rank_without_rows_has_no_entries_of_lists_either():
+    def collate(samples):
+        return {
+            "x": torch.tensor(samples),
+            "names": [f"sample {x}" for x in samples],
+            "pairs": [[x, x] for x in samples],
+        }
+
+    shares = [list(sl.data.loader([0, 1, 2], mesh, 2, epochs=1, collate=collate)) for mesh in ranks({"data": 2})]
+    last = [share[-1] for share in shares]
+    assert sorted(len(batch["x"]) for batch in last) == [0, 1]
+    for batch in last:
+        assert len(batch["names"]) == len(batch["pairs"]) == len(batch["x"])
+    with pytest.raises(BatchError, match=r"(?s)has no rows of the last batch.*item: Item is not a pytree.*vars\(...\)"):
+        for mesh in ranks({"data": 2}):
+            list(sl.data.loader([0, 1, 2], mesh, 2, epochs=1, collate=lambda samples: {"item": Item(samples)}))
+
+
 def test_an_evaluation_over_uneven_ends_is_exact():
     data = torch.arange(11.0)
 

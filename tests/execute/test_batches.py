@@ -172,6 +172,9 @@ def test_leaves_that_every_micro_batch_gets_whole():
         "size": (6, 4),
         "few": [0.1, 0.2, 0.3],
         "f": np.float32(1),
+        "rows of another": [[1, 2], [3, 4]],
+        "config": Labelled(["a", "b"]),
+        "nobody": [None] * 8,
     }
     sl.simulate(
         lambda mesh: sl.value_and_grad(loss_fn)(sl.shard(PARAMS, mesh, FOUR), {"xy": BATCH, **whole}), mesh={"data": 1}
@@ -188,7 +191,40 @@ class Sample:
     y: torch.Tensor
 
 
+@dataclasses.dataclass(slots=True)
+class Slim:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclasses.dataclass
+class Labelled:
+    names: list[str]
+
+
+class Nested:
+    def __init__(self, layers):
+        self.layers = layers
+
+
 UNCUT = {
+    "ragged lists": (
+        {"xy": BATCH, "targets": [[0.0, 1.0], [2.0]] * 4},
+        r"targets: a list with list for each of 8 rows; make it a tensor",
+    ),
+    "square lists": ({"xy": BATCH, "boxes": ([[0] * 4] * 8,)}, r"boxes/0: a list with list for each of 8 rows"),
+    "dictionaries": ({"xy": BATCH, "notes": [{"a": 1}] * 8}, r"notes: a list with dict for each of 8 rows"),
+    "numbers of torch": ({"xy": BATCH, "s": [torch.tensor(1.0)] * 8}, r"s: a list with Tensor for each of 8 rows"),
+    "objects": ({"xy": BATCH, "o": [object()] * 8}, r"o: a list with object for each of 8 rows"),
+    "a deque": ({"xy": BATCH, "d": collections.deque(range(8))}, r"d: a deque with int for each of 8 rows"),
+    "like a list": ({"xy": BATCH, "r": range(8)}, r"r: a range with an entry for each of 8 rows"),
+    "slots": ([Slim(*BATCH)], r"0: Slim is not a pytree, .*pass a dict of the tensors in it"),
+    "nested objects": (
+        {"xy": BATCH, "n": Nested([Nested({"x": BATCH[0]})])},
+        r"n: Nested is not a pytree, .*pass a dict of the tensors in it",
+    ),
+    "lists in an object": ({"xy": BATCH, "l": Labelled(list("abcdefgh"))}, r"l: Labelled is not a pytree"),
+    "lists in a mapping": ({"xy": BATCH, "l": collections.UserDict(a=[[1]] * 8)}, r"l: UserDict is .*pass dict\(...\)"),
     "other rows": (
         {"xy": BATCH, "table": torch.ones(12, 2)},
         r"xy/1|table: 12 rows \(shape \(12, 2\)\) in a batch of 8 rows.* close over",
@@ -232,6 +268,17 @@ def test_the_remedies_for_batches_work():
     assert stepped(loss_fn, batch, FOUR) == pytest.approx(FIT(PARAMS, BATCH).item() + 0.5, rel=1e-12)
     for held in (dict(collections.UserDict(batch)), {**vars(Sample(*BATCH)), "labels": batch["labels"]}):
         assert stepped(loss_fn, held, FOUR) == stepped(loss_fn, batch, FOUR)
+
+
+def test_a_list_of_as_many_tensors_as_rows_is_cut():
+    """Each of its tensors has all rows."""
+    columns = [BATCH[0][:, n % 6] for n in range(8)]
+
+    def loss_fn(params, batch):
+        assert [len(column) for column in batch["columns"]] == [2] * 8
+        return FIT(params, batch["xy"])
+
+    stepped(loss_fn, {"xy": BATCH, "columns": columns}, FOUR)
 
 
 def test_without_micro_batches_a_batch_is_given_as_it_is():

@@ -1,6 +1,7 @@
 """transformers' GPT-2, Llama and BERT train unmodified under every stage, as on one device."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 import shardlib as sl
+from shardlib.errors import LossError
 
 logging.set_verbosity_error()
 SMALL = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
@@ -74,3 +76,29 @@ def test_units_are_layers():
     assert set(plan.units) == {"lm_head", "transformer", "transformer/h/0", "transformer/h/1"}
     tied = next(placement for placement in plan.placements if placement.aliases)
     assert {tied.path, *tied.aliases} == {"lm_head/weight", "transformer/wte/weight"}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_models_output_is_aux(stage):
+    """Detached, with its class; the cache of keys and values, which is no pytree, is refused."""
+    torch.manual_seed(0)
+    apply, params = sl.from_module(MODELS["gpt2"]().train())
+    tokens = TOKENS[0][:2]
+
+    def loss_fn(params, tokens, **options):
+        output = apply(params, input_ids=tokens, labels=tokens, **options)
+        return output.loss, output
+
+    wanted = apply(params, input_ids=tokens, use_cache=False).logits
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, stage=stage)
+        state, step = sl.make_train_step(functools.partial(loss_fn, use_cache=False), sharded, sl.optim.sgd(0.1))
+        aux = step(state, tokens)[1]["aux"]
+        assert type(aux).__name__ == "CausalLMOutputWithCrossAttentions" and not aux.loss.requires_grad
+        torch.testing.assert_close(aux.logits, wanted.detach(), rtol=1e-5, atol=1e-6)
+        assert aux["logits"] is aux.logits and not aux.logits.requires_grad
+        with pytest.raises(LossError, match="past_key_values: DynamicCache"):
+            sl.value_and_grad(loss_fn)(sl.shard(params, mesh, stage=stage), tokens)
+
+    sl.simulate(run, mesh={"data": 2})

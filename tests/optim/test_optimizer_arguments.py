@@ -3,7 +3,7 @@
 import inspect
 import itertools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Union
 
 import numpy as np
 import pytest
@@ -87,6 +87,46 @@ def test_injected_numbers_are_checked_too(name):
     state = tx.update(params, tx.init(params), params)[1]
     with pytest.raises(ValueError, match=rf"adamw\({name}=-0.5\)"):
         tx.update(params, state, params)
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        float,
+        "float",
+        float | None,
+        Union[float, None],  # noqa: UP007
+        "float | Schedule",
+        "Optional[float]",
+    ],
+)
+def test_whole_numbers_are_injected_where_floats_are_due(annotation):
+    """However the factory's module writes its annotations."""
+
+    def mine(lr, wd=0):
+        return opt.chain(opt.add_decayed_weights(wd), opt.sgd(lr))
+
+    params = {"w": torch.full((3,), 2.0)}
+    with pytest.raises(ValueError, match=r"no argument of mine is a number .*an int counts where .* annotated float"):
+        opt.inject_hyperparams(mine)(1, wd=1)
+    mine.__annotations__ = {"lr": annotation, "wd": annotation}
+    for arguments in ((1,), (1, 3)):
+        tx, plain = opt.inject_hyperparams(mine)(*arguments), mine(*arguments)
+        state = tx.init(params)
+        assert {name: value.item() for name, value in state.hyperparams.items()} == {
+            "lr": 1.0,
+            "wd": sum(arguments[1:]),
+        }
+        assert torch.equal(
+            tx.update(params, state, params)[0]["w"], plain.update(params, plain.init(params), params)[0]["w"]
+        )
+    mine.__annotations__ = {"lr": annotation, "wd": int}
+    assert list(opt.inject_hyperparams(mine)(1, wd=1).init(params).hyperparams) == ["lr"]
+
+
+def test_whole_rates_of_the_library_are_injected():
+    state = opt.inject_hyperparams(opt.sgd)(1).init({"w": torch.ones(3)})
+    assert {name: value.item() for name, value in state.hyperparams.items()} == {"lr": 1.0, "momentum": 0.0}
 
 
 def test_momentum_that_a_schedule_brings_to_zero_goes_on():

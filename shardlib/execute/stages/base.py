@@ -85,6 +85,5 @@ def keys_of(plan: Plan, mesh: Mesh, microbatches: Sequence[Tree], rng: Key | Non
 
 def detached(outcome: Outcome, executor: Executor) -> Outcome:
     """An outcome that outlives its micro-batch: detached, and outside the memory of parameters."""
-    return outcome._replace(
-        total=outcome.total.detach(), aux=executor.outside(outcome.aux), buffers=executor.outside(outcome.buffers)
-    )
+    aux, buffers = executor.outside(outcome.aux, "aux"), executor.outside(outcome.buffers, "buffers")
+    return outcome._replace(total=outcome.total.detach(), aux=aux, buffers=buffers)

@@ -20,7 +20,7 @@ from shardlib.collectives import primitives
 from shardlib.errors import LossError
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Work
-from shardlib.tree import Tree, TreeDef, flatten, unflatten
+from shardlib.tree import Tree, TreeDef, adopt_classes, adopted_in, flatten, unflatten
 
 _HEAD = 1024  # bytes of a header's first message: its length, and all of most headers
 # Tags of a tree's messages: the rest of the header, the tensors that are expected, and those that come in their place.
@@ -71,7 +71,7 @@ def send_tree(link: Link, tree: Tree, tag: int, expected: Sequence[Facts] = ()) 
     described = [_facts(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     try:
-        header = pickle.dumps((treedef, described))
+        header = pickle.dumps((adopted_in(treedef), pickle.dumps((treedef, described))))
     except Exception as error:
         raise LossError(
             f"what passes between pipeline stages must be a pytree of tensors and picklable values ({error}); pass tensors, "
@@ -153,7 +153,9 @@ class IncomingTree:
             self._link.recv(more, self._tag + _REST).wait()
             framed += more.cpu().numpy().tobytes()
         self._treedef: TreeDef
-        self._treedef, self._described = pickle.loads(framed[8 : 8 + size])
+        adopted, tree = pickle.loads(framed[8 : 8 + size])
+        adopt_classes(adopted)
+        self._treedef, self._described = pickle.loads(tree)
         self._facts = [fact for fact in self._described if isinstance(fact, Facts)]
         if not _alike(self._facts, self._expected):
             self._fillers.append(self._tensors)

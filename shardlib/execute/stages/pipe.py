@@ -14,6 +14,7 @@ from shardlib.execute.batches import rows_of
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, ReductionOptions
 from shardlib.execute.losses import Outcome, read_loss, require_gradient
+from shardlib.execute.opaque import require_open
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.base import Call, detached
 from shardlib.execute.stages.interpreter import Compute, Interpreter, Position, Stage
@@ -92,7 +93,10 @@ class Pipe:
 
         def compute(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
             start, stop = self._plan.stages.spans[stage]
-            return self._blocks.run(tree, carry, microbatches[microbatch], start, stop, keys[microbatch])
+            result = self._blocks.run(tree, carry, microbatches[microbatch], start, stop, keys[microbatch])
+            if not self._position.is_last(stage):
+                require_open(result, "what passes between pipeline stages")
+            return result
 
         return compute
 
@@ -166,7 +170,7 @@ class Pipe:
         def noted(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
             value = compute(stage, microbatch, tree, carry)
             if self._position.is_last(stage):
-                result.append(self._executor(stage, microbatch).outside(value))
+                result.append(self._executor(stage, microbatch).outside(value, "the result"))
             return value
 
         Interpreter(self._position, params, noted, None, None).run(order)

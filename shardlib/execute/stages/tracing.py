@@ -14,6 +14,7 @@ from shardlib.execute.gradients import Turn, default_options
 from shardlib.execute.handles import Handle, materialise
 from shardlib.execute.live import LiveBytes, Stretch
 from shardlib.execute.losses import read_loss
+from shardlib.execute.opaque import require_open
 from shardlib.execute.phases import Phases, Work, followed
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.alike import as_another, kinds_of
@@ -96,7 +97,10 @@ def _of_stages(
 
             def compute(tree: Tree, carry: Any, start: int = start, stop: int = stop) -> Any:
                 result = materialise(blocks.run(tree, carry, batch, start, stop, rng))
-                return read_loss(result, False).total if stop == len(blocks) else result
+                if stop == len(blocks):
+                    return read_loss(result, False).total
+                require_open(result, "what passes between pipeline stages")
+                return result
 
             known.append((seen, _Stage(plan, mesh, number)))
             known[-1][1].forward(params, carries, compute, thinned)

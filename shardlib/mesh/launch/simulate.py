@@ -31,6 +31,9 @@ def simulate(
         mesh: axis name -> size.
         device: where the tensors of all ranks live.
 
+    Raises:
+        TypeError: a mesh that is no mapping.
+
     >>> sl.simulate(lambda mesh, n: n * mesh.coords["data"], 10, mesh=dict(data=4))
     [0, 10, 20, 30]
     """

@@ -208,7 +208,7 @@ def in_step(train_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train_step)
     def named(state: Any, *args: Any, **kwargs: Any) -> Any:
         activity = here()
-        before, activity.step = activity.step, state.step
+        before, activity.step = activity.step, getattr(state, "step", None)  # of what is no state, the step says so
         try:
             return train_step(state, *args, **kwargs)
         finally:

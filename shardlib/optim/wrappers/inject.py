@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin
 
 import torch
 
@@ -39,9 +41,10 @@ def inject_hyperparams(
 ) -> Callable[..., GradientTransformation]:
     """``inject_hyperparams(adamw)(3e-4, weight_decay=0.1)``: an `adamw` whose hyper-parameters lie in its state.
 
-    Every argument that is a float, or an int where the default is a float, becomes an entry of ``hyperparams``, default
-    values included. So does every schedule, which is called at each step. Write ``state.hyperparams["lr"].fill_(1e-4)`` to
-    set a number for all later steps. Other arguments are passed on. As optax.inject_hyperparams.
+    Every argument that is a float, or an int where floats are due (the parameter is annotated ``float``, alone or in a
+    union, or its default is one), becomes an entry of ``hyperparams``, default values included. So does every schedule,
+    which is called at each step. Write ``state.hyperparams["lr"].fill_(1e-4)`` to set a number for all later steps. Other
+    arguments are passed on. As optax.inject_hyperparams.
 
     Args:
         static_args: names of arguments that are passed on in any case.
@@ -78,8 +81,9 @@ def inject_hyperparams(
         numbers = {name: value for name, value in given.items() if _is_number(value, signature.parameters[name])}
         if not schedules and not numbers:
             raise ValueError(
-                f"inject_hyperparams: no argument of {inner_factory.__name__} is a number or a schedule (arguments that it "
-                "takes as **options are not injected); call it without inject_hyperparams"
+                f"inject_hyperparams: no argument of {inner_factory.__name__} is a number or a schedule to be injected: an "
+                "int counts where the parameter is annotated float or has a float as its default, and what is taken as "
+                "**options does not; call it without inject_hyperparams"
             )
 
         def at(count: torch.Tensor, hyperparams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -125,4 +129,17 @@ def inject_hyperparams(
 def _is_number(value: Any, parameter: inspect.Parameter) -> bool:
     if not is_number(value):
         return False
-    return not is_integer(value) or isinstance(parameter.default, float) or parameter.annotation == "float"
+    return not is_integer(value) or isinstance(parameter.default, float) or _takes_floats(parameter.annotation)
+
+
+def _takes_floats(annotation: Any) -> bool:
+    """Whether an annotation is ``float`` or a union with it; it is text in modules that postpone annotations.
+
+    >>> [_takes_floats(of) for of in (float, float | None, "float | Schedule", "Optional[float]", int, "list[float]")]
+    [True, True, True, True, False, False]
+    """
+    if isinstance(annotation, str):
+        members = re.sub(r"(?:\w+\.)*(?:Optional|Union)\[(.*)\]", r"\1", annotation)
+        return "float" in map(str.strip, re.split(r"[|,]", members))
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return annotation is float or (is_union and float in get_args(annotation))
