@@ -32,10 +32,19 @@ def flatten(tree: Tree) -> tuple[list[str], list[Any], TreeDef]:
         TreeError: leaves whose keys differ and have one path, by which one of them would be taken for the other.
     """
     paths, leaves, treedef = optree.tree_flatten_with_path(tree)
+    return path_names(paths), leaves, treedef
+
+
+def path_names(paths: Sequence[tuple[Any, ...]]) -> list[str]:
+    """`path_name` of the path of each leaf of a tree.
+
+    Raises:
+        TreeError: as for `flatten`.
+    """
     names = [path_name(path) for path in paths]
     if len(set(names)) < len(names):
         raise TreeError(_one_path(names, paths))
-    return names, leaves, treedef
+    return names
 
 
 def _one_path(names: Sequence[str], paths: Sequence[tuple[Any, ...]]) -> str:

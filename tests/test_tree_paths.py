@@ -46,6 +46,15 @@ def test_a_module_whose_names_hold_slashes():
         sl.shard(sl.from_module(module)[1], sl.make_mesh(), stage=3)
 
 
+def test_means_of_one_path():
+    def scores(params, batch):
+        return {"a": {"b": sl.Mean(batch.sum(), 1)}, "a/b": sl.Mean(batch.sum(), 2)}
+
+    params = {"w": torch.ones(2)}
+    with pytest.raises(TreeError, match="a/b"):
+        sl.make_eval_step(scores, params)(params, torch.ones(2))
+
+
 def test_slashes_and_numbers_that_collide_with_nothing_are_fine():
     params = {"a/b": torch.ones(2), "a": {"c": torch.ones(2)}, 1: torch.ones(2), "0": torch.ones(2)}
     loss, grads = sl.value_and_grad(lambda p, b: sum((leaf * b).sum() for leaf in flatten(p)[1]))(params, torch.ones(2))

@@ -14,7 +14,7 @@ from shardlib.collectives.summation import Summation
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
-from shardlib.tree import Tree, path_name
+from shardlib.tree import Tree, path_names
 
 
 def is_mean(value: Any) -> bool:
@@ -98,7 +98,7 @@ def quotients(tree: Tree) -> Tree:
 def means(tree: Tree) -> dict[str, Mean]:
     """Path -> `Mean`, for the means of a pytree, in its order."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree, is_leaf=is_mean)
-    return {path_name(path): leaf for path, leaf in zip(paths, leaves) if is_mean(leaf)}
+    return {path: leaf for path, leaf in zip(path_names(paths), leaves) if is_mean(leaf)}
 
 
 def is_number(value: Any) -> bool:
