@@ -116,8 +116,15 @@ def test_states_that_cannot_be_copied(tmp_path):
         state, _ = sl.make_train_step(FIT, sl.shard(PARAMS, sl.make_mesh(), transform), sl.optim.adamw(0.1))
         with pytest.raises(TreeError, match=r"on disk is there once.*checkpoint.save\(folder, state\)"):
             copy.deepcopy(state)
+    for moved in (sl.to_host(state_of()), sl.to_disk(state_of(), tmp_path / "parked")):
+        with pytest.raises(TreeError, match=r"bring it back with sl.to_device before it is used \(a copy of it"):
+            copy.deepcopy(moved)
     with pytest.raises(TreeError, match=r"parameters on disk are there once.*sl.unshard"):
         copy.deepcopy(state.params)
+
+
+def state_of():
+    return sl.make_train_step(FIT, sl.shard(PARAMS, sl.make_mesh(), stage=1), sl.optim.adamw(0.1))[0]
 
 
 def saved(value):

@@ -53,6 +53,9 @@ class Moved:
             raise AttributeError(f"Moved has no attribute {name!r}")
         self._refuse(name)
 
+    def __reduce__(self) -> NoReturn:
+        self._refuse("a copy of it, or a pickle")
+
     def __getitem__(self, key: Any) -> Any:
         self._refuse(f"[{key!r}]")
 

@@ -10,6 +10,7 @@ _PIPELINE = "tests/training/test_pipeline.py"
 _SEQUENCE = "tests/training/test_sequence.py"
 _BYTES = "tests/training/test_bytes.py"
 _ACTIVATIONS = "tests/training/test_activations.py"
+_COPIES = "tests/optim/test_copied_states.py"
 
 DEFECTS = (
     Defect(
@@ -329,5 +330,32 @@ DEFECTS = (
         ", self._mesh.traffic.by_the_loss():",
         ":",
         (f"{_ACTIVATIONS}::test_each_block_costs_one_more_gather",),
+    ),
+    Defect(
+        "rows that objects hide",
+        "data",
+        "execute/uncut.py",
+        "an object's tensors reach every micro-batch whole",
+        "elif hides(leaf) or (",
+        "elif (",
+        ("tests/execute/test_batches.py::test_leaves_that_cannot_be_cut_into_micro_batches",),
+    ),
+    Defect(
+        "a copy in the memory of its state",
+        "stale",
+        "sharded/tree.py",
+        "steps of a state change the parameters of its copy",
+        "name: cloned(buffer) for",
+        "name: buffer for",
+        (f"{_COPIES}::test_a_copy_goes_on_by_itself",),
+    ),
+    Defect(
+        "masters of a copy that do not follow",
+        "stale",
+        "optim/train_state.py",
+        "a copy of a state steps from masters of before its parameters were written to",
+        "self if self._fits is None else self.settled()",
+        "self",
+        (f"{_COPIES}::test_a_copy_follows_parameters_that_were_written_to",),
     ),
 )
