@@ -12,13 +12,14 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.errors import BatchError, IllegalComposition, LossError, NonFiniteError, TreeError, listing
-from shardlib.execute.batches import as_tensors, empty_leaves, split_batch
+from shardlib.execute.batches import as_tensors, empty_leaves, rows_of, split_batch
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.copies import require_alike
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.inputs import Inputs
-from shardlib.execute.losses import needs, require_function
+from shardlib.execute.losses import needs, require_function, wants
 from shardlib.execute.means import quotients, sum_means
+from shardlib.execute.shares import Shares
 from shardlib.execute.stages.base import Call, keys_of
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.totals import Sums, Totals
@@ -91,6 +92,7 @@ class LossStep:
         self._codecs = BoundCodecs(mesh)
         self._runner = runner_of(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
         self._inputs = Inputs(plan, mesh)
+        self._shares = Shares(plan, mesh, draws=plan.step.thins or wants(loss_fn, "rng"))
         self._weight: float | None = None  # of the last batch, if losses had weights
         self._compared = False  # whether ranks with copies of parameters have compared gradients, as they do once
         # A scalar loss is divided by a power of two before backward, since that does not round 16-bit losses, and by the rest
@@ -142,9 +144,15 @@ class LossStep:
         records = self._runner.records
         for record in records:
             record.strayed = False  # of a step that raised
-        keys = keys_of(plan, mesh, microbatches, rng)
-        thinned = [plan.step.thinned(step, key) for key in keys]
-        call = Call(params, microbatches, keys, thinned, buffers, loss_scale, self._share)
+        rows = sum(map(rows_of, microbatches))
+
+        def called(first: int | None) -> Call:
+            keys = keys_of(plan, mesh, microbatches, rng, first)
+            thinned = [plan.step.thinned(step, key) for key in keys]
+            return Call(params, microbatches, keys, thinned, buffers, loss_scale, self._share)
+
+        call = called(self._shares.first(rows))
+        share += self._shares.number(rows)
         draws = states_of_generators(mesh.device)
         while True:
             for record in records:
@@ -163,7 +171,8 @@ class LossStep:
             landing.wait_for_all()
             reads.explain(list(mesh.shape))
             self._inputs.explain()
-            share = 0.0  # the inputs agree, so a rank left the trace
+            call = called(self._shares.exchanged(rows))
+            share = 0.0  # the inputs agree, so a rank left the trace, or ranks have different numbers of rows
             for record in records:
                 record.distrust()
             restore_generators(draws)

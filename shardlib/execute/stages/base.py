@@ -70,15 +70,21 @@ class Runner(Protocol):
         ...
 
 
-def keys_of(plan: Plan, mesh: Mesh, microbatches: Sequence[Tree], rng: Key | None) -> list[Key | None]:
-    """The key of each micro-batch. Its slot is the micro-batch's first row in the global batch over its number of rows."""
+def keys_of(
+    plan: Plan, mesh: Mesh, microbatches: Sequence[Tree], rng: Key | None, first: int | None = None
+) -> list[Key | None]:
+    """The key of each micro-batch. Its slot is the micro-batch's first row in the global batch over its number of rows.
+
+    Args:
+        first: the rank's first row in the global batch; None where all ranks have as many rows.
+    """
     if rng is None:
         return [None] * len(microbatches)
     rows = [rows_of(microbatch) for microbatch in microbatches]
-    if len(set(rows)) == 1:
+    if first is None and len(set(rows)) == 1:
         first = batch_index(plan, mesh) * len(microbatches)
         return [rng.at_slot(first + index) for index in range(len(microbatches))]
-    first = batch_index(plan, mesh) * sum(rows)
+    first = batch_index(plan, mesh) * sum(rows) if first is None else first
     starts = [first + sum(rows[:index]) for index in range(len(rows))]
     return [rng.at_slot(Fraction(start, max(count, 1))) for start, count in zip(starts, rows)]
 
