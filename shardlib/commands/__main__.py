@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from shardlib.commands import analyze, checkpoint, doctor, generate, lr_range_test, plan, profile, run, tokenize, train
+from shardlib.commands.arguments import WrongArguments
 from shardlib.common.optional import MissingPackage
 from shardlib.mesh.launch.orphans import end_with
 
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MissingPackage as missing:
         # The package is missing on every rank; rank 0 prints the message.
         raise SystemExit(1 if os.environ.get("RANK", "0") != "0" else f"shardlib {args.command}: {missing}") from None
+    except WrongArguments as wrong:
+        raise SystemExit(f"shardlib {args.command}: {wrong}") from None
 
 
 if __name__ == "__main__":

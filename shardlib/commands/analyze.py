@@ -12,34 +12,39 @@ from typing import Any
 
 import numpy as np
 
+from shardlib.commands.arguments import positive, wrong_arguments
 from shardlib.data.analyze import analyze
 from shardlib.data.index import IndexFile
 from shardlib.data.tokens import packed, tokens
 from shardlib.errors import ShardlibError
 
+_SEQUENCE = 1024
 _SHOWN = (0, 1, 10, 50, 90, 99, 100)  # percentiles
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", type=Path, help="a token file, in windows of --sequence")
-    parser.add_argument("--sequence", type=int, default=1024, help="tokens of a sample")
+    parser.add_argument("--sequence", type=positive, help="tokens of a sample of the file (default: 1024)")
     parser.add_argument("--packed", action="store_true", help="samples are rows of packed documents, not windows")
     parser.add_argument("--dataset", help="module:function that returns a map-style dataset, in place of a token file")
     parser.add_argument(
         "--metric", default="rarity", help="length, rarity, or module:function, from a sample to a number"
     )
     parser.add_argument("--out", type=Path, required=True, help="the index file")
-    parser.add_argument("--processes", type=int, default=1, help="that read side by side")
+    parser.add_argument("--processes", type=positive, default=1, help="that read side by side")
 
 
 def run(args: argparse.Namespace) -> int:
     if (args.file is None) == (args.dataset is None):
         raise SystemExit("analyze takes a token file, or --dataset: give one of them")
+    if args.dataset is not None and (args.sequence or args.packed):
+        raise SystemExit("analyze: --sequence and --packed cut a token file into samples, and --dataset has its own")
     metric = _named(args.metric) if ":" in args.metric else args.metric
     start = time.perf_counter()
+    dataset = _dataset(args)
     try:
-        index = analyze(_dataset(args), metric, args.out, processes=args.processes, progress=_say)
-    except (ShardlibError, FileNotFoundError) as error:
+        index = analyze(dataset, metric, args.out, processes=args.processes, progress=_say)
+    except ShardlibError as error:
         raise SystemExit(f"analyze: {str(error).removeprefix('analyze: ')}") from None
     seconds = time.perf_counter() - start
     print(f"{args.out}: {args.metric} of {len(index):,} samples, {len(index) / seconds:,.0f} per second")
@@ -50,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
 def _dataset(args: argparse.Namespace) -> Any:
     if args.dataset is not None:
         return _named(args.dataset)()
-    return (packed if args.packed else tokens)(args.file, args.sequence)
+    with wrong_arguments():
+        return (packed if args.packed else tokens)(args.file, args.sequence or _SEQUENCE)
 
 
 def _named(name: str) -> Any:

@@ -3,8 +3,42 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from shardlib.errors import (
+    BatchError,
+    IllegalComposition,
+    MeshError,
+    ScheduleError,
+    ShardlibError,
+    SpecError,
+    TreeError,
+)
 from shardlib.plan.tables import parse_size
+
+# What plans, meshes and batches refuse.
+PLANNED = (BatchError, IllegalComposition, MeshError, ScheduleError, SpecError, TreeError)
+
+
+class WrongArguments(Exception):
+    """What is wrong with a command's arguments, which it prints as a line in place of a traceback."""
+
+
+@contextmanager
+def wrong_arguments(*kinds: type[Exception]) -> Iterator[None]:
+    """A block in which such errors come of arguments; by default all that shardlib raises, `ValueError` and `OSError`. It
+    holds no more than what reads arguments, so that errors of other kinds of code keep their tracebacks.
+
+    Raises:
+        WrongArguments: one of them was raised.
+    """
+    refused = kinds or (ShardlibError, ValueError, OSError)
+    try:
+        yield
+    except refused as error:
+        raise WrongArguments(str(error)) from error
 
 
 def positive(text: str) -> int:
@@ -15,6 +49,26 @@ def positive(text: str) -> int:
 def natural(text: str) -> int:
     """An argument that counts something, or nothing."""
     return _integer(text, 0)
+
+
+def share(text: str) -> float:
+    """An argument from 0 to below 1."""
+    try:
+        if 0 <= (number := float(text)) < 1:
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+
+
+def above_zero(text: str) -> float:
+    """An argument above 0."""
+    try:
+        if 0 < (number := float(text)) < math.inf:
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
 
 def size(text: str) -> int:

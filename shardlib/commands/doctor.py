@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shardlib.commands.arguments import positive, wrong_arguments
 from shardlib.commands.measure import measure_machine
 from shardlib.kernels.common import build, dispatch
 from shardlib.mesh.launch import launch
@@ -23,11 +24,13 @@ from shardlib.plan.tables import table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", action="store_true", help="measure what ranks of this machine do per second")
-    parser.add_argument("--ranks", type=int, default=1, help="that measure at once")
+    parser.add_argument("--ranks", type=positive, default=1, help="that measure at once")
     parser.add_argument("--out", type=Path, help="JSON file for what is measured, for `shardlib plan --search`")
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.measure and (args.out or args.ranks > 1):
+        raise SystemExit("shardlib doctor: --out and --ranks are of what --measure measures: give it too")
     for title, rows in (
         ("Versions", _versions()),
         ("Devices", _devices()),
@@ -41,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         machine = measure_machine(make_mesh()) if alone else launch(measure_machine, mesh={"data": args.ranks})[0]
         print(machine)
         if args.out:
-            machine.write(args.out)
+            with wrong_arguments(OSError):
+                machine.write(args.out)
     return 0
 
 

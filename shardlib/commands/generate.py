@@ -16,7 +16,7 @@ from shardlib.commands import model
 from shardlib.common.optional import require
 from shardlib.errors import CheckpointError, IllegalComposition, TreeError
 from shardlib.generate import generate
-from shardlib.mesh.mesh import Mesh, make_mesh
+from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import experts_on_host, quantized
 from shardlib.plan.transform import Transform, chain
@@ -54,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.prompt and not args.tokens:
         raise SystemExit("shardlib generate: give a --prompt, or --tokens")
-    shape: dict[str, Any] = model.parse_mesh(args.mesh) if args.mesh else {}
-    mesh = make_mesh(**shape)
+    mesh = model.running_mesh(args)
     try:
         kind, params, encode, decode = _opened(args, mesh)
         if args.bits:

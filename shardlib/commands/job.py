@@ -12,6 +12,7 @@ import torch
 
 from shardlib import optim
 from shardlib.commands import model
+from shardlib.commands.arguments import PLANNED, WrongArguments, positive, wrong_arguments
 from shardlib.data.bytes import batch_at, load_bytes, split, windows
 from shardlib.evaluate import make_eval_step
 from shardlib.generate import generate
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     parser.add_argument("--mesh", help="axes and sizes, such as data=2,model=2; by default every rank on axis data")
     parser.add_argument("--data", help="a text file or folder; by default the source of Python's standard library")
     parser.add_argument("--out", type=Path, default=Path(out), help="folder for what the command writes")
-    parser.add_argument("--batch", type=int, default=16, help="rows per step, over all ranks")
+    parser.add_argument("--batch", type=positive, default=16, help="rows per step, over all ranks")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
     parser.add_argument("--seed", type=int, default=0)
@@ -46,6 +47,9 @@ class Job:
     Args:
         rate: the schedule of the learning rate.
         nonfinite: an argument of `make_train_step`.
+
+    Raises:
+        WrongArguments: arguments that do not go together, or a text that is not there or too short.
 
     Attributes:
         train, validation: bytes of the text.
@@ -62,22 +66,27 @@ class Job:
         config = model.config(args)
         # Evaluation has no dropout and no routers' losses, so its configuration differs from that of training.
         self.config = replace(config, dropout=0.0, moe=config.moe and replace(config.moe, load=0.0, z=0.0))
-        self.train, self.validation = split(load_bytes(args.data))
-        optimizer = optim.chain(
-            optim.clip_by_global_norm(args.clip),
-            optim.adamw(rate, b2=0.95, weight_decay=args.weight_decay),
-        )
+        if args.remat == "auto":
+            raise WrongArguments("--remat auto is for shardlib plan, with --device-memory: give --remat device or host")
+        with wrong_arguments():
+            self.train, self.validation = split(load_bytes(args.data))
+            first = self.batch(0)
+            optimizer = optim.chain(
+                optim.clip_by_global_norm(args.clip),
+                optim.adamw(rate, b2=0.95, weight_decay=args.weight_decay),
+            )
         loss_fn = model.loss(config, mesh.shape)
-        transform = model.transform(args, mesh.shape)
-        params = shard(lambda: model.init(args, mesh.shape, seed=args.seed), mesh, transform)
-        self.plan: Plan = make_plan(
-            model.init(args, mesh.shape, device="meta"),
-            mesh,
-            transform,
-            loss_fn=loss_fn,
-            batch=self.batch(0),
-            optimizer=optimizer,
-        )
+        with wrong_arguments(*PLANNED):
+            transform = model.transform(args, mesh.shape)
+            params = shard(lambda: model.init(args, mesh.shape, seed=args.seed), mesh, transform)
+            self.plan: Plan = make_plan(
+                model.init(args, mesh.shape, device="meta"),
+                mesh,
+                transform,
+                loss_fn=loss_fn,
+                batch=first,
+                optimizer=optimizer,
+            )
         self.state, self.train_step = make_train_step(loss_fn, params, optimizer, rng=args.seed, nonfinite=nonfinite)
         self._evaluate = make_eval_step(_scored(model.loss(self.config, mesh.shape)), params)
 
@@ -88,13 +97,33 @@ class Job:
     def validate(self, state: TrainState) -> dict[str, float]:
         """The scores of `byte_scores` over validation windows, which the ranks share."""
         mesh, args = self._mesh, self._args
-        rows = max(1, args.batch // self._shares)
+        rows, available = self._validated
         # Evaluation is collective, so every rank takes the same number of batches.
-        available = (len(self.validation) - 1) // args.sequence // rows // self._shares
-        all_ranks = windows(self.validation, rows, args.sequence, limit=max(1, min(16, available)) * self._shares)
+        all_ranks = windows(self.validation, rows, args.sequence, limit=min(16, available) * self._shares)
         this_rank = (batch for index, batch in enumerate(all_ranks) if index % self._shares == self._share)
         batches = ({name: tensor.to(mesh.device) for name, tensor in batch.items()} for batch in this_rank)
         return byte_scores(float(self._evaluate.over(state, batches)["loss"]))
+
+    def require_validation(self) -> None:
+        """Refuse a text of which too little is set aside for `validate`.
+
+        Raises:
+            WrongArguments: ranks would have no batch of their own.
+        """
+        rows, available = self._validated
+        if not available:
+            needed = rows * self._shares * self._args.sequence + 1
+            raise WrongArguments(
+                f"{len(self.validation):,} bytes are set aside for validation, a twentieth of the text, and one batch of "
+                f"{rows} × {self._args.sequence} for each of {self._shares} ranks takes {needed:,}: use a longer text, or a "
+                "smaller --batch or --sequence"
+            )
+
+    @property
+    def _validated(self) -> tuple[int, int]:
+        """Rows of a rank's batch of validation windows, and how many such batches there are for each rank."""
+        rows = max(1, self._args.batch // self._shares)
+        return rows, (len(self.validation) - 1) // self._args.sequence // rows // self._shares
 
     def sample(self, state: TrainState, prompt: bytes, length: int) -> str:
         """The prompt followed by ``length`` sampled bytes; every rank must call this."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardlib import optim
 from shardlib.commands import job, model, pictures
-from shardlib.mesh.mesh import make_mesh
+from shardlib.commands.arguments import above_zero
 from shardlib.report.log import Log
 from shardlib.report.plot import plot_range_test
 from shardlib.report.range_test import has_diverged, propose_rate
@@ -21,16 +20,15 @@ from shardlib.report.writers import CsvWriter
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--min-lr", type=float, default=1e-5, help="rate of the first step")
-    parser.add_argument("--max-lr", type=float, default=1.0, help="rate of the last step")
+    parser.add_argument("--min-lr", type=above_zero, default=1e-5, help="rate of the first step")
+    parser.add_argument("--max-lr", type=above_zero, default=1.0, help="rate of the last step")
     job.add_arguments(parser, "runs/lr-range-test")
 
 
 def run(args: argparse.Namespace) -> int:
     if not (0 < args.min_lr < args.max_lr and args.steps >= 10):
         raise SystemExit("a range test needs 0 < --min-lr < --max-lr and --steps of 10 or more")
-    shape: dict[str, Any] = model.parse_mesh(args.mesh) if args.mesh else {}
-    mesh = make_mesh(**shape)
+    mesh = model.running_mesh(args)
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
     # Equal factors from step to step, not equal differences as in optim.lr_range_test_schedule: good rates differ by orders
     # of magnitude.

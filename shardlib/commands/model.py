@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from shardlib import schedules
+from shardlib.commands.arguments import WrongArguments, natural, positive, share, wrong_arguments
 from shardlib.common._compat import cpu_multiplies_bf16
+from shardlib.errors import MeshError
+from shardlib.mesh.mesh import Mesh, make_mesh
 from shardlib.models import gpt
 from shardlib.models.gpt import GPTConfig
 from shardlib.nn.moe.config import MoEConfig
@@ -24,18 +27,18 @@ AXES = ("data", "pipe", "model")
 def add_sizes(parser: argparse.ArgumentParser) -> Any:
     """Adds the sizes of a GPT, for `config`, which has no dropout without an argument for it; returns their group."""
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=int, default=2)
-    model.add_argument("--width", type=int, default=256)
-    model.add_argument("--heads", type=int, default=4)
-    model.add_argument("--sequence", type=int, default=128, help="tokens of context")
-    model.add_argument("--vocab", type=int, default=256, help="256 is one token per byte")
-    model.add_argument("--experts", type=int, default=0, help="in every other layer, of which a token uses two")
+    model.add_argument("--layers", type=positive, default=2)
+    model.add_argument("--width", type=positive, default=256)
+    model.add_argument("--heads", type=positive, default=4)
+    model.add_argument("--sequence", type=positive, default=128, help="tokens of context")
+    model.add_argument("--vocab", type=positive, default=256, help="256 is one token per byte")
+    model.add_argument("--experts", type=natural, default=0, help="in every other layer, of which a token uses two")
     parser.set_defaults(dropout=0.0)
     return model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_sizes(parser).add_argument("--dropout", type=float, default=0.0)
+    add_sizes(parser).add_argument("--dropout", type=share, default=0.0)
     sharding = parser.add_argument_group("sharding")
     sharding.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     sharding.add_argument(
@@ -45,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"schedule of an axis pipe: {', '.join(schedules.NAMES)}, torch's name of a schedule, or a CSV file",
     )
-    sharding.add_argument("--microbatches", type=int, default=1, help="micro-batches per rank and step")
+    sharding.add_argument("--microbatches", type=positive, default=1, help="micro-batches per rank and step")
     sharding.add_argument(
         "--remat",
         nargs="?",
@@ -69,17 +72,25 @@ def _schedule(text: str) -> str:
 
 
 def config(args: argparse.Namespace) -> GPTConfig:
-    return GPTConfig(
-        vocab=args.vocab,
-        layers=args.layers,
-        width=args.width,
-        heads=args.heads,
-        sequence=args.sequence,
-        dropout=args.dropout,
-        moe=gpt.Experts((0, args.experts), MoEConfig(top_k(2, renormalise="chosen"), "gelu_tanh"))
-        if args.experts
-        else None,
-    )
+    """The configuration of a GPT.
+
+    Raises:
+        WrongArguments: sizes that do not go together.
+    """
+    if args.experts == 1:
+        raise WrongArguments("--experts 1: a token uses two experts: give 2 or more, or 0 for layers without")
+    with wrong_arguments():
+        return GPTConfig(
+            vocab=args.vocab,
+            layers=args.layers,
+            width=args.width,
+            heads=args.heads,
+            sequence=args.sequence,
+            dropout=args.dropout,
+            moe=gpt.Experts((0, args.experts), MoEConfig(top_k(2, renormalise="chosen"), "gelu_tanh"))
+            if args.experts
+            else None,
+        )
 
 
 def transform(args: argparse.Namespace, axes: Mapping[str, int]) -> Chain:
@@ -125,16 +136,31 @@ def init(args: argparse.Namespace, axes: Mapping[str, int], **options: Any) -> A
     return gpt.to_blocks(params) if "pipe" in axes else params
 
 
+def running_mesh(args: argparse.Namespace) -> Mesh:
+    """The mesh of the ranks that run.
+
+    Raises:
+        WrongArguments: ``--mesh`` is of other ranks.
+    """
+    shape: dict[str, Any] = parse_mesh(args.mesh) if args.mesh else {}
+    with wrong_arguments(MeshError):
+        return make_mesh(**shape)
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """``"data=4,model=2"`` -> ``{"data": 4, "model": 2}``; an axis "data" of size 1 is added if there is none.
 
     Raises:
-        SystemExit: ``text`` has another form, or an axis that is not in `AXES`.
+        SystemExit: ``text`` has another form, an axis that is not in `AXES`, or one axis twice.
     """
     try:
-        shape = {name.strip(): int(size) for name, size in (axis.split("=") for axis in text.split(","))}
+        named = [(name.strip(), int(size)) for name, size in (axis.split("=") for axis in text.split(","))]
     except ValueError:
         raise SystemExit(f"--mesh {text!r}: write axes and sizes, such as data=4 or data=4,model=2") from None
+    shape = dict(named)
+    if len(shape) < len(named):
+        twice = sorted({axis for axis, _ in named if sum(axis == other for other, _ in named) > 1})
+        raise SystemExit(f"--mesh {text!r}: axis {', '.join(twice)} stands there twice: give each axis one size")
     unknown = sorted(set(shape) - set(AXES))
     if unknown:
         raise SystemExit(f"--mesh {text!r}: axis {', '.join(unknown)} is not one of {', '.join(AXES)}")

@@ -57,6 +57,11 @@ def run(args: argparse.Namespace) -> int:
         raise SystemExit(f"shardlib plan: {why}: leave out {options}")
     if args.search:
         return search.run(args)
+    if args.remat == "auto" and args.device_memory is None:
+        raise SystemExit(
+            "shardlib plan: --remat auto recomputes as few blocks as fit: give --device-memory, such as 24GiB, or --remat "
+            "for all blocks"
+        )
     config = model.config(args)
     tokens = torch.zeros((args.batch, config.sequence), dtype=torch.int64)
     try:

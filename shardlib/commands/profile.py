@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 
 from shardlib import optim
 from shardlib.commands import job, model, pictures
 from shardlib.commands.arguments import positive
-from shardlib.mesh.mesh import make_mesh
 from shardlib.report.profile import Profile, profile
 
 
@@ -21,8 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    shape: dict[str, Any] = model.parse_mesh(args.mesh) if args.mesh else {}
-    mesh = make_mesh(**shape)
+    mesh = model.running_mesh(args)
     work = job.Job(args, mesh, optim.constant_schedule(1e-4))
     found = profile(work.train_step, work.state, work.batch(0), steps=args.steps, plan=work.plan)
     if mesh.rank == 0:

@@ -13,7 +13,7 @@ import torch
 
 from shardlib import optim
 from shardlib.commands import model, pictures
-from shardlib.commands.arguments import natural, positive
+from shardlib.commands.arguments import PLANNED, natural, positive, wrong_arguments
 from shardlib.mesh.launch import launch
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt
@@ -43,17 +43,20 @@ def run(args: argparse.Namespace) -> int:
         raise SystemExit(
             "--search needs a machine: --machine FILE, which `shardlib doctor --measure --out FILE` writes"
         )
-    config, machine = model.config(args), _machine(args)
-    found = search_plan(
-        gpt.make_sequential(config),
-        gpt.to_blocks(gpt.init(config, device="meta")),
-        machine,
-        _batch(config, args.batch * args.ranks, "meta"),
-        optimizer=optim.adamw(1e-3),
-        ranks=args.ranks,
-        rules=gpt.slicing_rules(config, blocks=True),
-        space=Space() if machine.disk is None else Space(offloads=(*Space().offloads, "disk")),
-    )
+    config = model.config(args)
+    with wrong_arguments():
+        machine = _machine(args)
+    with wrong_arguments(*PLANNED):
+        found = search_plan(
+            gpt.make_sequential(config),
+            gpt.to_blocks(gpt.init(config, device="meta")),
+            machine,
+            _batch(config, args.batch * args.ranks, "meta"),
+            optimizer=optim.adamw(1e-3),
+            ranks=args.ranks,
+            rules=gpt.slicing_rules(config, blocks=True),
+            space=Space() if machine.disk is None else Space(offloads=(*Space().offloads, "disk")),
+        )
     print(found)
     if not found.front:
         return 1

@@ -36,13 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if bool(args.inputs) == bool(args.dataset):
         raise SystemExit("tokenize takes text files and folders, or --dataset: give one of them")
+    if args.out.is_dir():
+        raise SystemExit(f"tokenize: --out {args.out} is a folder: give the name of a file for the tokens")
     encode, vocabulary, end = _bytes() if args.tokenizer == "bytes" else _pretrained(args.tokenizer)
     texts = _rows(args.dataset, args.split, args.field) if args.dataset else _texts(args.inputs, args.per, args.field)
     start = time.perf_counter()
     try:
         documents = _encoded(texts, encode, None if args.no_end else end)
         file = write_tokens(args.out, documents, vocabulary=vocabulary, tokenizer=args.tokenizer)
-    except (TokenFileError, FileNotFoundError) as error:
+    except (TokenFileError, OSError) as error:
         raise SystemExit(f"tokenize: {error}") from None
     seconds = time.perf_counter() - start
     print(
@@ -88,11 +90,27 @@ def _texts(paths: Sequence[Path], per: str, field: str) -> Iterator[str]:
         inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
         for file in inside if path.is_dir() else [path]:
             if file.suffix == ".jsonl":
-                yield from (json.loads(line)[field] for line in _lines(file))
+                yield from (
+                    _field(line, field, f"{file}, line {number}") for number, line in enumerate(_lines(file), 1)
+                )
             elif per == "line":
                 yield from _lines(file)
             else:
                 yield file.read_text(encoding="utf-8", errors="replace")
+
+
+def _field(line: str, field: str, where: str) -> str:
+    try:
+        found = json.loads(line)[field]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(
+            f"tokenize: {where} is no JSON object with a field {field!r} ({error}); name the field by --field"
+        ) from None
+    if not isinstance(found, str):
+        raise SystemExit(
+            f"tokenize: {where}: the field {field!r} is {type(found).__name__}, not text; use another --field"
+        )
+    return found
 
 
 def _lines(file: Path) -> Iterator[str]:

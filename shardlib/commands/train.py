@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from shardlib import checkpoint, optim
 from shardlib.commands import job, model, pictures
+from shardlib.commands.arguments import above_zero, natural, positive
 from shardlib.common._compat import storage_id
-from shardlib.mesh.mesh import Mesh, make_mesh
+from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.plan.tables import size, table
@@ -37,11 +38,11 @@ WRITERS: dict[str, Callable[[Path, int], Writer]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     # About a minute on two cores, after which the loss is below that of the 2-gram model.
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate; see shardlib lr-range-test")
-    parser.add_argument("--warmup", type=int, default=50, help="steps of warm-up")
-    parser.add_argument("--validate-every", type=int, default=100, help="steps between validations")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--steps", type=positive, default=500)
+    parser.add_argument("--lr", type=above_zero, default=3e-3, help="peak learning rate; see shardlib lr-range-test")
+    parser.add_argument("--warmup", type=natural, default=50, help="steps of warm-up")
+    parser.add_argument("--validate-every", type=positive, default=100, help="steps between validations")
+    parser.add_argument("--save-every", type=positive, default=100, help="steps between checkpoints")
     parser.add_argument("--fresh", action="store_true", help="do not resume from a checkpoint")
     parser.add_argument("--metrics", nargs="*", default=["csv"], choices=WRITERS, help="further outputs of metrics")
     job.add_arguments(parser, "runs/train")
@@ -50,11 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     for name in args.metrics:
         require_packages(name)
-    shape: dict[str, Any] = model.parse_mesh(args.mesh) if args.mesh else {}
-    mesh = make_mesh(**shape)
+    mesh = model.running_mesh(args)
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
     rate = optim.warmup_cosine_decay_schedule(0.0, args.lr, min(args.warmup, args.steps - 1), args.steps, args.lr / 10)
     work = job.Job(args, mesh, rate)
+    work.require_validation()
     say(f"{len(work.train):,} bytes to train on, {len(work.validation):,} to validate on")
     say(str(work.plan))
     bars = ngram_losses(work.train, work.validation)

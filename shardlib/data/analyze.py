@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -29,6 +30,7 @@ from shardlib.data.metrics import Length, Metric, Rarity, added, counts_of, read
 from shardlib.data.rows import as_dataset
 from shardlib.errors import BatchError
 from shardlib.mesh.launch.orphans import end_with
+from shardlib.optim.ranges import is_step
 
 _PART = 1 << 20  # samples
 _ROOM = 1 << 22  # samples
@@ -73,12 +75,16 @@ def analyze(
     >>> index.values.round(2).tolist(), index.samples.tolist()
     ([0.29, 0.29, 0.29, 2.08], [0, 1, 2, 3])
     """
-    if isinstance(metric, str) and metric not in _NAMED:
+    if metric not in _NAMED if isinstance(metric, str) else not callable(metric):
         raise BatchError(
             f"analyze: metric={metric!r}: use {' or '.join(map(repr, _NAMED))}, or a function from a sample to a number"
         )
-    if processes < 1 or part < 1:
-        raise BatchError(f"analyze: processes={processes}, part={part}: use 1 or more of each")
+    if not is_step(processes) or not is_step(part):
+        raise BatchError(f"analyze: processes={processes!r}, part={part!r}: use integers, 1 or more of each")
+    if not isinstance(path, (str, Path)):
+        raise BatchError(f"analyze: path={path!r}: give the name of a file for the index")
+    if processes > 1:
+        _require_sendable(metric)
     dataset, path = as_dataset(dataset), Path(path)
     if not path.name or path.is_dir():
         raise BatchError(f"analyze: {path} is a folder: give the name of a file for the index")
@@ -207,8 +213,18 @@ def _maker(metric: str | Callable[[Any], float], job: _Job) -> Make:
     if metric == "rarity":
         counts = [IndexFile(file).values for file in job.files("counts", counts_of)]
         return _Values(Rarity(reduce(added, counts)))
-    assert callable(metric)
+    assert not isinstance(metric, str)  # the names are those above
     return _Values(metric)
+
+
+def _require_sendable(metric: Any) -> None:
+    try:
+        pickle.dumps(metric)
+    except Exception as error:  # what the metric's own class raises too
+        raise BatchError(
+            f"analyze: metric={metric!r} cannot be sent to processes ({error}): define the function in a module, or use "
+            "processes=1"
+        ) from None
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from shardlib.data.lengths import SURPLUS
 from shardlib.data.order import Epochs
 from shardlib.data.pace import Pace, as_pace, constant_pace, map_paces
 from shardlib.errors import BatchError
+from shardlib.optim.ranges import is_step
 
 
 def curriculum(
@@ -64,6 +65,10 @@ def curriculum(
     rows = as_pace(batch, "curriculum", "batch")
     if surplus not in SURPLUS:
         raise BatchError(f"curriculum: surplus={surplus!r}: use {' or '.join(map(repr, SURPLUS))}")
+    if sequence is not None and not is_step(sequence):
+        raise BatchError(f"curriculum: sequence={sequence!r}: give the length of the dataset's sequences, at least 1")
+    if not isinstance(percentile, bool):
+        raise BatchError(f"curriculum: percentile={percentile!r}: use True or False")
     if length is not None:
         length = as_pace(length, "curriculum", "length")
         sequence = length.values[-1] if sequence is None else sequence

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardlib.data.arrays import as_array
 from shardlib.data.headed_file import START, header_of, new_file, require_checksum
 from shardlib.errors import BatchError, ShardlibError
 
@@ -40,7 +41,7 @@ class Index:
     """
 
     def __init__(self, values: Any, samples: np.ndarray | None = None) -> None:
-        self.values = np.asarray(values)
+        self.values = as_array(values)
         if self.values.ndim != 1 or self.values.dtype.kind not in "iuf" or not len(self.values):
             raise BatchError(
                 f"Index: values of {self.values.dtype} and shape {self.values.shape}: give one number for each sample"

@@ -19,6 +19,7 @@ from shardlib.data.pace import Pace
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import Fetch, as_dataset, fetch_of, no_rows, to_device
 from shardlib.errors import BatchError
+from shardlib.optim.ranges import is_count, is_step
 from shardlib.rng import Key
 
 # Indices are computed for some batches at once: 4,096 of one epoch cost 0.8 ms, and 64 cost 0.17 ms.
@@ -84,8 +85,8 @@ def loader(
     dataset, share, plan = as_dataset(dataset), share_of(where, over), as_curriculum(batch)
     order, end = _order(dataset, plan, Key(seed).seed, shuffle, epochs)
     check_rows(plan.rows, share)
-    if workers < 0:
-        raise BatchError(f"loader: workers={workers}: 0 for none, or the number of processes that read ahead")
+    if not is_count(workers):
+        raise BatchError(f"loader: workers={workers!r}: 0 for none, or the number of processes that read ahead")
     pinned = pins(share.mesh.device) if pin is None else pin
     # Every epoch that the batches reach into costs a computation of its own.
     ahead = min(_INDICES() * share.count, len(dataset))
@@ -135,11 +136,10 @@ class Loader:
         Raises:
             BatchError: a number that is negative, or beyond the last epoch.
         """
-        samples = operator.index(samples)
-        if samples < 0 or (self._end is not None and samples > self._end):
+        if not is_count(samples) or (self._end is not None and samples > self._end):
             most = "" if self._end is None else f", and the last of {self._end}"
-            raise BatchError(f"loader: samples={samples}: the first is 0{most}")
-        self.samples = samples
+            raise BatchError(f"loader: samples={samples!r}: the first is 0{most}; give an integer")
+        self.samples = operator.index(samples)
         return self
 
     def state_dict(self) -> dict[str, int]:
@@ -224,8 +224,8 @@ def _unchanged(batch: Any) -> Any:
 def _order(dataset: Any, plan: Curriculum, seed: int, shuffle: bool, epochs: int | None) -> tuple[Order, int | None]:
     """The dataset's own order (`mixture` has one), the curriculum's or that of the samples; and the number of samples in so
     many epochs."""
-    if epochs is not None and epochs < 1:
-        raise BatchError(f"loader: epochs={epochs}: use 1 or more, or None for a stream without end")
+    if epochs is not None and not is_step(epochs):
+        raise BatchError(f"loader: epochs={epochs!r}: use 1 or more, an integer, or None for a stream without end")
     own, name = getattr(dataset, "order", None), type(dataset).__name__
     if own is not None:
         if plan.index is not None:

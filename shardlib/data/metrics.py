@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from shardlib.data.arrays import as_array
 from shardlib.errors import BatchError
 
 _TOKENS = ("tokens", "input_ids")
@@ -139,12 +140,17 @@ def _found(sample: Any, number: int, dims: int) -> tuple[np.ndarray, np.ndarray]
     tokens, held = sample, None
     if isinstance(sample, Mapping):
         tokens = next((sample[name] for name in _TOKENS if name in sample), None)
-        held = next((is_held(np.asarray(sample[name])) for name, is_held in _HELD.items() if name in sample), None)
-    tokens = np.asarray(tokens)
+        held = next((is_held(as_array(sample[name])) for name, is_held in _HELD.items() if name in sample), None)
+    tokens = as_array(tokens)
     if tokens.ndim != dims or (tokens.size and tokens.dtype.kind not in "iu"):
         has = ", ".join(map(repr, sample)) if isinstance(sample, Mapping) else type(sample).__name__
         raise BatchError(
             f"analyze: sample {number} has no tokens that can be found ({has}): a sample is a list of integers, or a "
             f"dictionary with {' or '.join(map(repr, _TOKENS))}; for others use a function as the metric"
+        )
+    if held is not None and held.shape != tokens.shape:
+        raise BatchError(
+            f"analyze: sample {number} has tokens of shape {tokens.shape}, and what says which of them count is "
+            f"{held.shape}: give attention_mask or segments the tokens' shape"
         )
     return tokens, np.ones(tokens.shape, bool) if held is None else held

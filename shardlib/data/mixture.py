@@ -23,6 +23,7 @@ from torch.utils.data import default_collate
 from shardlib.data.order import Order, Shuffled, Unshuffled
 from shardlib.data.rows import as_dataset
 from shardlib.errors import BatchError, listing
+from shardlib.optim.ranges import is_positive
 from shardlib.rng import Key
 from shardlib.tree import tree_map
 
@@ -132,9 +133,10 @@ def _pattern(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 def _shares(weights: Sequence[float | Fraction], count: int) -> tuple[int, ...]:
     """Whole numbers in the proportions of the weights, with a sum of at most 65,536."""
-    if len(weights) != count:
-        raise BatchError(f"mixture: {len(weights)} weights for {count} sources; give one for each")
-    wrong = [f"source {source}: {weight!r}" for source, weight in enumerate(weights) if not 0 < weight < math.inf]
+    many = len(weights) if hasattr(weights, "__len__") else repr(weights)
+    if many != count:
+        raise BatchError(f"mixture: {many} weights for {count} sources; give one for each")
+    wrong = [f"source {source}: {weight!r}" for source, weight in enumerate(weights) if not is_positive(weight)]
     if wrong:
         raise BatchError(
             f"mixture: weights are numbers above 0:\n{listing(wrong)}\nLeave out a source that is to give no samples."

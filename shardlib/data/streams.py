@@ -10,9 +10,12 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from shardlib.collectives import primitives
 from shardlib.common.devices import pins
+from shardlib.data.curriculum import Curriculum
+from shardlib.data.pace import Pace
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import to_device
 from shardlib.errors import BatchError
+from shardlib.optim.ranges import is_step
 
 
 def streams(
@@ -62,8 +65,18 @@ def streams(
     {'samples': 4, 'streams': [{'epoch': 0, 'inner': 2}, {'epoch': 0, 'inner': 2}]}
     """
     share = share_of(where, over)
+    if not hasattr(datasets, "__len__"):
+        raise BatchError(
+            f"streams: {type(datasets).__name__} is no list of datasets: pass [dataset], or several parts of it, of which "
+            "each rank reads its own"
+        )
+    if not is_step(batch):
+        what = "rows change from step to step in sl.data.loader alone" if isinstance(batch, (Pace, Curriculum)) else ""
+        raise BatchError(
+            f"streams: batch={batch!r}: give a number of rows, an integer of at least 1{what and '; '}{what}"
+        )
     count = len(datasets)
-    if not count or count % share.count or batch < 1 or batch % count:
+    if not count or count % share.count or batch % count:
         raise BatchError(
             f"streams: {count} datasets, {share.count} ranks that share a batch, batches of {batch} rows: the number of "
             "datasets must be a multiple of the ranks, and the rows a multiple of the datasets, so that every rank has whole "

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from shardlib.data.arrays import as_array
 from shardlib.data.headed_file import CHUNK, START, header_of, new_file, require_checksum
 from shardlib.errors import ShardlibError
 
@@ -135,7 +136,7 @@ def _header_of(path: Path) -> dict[str, Any]:
 
 
 def _checked(document: Any, vocabulary: int, number: int) -> np.ndarray:
-    given = np.frombuffer(document, np.uint8) if isinstance(document, (bytes, bytearray)) else np.asarray(document)
+    given = np.frombuffer(document, np.uint8) if isinstance(document, (bytes, bytearray)) else as_array(document)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise TokenFileError(
             f"write_tokens: document {number} is {given.dtype} of shape {given.shape}, not a list of tokens"

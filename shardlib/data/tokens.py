@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardlib.data.arrays import as_array
 from shardlib.data.headed_file import checksum_of
 from shardlib.data.rows import RowsDataset
 from shardlib.data.token_file import TokenFile
-from shardlib.errors import BatchError
+from shardlib.errors import BatchError, listing
 
 IGNORED = -100  # the target of positions without one, as in F.cross_entropy
 
@@ -93,8 +94,17 @@ class _Listed:
     """Documents of a list, with the attributes of a token file."""
 
     def __init__(self, documents: Sequence[Any]) -> None:
-        arrays = [np.frombuffer(d, np.uint8) if isinstance(d, bytes) else np.asarray(d, np.int64) for d in documents]
-        self.tokens = np.concatenate([np.empty(0, np.int64), *arrays])
+        arrays = [np.frombuffer(d, np.uint8) if isinstance(d, bytes) else as_array(d) for d in documents]
+        wrong = [
+            f"document {number}: {array.dtype} of shape {array.shape}"
+            for number, array in enumerate(arrays)
+            if array.ndim != 1 or (array.size and array.dtype.kind not in "iu")
+        ]
+        if wrong:
+            raise BatchError(
+                f"packed: documents are sequences of integers:\n{listing(wrong)}\nGive tokens, or a file's path."
+            )
+        self.tokens = np.concatenate([np.empty(0, np.int64), *(array.astype(np.int64) for array in arrays)])
         self.ends = np.cumsum([len(array) for array in arrays], dtype=np.uint64)
 
     @property

@@ -131,8 +131,8 @@ class Machine:
             times |= {f"{name}.latency": link.latency, f"{name}.processor": link.processor}
         if wrong := {name: value for name, value in times.items() if not is_seconds(value)}:
             raise ValueError(f"Machine has times that are no seconds, finite ones of at least 0: {named(wrong)}")
-        per_host = self.ranks_per_host
-        if not isinstance(per_host, Integral) or isinstance(per_host, bool) or per_host < 1:
+        per_host: Any = self.ranks_per_host
+        if isinstance(per_host, bool) or not isinstance(per_host, Integral) or per_host < 1:
             raise ValueError(f"Machine(ranks_per_host={per_host!r}): give an integer of at least 1")
         if not is_seconds(self.crowd) or self.crowd < 1:
             raise ValueError(f"Machine(crowd={self.crowd!r}): give at least 1, ranks with a processor each")

@@ -9,12 +9,12 @@ from typing import Any
 
 def is_rate(value: Any) -> bool:
     """Whether a value is a number per second: above 0, and infinite where there is no limit."""
-    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
+    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
 
 
 def is_seconds(value: Any) -> bool:
     """Whether a value is a finite number of seconds, 0 or more."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
+    return not isinstance(value, bool) and isinstance(value, Real) and 0 <= float(value) < math.inf
 
 
 def named(values: dict[str, Any]) -> str:

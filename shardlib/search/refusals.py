@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardlib.errors import listing
+from shardlib.errors import BatchError, MeshError, listing
 from shardlib.optim.ranges import check, is_share, is_step
 from shardlib.search.space import Choice, Space, meshes
 
@@ -14,6 +14,7 @@ def require_arguments(ranks: object, within: object, rows: int) -> None:
 
     Raises:
         ValueError: names them all.
+        BatchError: a batch without rows.
     """
     check(
         "search_plan",
@@ -22,7 +23,7 @@ def require_arguments(ranks: object, within: object, rows: int) -> None:
         within=(within, is_share(within)),
     )
     if rows < 1:
-        raise ValueError("search_plan: the batch has 0 rows: give the batch of all ranks together, of one row at least")
+        raise BatchError("search_plan: the batch has 0 rows: give the batch of all ranks together, of one row at least")
 
 
 def require_choices(
@@ -42,7 +43,7 @@ def require_choices(
         tried: what there is.
 
     Raises:
-        ValueError: there is none; says why.
+        MeshError: there is none; says why.
     """
     if tried:
         return
@@ -64,4 +65,4 @@ def require_choices(
             f"no mesh of {ranks} ranks goes with Space(offloads={space.offloads}{machine}, sequences={space.sequences}, "
             f"codecs={space.codecs}): put None among them"
         ]
-    raise ValueError(f"search_plan has no choice for {ranks} ranks and {rows} rows:\n{listing(reasons)}")
+    raise MeshError(f"search_plan has no choice for {ranks} ranks and {rows} rows:\n{listing(reasons)}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from shardlib.errors import IllegalComposition
 from shardlib.init.deferred import defer
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.machine import Machine, require_machine
@@ -50,8 +51,10 @@ def search_plan(
 
     Raises:
         TypeError: an optimizer that is not a gradient transformation, or a machine that is no `shardlib.plan.Machine`.
-        ValueError: fewer than one rank; a batch without rows, or one that no mesh of the ranks can share; a share
-            ``within`` that is none; no precision of the space that the machine has a rate for.
+        ValueError: fewer than one rank, or a share ``within`` that is none.
+        BatchError: a batch without rows.
+        MeshError: no mesh of the ranks can share the batch.
+        IllegalComposition: no precision of the space that the machine has a rate for.
 
     >>> from shardlib.models import gpt
     >>> config = gpt.GPTConfig(layers=2, width=32, heads=2, sequence=16)
@@ -68,7 +71,7 @@ def search_plan(
     space = space or Space()
     known = tuple(name for name in space.precisions if name in machine.flops)
     if not known:
-        raise ValueError(
+        raise IllegalComposition(
             f"the machine has no rate for {', '.join(space.precisions)}, only for {', '.join(machine.flops)}: give "
             "search_plan(space=Space(precisions=...))"
         )

@@ -67,7 +67,7 @@ def progressive_layer_drop(
     >>> [round(p, 3) for p in plan.step.layer_drop.keep(10_000).values()]
     [0.875, 0.75, 0.625, 0.5]
     """
-    theta = number("progressive_layer_drop", "theta", theta, 0.0, 1.0)
+    theta = number("progressive_layer_drop", "theta", theta, 0.0, 1.0, "use a number above 0 and up to 1")
     if theta == 0.0:
         raise refused("progressive_layer_drop", "theta", theta, "the last layer must be kept at times: use more than 0")
     gamma = number("progressive_layer_drop", "gamma", gamma, 0.0, 1e3)

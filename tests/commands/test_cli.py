@@ -17,6 +17,7 @@ import shardlib as sl
 from shardlib import checkpoint
 from shardlib.commands import __main__ as cli
 from shardlib.commands import doctor, model, train
+from shardlib.plan import Link, Machine
 from shardlib.plan.loss_scale import LossScale
 
 SIZES = ["--layers", "2", "--width", "32", "--heads", "2", "--sequence", "32", "--batch", "4"]
@@ -304,6 +305,91 @@ def test_doctor_says_what_a_missing_compiler_costs_and_how_to_name_one(capsys, m
     assert cli.main(["doctor"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("nvcc"))
     assert "no-such-compiler not found; install it or set NVCC" in row and "next implementation" in row
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A folder with files of all kinds that commands read, but good ones."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in {
+        "bad.json": "{",
+        "list.json": "[]",
+        "short.txt": "ab",
+        "middle.txt": "the quick brown fox\n" * 600,
+        "a.jsonl": '{"text": "one"}\n{"words": "two"}\n',
+        "number.jsonl": '{"text": 3}\n',
+    }.items():
+        (tmp_path / name).write_text(content)
+    machine = Machine("1GiB", {"fp32": 1e10}, Link(1e9, 1e-5), ranks_per_host=8)
+    machine.write("machine.json")
+    replace(machine, flops={"fp16": 1e10}).write("half.json")
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        ("plan --width 250 --heads 4", "shardlib plan: GPTConfig: heads=4 does not divide width=250; choose"),
+        ("plan --width 0", "argument --width: '0' is not an integer of at least 1"),
+        ("plan --layers 0", "argument --layers: '0'"),
+        ("plan --dropout 2", "argument --dropout: '2' is not a number from 0 to below 1"),
+        ("plan --dropout nan", "argument --dropout: 'nan'"),
+        ("plan --experts 1", "shardlib plan: --experts 1: a token uses two experts"),
+        ("plan --experts -2", "argument --experts: '-2' is not an integer of at least 0"),
+        ("plan --mesh data=2,model=2,data=4", "axis data stands there twice: give each axis one size"),
+        ("plan --microbatches 0", "argument --microbatches: '0'"),
+        ("plan --remat auto", "give --device-memory, such as 24GiB"),
+        ("plan --search --machine nofile", "shardlib plan: [Errno 2] No such file or directory: 'nofile'"),
+        ("plan --search --machine .", "shardlib plan: [Errno 21] Is a directory: '.'"),
+        ("plan --search --machine bad.json", "shardlib plan: bad.json describes no machine: Expecting"),
+        ("plan --search --machine list.json", "shardlib plan: list.json describes no machine: a list"),
+        (
+            "plan --search --machine half.json --ranks 2 --layers 1",
+            "shardlib plan: the machine has no rate for fp32, bf16",
+        ),
+        ("doctor --measure --ranks 0", "argument --ranks: '0'"),
+        ("doctor --out f.json", "--out and --ranks are of what --measure measures: give it too"),
+        ("doctor --ranks 2", "--out and --ranks are of what --measure measures"),
+        ("analyze . --out x", "shardlib analyze: [Errno 21] Is a directory: '.'"),
+        ("analyze --dataset mine:rows --sequence -3 --out x", "argument --sequence: '-3'"),
+        ("analyze --dataset mine:rows --sequence 3 --out x", "--sequence and --packed cut a token file"),
+        ("tokenize short.txt --out .", "tokenize: --out . is a folder"),
+        ("tokenize a.jsonl --out x", "a.jsonl, line 2 is no JSON object with a field 'text'"),
+        ("tokenize bad.json number.jsonl --out x", "number.jsonl, line 1: the field 'text' is int, not text"),
+        ("profile --data nofile", "shardlib profile: no file or folder of text at nofile"),
+        ("profile --data short.txt", "shardlib profile: split: 2 bytes are too few"),
+        ("profile --data middle.txt --sequence 99999", "bytes hold no window of 99999"),
+        ("profile --batch 0", "argument --batch: '0'"),
+        (
+            "profile --mesh data=2",
+            "shardlib profile: the mesh data=2 has 2 ranks and 1 process runs; start it with torchrun",
+        ),
+        ("profile --remat auto", "shardlib profile: --remat auto is for shardlib plan"),
+        ("profile --data middle.txt --clip -1", "shardlib profile: clip_by_global_norm(max_norm=-1.0)"),
+        ("generate . --prompt a --mesh data=2", "shardlib generate: the mesh data=2 has 2 ranks"),
+        ("lr-range-test --data nofile", "shardlib lr-range-test: no file or folder of text at nofile"),
+        ("train --data middle.txt --batch 64", "600 bytes are set aside for validation, a twentieth of the text"),
+        ("train --lr -1", "argument --lr: '-1' is not a number above 0"),
+        ("train --steps 0", "argument --steps: '0'"),
+        ("train --save-every 0", "argument --save-every: '0'"),
+    ],
+)
+def test_wrong_arguments_are_one_line(command, message, files, capsys):
+    """And no error of another kind."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(command.split())
+    assert message in f"{stopped.value}{capsys.readouterr().err}"
+
+
+def test_errors_of_other_kinds_keep_their_tracebacks(files, monkeypatch):
+    def broken(*args, **options):
+        raise ValueError("a defect")
+
+    monkeypatch.setattr("shardlib.commands.plan.make_plan", broken)
+    with pytest.raises(ValueError, match="a defect"):
+        cli.main(["plan", *SIZES])
+    monkeypatch.setattr("shardlib.commands.search.search_plan", broken)
+    with pytest.raises(ValueError, match="a defect"):
+        cli.main(["plan", "--search", "--machine", "machine.json", "--ranks", "1", *SIZES])
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,11 @@ def test_files_that_are_damaged_or_of_something_else(tmp_path):
         ([{"x": 1}], "length", r"sample 0 has no tokens that can be found \('x'\)"),
         ([[1], [0.5]], "rarity", "sample 1 has no tokens"),
         ([[1], [2, -100]], "rarity", "sample 1 has negative tokens: .* attention_mask"),
+        ([[1]], None, "metric=None: use 'length' or 'rarity', or a function"),
+        ([(torch.tensor([1, 2]), 0)], "length", r"sample 0 has no tokens that can be found \(tuple\).* use a function"),
+        ([[1, [2, 3]]], "rarity", r"sample 0 has no tokens that can be found \(list\)"),
+        ([torch.ones(2, requires_grad=True)], "length", r"sample 0 has no tokens that can be found \(Tensor\)"),
+        ([{"input_ids": [1, 2], "attention_mask": [1]}], "length", r"tokens of shape \(2,\), .* is \(1,\): give"),
         ([[1], [2]], lambda sample: None, "the metric of sample 0 is None: it must be a number"),
         ([[1], [2]], lambda sample: math.nan, "the metric of sample 0 is nan, as of 2 samples"),
     ],
@@ -348,6 +353,24 @@ def test_wrong_analyses_are_refused(tmp_path, dataset, metric, message):
     with pytest.raises(BatchError, match=message):
         sl.data.analyze(dataset, metric, tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"part": 1.5}, "part=1.5: use integers"),
+        ({"processes": "2"}, "processes='2'"),
+        ({"path": None}, "path=None: give the name of a file"),
+        (
+            {"metric": lambda sample: 1, "processes": 2},
+            "cannot be sent to processes .*: define the function in a module",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path, wrong, message):
+    with pytest.raises(BatchError, match=message):
+        sl.data.analyze(**{"dataset": [[1], [2]], "metric": "length", "path": tmp_path / "a"} | wrong)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_is_no_index(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from shardlib.data.order import Shuffled
 from shardlib.errors import BatchError, RankMismatch
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
+from shardlib.plan.thinning import TokenDrop
 
 discrete, constant = sl.data.discrete_pace, sl.data.constant_pace
 
@@ -295,6 +296,21 @@ def test_percentiles_and_ties():
     assert batches_of([7], one, 1, 3)[0] == [[7]] * 3
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([3, 1, 2], dtype=torch.bfloat16),
+        torch.tensor([3.0, 1, 2], requires_grad=True),
+        [torch.tensor(value, requires_grad=True) for value in (3.0, 1.0, 2.0)],
+        [torch.tensor(value, dtype=torch.bfloat16) for value in (3.0, 1.0, 2.0)],
+        np.array([3, 1, 2], np.uint8),
+    ],
+)
+def test_difficulties_of_every_form(values):
+    plan = sl.data.curriculum(1, difficulty=values, up_to=constant(2))
+    assert plan.index.samples.tolist() == [1, 2, 0] and plan.limits.values == (2,)
+
+
 def test_a_curriculum_goes_to_other_processes():
     plan = sl.data.curriculum(2, length=constant(4), difficulty=[1, 2], up_to=constant(2))
     assert pickle.loads(pickle.dumps(plan)).limits == plan.limits
@@ -326,6 +342,13 @@ def test_a_curriculum_goes_to_other_processes():
             "surplus='keep': use 'truncate' or 'reshape'",
         ),
         (lambda: sl.data.curriculum(2).tokens(3), "give sequence="),
+        (lambda: sl.data.curriculum(2, length=constant(4), sequence="x"), "sequence='x': give the length"),
+        (lambda: sl.data.curriculum(2, sequence=0), "sequence=0: give the length"),
+        (lambda: sl.data.curriculum(2, length=constant(4), sequence=8.5), "sequence=8.5: give the length"),
+        (lambda: sl.data.curriculum(2, percentile="no"), "percentile='no': use True or False"),
+        (lambda: sl.data.curriculum(2, difficulty=[[1], [2, 3]], up_to=constant(4)), "give one number for each sample"),
+        (lambda: sl.data.layer_tokens(None, sl.data.curriculum(2)), r"drop=None: give plan\.step\.token_drop"),
+        (lambda: sl.data.layer_tokens(TokenDrop(4, 1, ()), 4), "plan=4: give what each step reads, such as"),
         (
             lambda: sl.data.loader([1, 2, 3], sl.make_mesh(), sl.data.curriculum(2, difficulty=[1], up_to=constant(1))),
             "difficulties of 1 samples, and the dataset has 3",

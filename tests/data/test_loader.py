@@ -268,6 +268,10 @@ WRONG = {
     "b: str, not an array with rows\n.*x: 3 rows": {"dataset": {"b": "text", "a": torch.ones(2), "x": torch.ones(3)}},
     "workers=-1": {"workers": -1},
     "epochs=0: use 1 or more": {"epochs": 0},
+    "epochs=1.5: use 1 or more, an integer": {"epochs": 1.5},
+    "epochs='2': use 1 or more": {"epochs": "2"},
+    "workers=1.5": {"workers": 1.5},
+    "samples=1.5: the first is 0; give an integer": {"samples": 1.5},
     "samples=-1: the first is 0": {"samples": -1},
     "samples=9: the first is 0, and the last of 8": {"samples": 9, "epochs": 1},
 }

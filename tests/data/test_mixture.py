@@ -76,6 +76,8 @@ def test_wrong_mixtures_are_refused():
         ([], None, "no sources"),
         ([[1]], [1, 2], "2 weights for 1 sources"),
         ([[1], [2]], [1, -1], "source 1: -1"),
+        ([[1], [2]], ["1", 1], "source 0: '1'"),
+        ([[1], [2]], 3, "3 weights for 2 sources"),
         ([[1], [2]], [0, float("nan")], "source 0: 0\n.*source 1: nan"),
         ([[1], []], None, "has no samples"),
     ):

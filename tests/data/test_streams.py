@@ -94,6 +94,11 @@ def test_a_curriculum_goes_on_too():
 def test_what_cannot_be_streamed_is_refused():
     with pytest.raises(BatchError, match="3 datasets, 1 ranks that share a batch, batches of 4 rows"):
         sl.data.streams([Numbers(0, 1)] * 3, sl.make_mesh(), 4)
+    for batch in (sl.data.linear_pace(2, 4, 3), sl.data.curriculum(2), 1.5, True, "2"):
+        with pytest.raises(BatchError, match="give a number of rows, an integer of at least 1"):
+            sl.data.streams([[1]], sl.make_mesh(), batch)
+    with pytest.raises(BatchError, match=r"count is no list of datasets: pass \[dataset\]"):
+        sl.data.streams(itertools.count(), sl.make_mesh(), 1)
     with pytest.raises(BatchError, match="int cannot be iterated over"):
         sl.data.streams([3], sl.make_mesh(), 4)
     with pytest.raises(BatchError, match="list has no samples"):

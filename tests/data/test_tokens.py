@@ -160,6 +160,14 @@ def test_an_empty_packing_is_refused():
         sl.data.packed([[1]], 0)
 
 
+def test_documents_of_something_else_are_refused(tmp_path):
+    """Floats were once cut down to integers."""
+    with pytest.raises(BatchError, match=r"document 0: float64 of shape \(1,\)\n.*document 2: object of shape \(\)"):
+        sl.data.packed([[1.5], [1], [[1], [2, 3]]], 4)
+    with pytest.raises(sl.data.TokenFileError, match=r"document 0 is object of shape \(\), not a list of tokens"):
+        sl.data.write_tokens(tmp_path / "a", [[1, [2]]])
+
+
 def test_tokenize_files_as_bytes(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "b.txt").write_text("zwei ä\n")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -118,7 +119,7 @@ def predict_step(
     return _run(plan, _stages(plan, forward, backward), Rates(bandwidth), [update] * len(plan.views), owned)
 
 
-def _require_numbers(forward: object, bandwidth: object, others: dict[str, object]) -> None:
+def _require_numbers(forward: Any, bandwidth: Any, others: dict[str, Any]) -> None:
     if not isinstance(bandwidth, Mapping):
         raise TypeError(
             f"predict_step(bandwidth={bandwidth!r}): give bytes per second by the name of an axis or a way, such as "
