@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 
 from shardlib.checkpoint.decoding import decoded
-from shardlib.checkpoint.fragments import BUFFERS, Fragment, flat_tensors, named_leaves, whole
+from shardlib.checkpoint.fragments import BUFFERS, Fragment, flat_tensors, whole
 from shardlib.checkpoint.packed import Parts
 from shardlib.checkpoint.rank_local_buffers import local_name
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.sharded.checksum import checksum
-from shardlib.tree import path_name
+from shardlib.tree import named_leaves, path_name
 
 Digest = tuple[tuple[int, ...], str]  # of a rank's `Held`: its place, and a hash
 
@@ -44,12 +44,13 @@ class Held(NamedTuple):
 
 
 def common_leaves(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values of the tensors that are not sharded on this rank."""
+    """Names and values of the tensors that are not sharded on this rank, and of what stands for numbers."""
     for prefix, tree in (("opt", parts.opt), ("also", parts.also), ("buffers", parts.buffers)):
         for path, leaf in named_leaves(tree):
             sharded = prefix != "buffers" and flat_tensors(parts.params.plan, path, leaf)
             if isinstance(leaf, torch.Tensor) and not sharded:
                 yield f"{prefix}/{path_name(path)}", leaf
+    yield from parts.numbers.items()
 
 
 def held_by(parts: Parts) -> Held:

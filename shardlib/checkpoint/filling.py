@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -20,22 +19,21 @@ from shardlib.checkpoint.fragments import (
     source_of,
     whole,
 )
-from shardlib.checkpoint.packed import Parts, outlined
+from shardlib.checkpoint.packed import Parts
 from shardlib.checkpoint.reading import Saved
 from shardlib.checkpoint.residuals import log_dropped, residual_fills
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.on_disk import InPlace
-from shardlib.optim.train_state import Pending, TrainState
+from shardlib.optim.train_state import Pending
 from shardlib.tree import matches
 
 
-def fill_state(saved: Saved, state: TrainState, also: Mapping[str, Any] | None, partial: Sequence[str]) -> None:
-    """Fill this rank's part of a state, and of further trees, in place. Arguments and errors as in
-    `shardlib.checkpoint.restore`."""
-    mesh = state.params.mesh
-    parts = outlined(state, also)
+def fill_state(saved: Saved, parts: Parts, partial: Sequence[str]) -> None:
+    """Fill this rank's part of a state, and of further trees, in place. Numbers are then in ``parts`` alone. Arguments and
+    errors as in `shardlib.checkpoint.restore`; ``parts`` are `outlined`."""
+    mesh = parts.params.mesh
     fills = list(planned(saved, parts))
     _check_alike(saved, parts, partial)
     check_intact(saved, mesh)
@@ -53,8 +51,8 @@ def fill_state(saved: Saved, state: TrainState, also: Mapping[str, Any] | None, 
         except BaseException:
             writes.take_back()  # with the error, so that another checkpoint can be restored
             raise
-        if isinstance(state.opt.pending, Pending) and not _delayed(saved):
-            state.opt.pending.due.zero_()
+        if isinstance(parts.opt.pending, Pending) and not _delayed(saved):
+            parts.opt.pending.due.zero_()
     log_dropped(parts, saved)
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
 
 from shardlib.checkpoint.packed import Parts
@@ -22,7 +21,7 @@ from shardlib.mesh.specs import Window
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import path_name
+from shardlib.tree import named_leaves, path_name
 
 # Bytes: of a leaf with at least so many for each rank that holds a copy, each of these ranks saves a part.
 _DIVIDED = Threshold(1 << 16)
@@ -195,15 +194,6 @@ def flat_tensors(plan: Plan, path: tuple[Any, ...], leaf: Any) -> list[FlatState
     return [
         FlatState(bucket, subset, (*tree, *index), leaf[index])
         for index in itertools.product(*map(range, leaf.shape[:-1]))
-    ]
-
-
-def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
-    """Path and value of each leaf. A path has the names of fields, which stay the same when others are added."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf)
-    return [
-        (tuple(each.field if isinstance(each, optree.NamedTupleEntry) else each.entry for each in accessor), leaf)
-        for accessor, leaf in zip(accessors, leaves, strict=True)
     ]
 
 

@@ -18,7 +18,7 @@ from shardlib.checkpoint.filling import check_intact, fill_state, run_fills
 from shardlib.checkpoint.fills import Fill, joined
 from shardlib.checkpoint.fragments import BUFFERS, MASTERS, PARAMS, Fragment, needed_fragments, needed_params
 from shardlib.checkpoint.manifest import Entry, Manifest
-from shardlib.checkpoint.packed import Parts, outlined, outlined_params
+from shardlib.checkpoint.packed import Parts, outlined, outlined_params, with_numbers_of
 from shardlib.checkpoint.reading import Saved
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
@@ -102,10 +102,11 @@ def _import_state(read: Imported, state: TrainState, prefix: str, partial: Seque
     counters = {name: leaf for name, leaf in common_leaves(parts) if name.rpartition("/")[2] in _COUNTERS}
     held = replace(read.held, tensors=_renamed(read, parts, prefix))
     with Saved(read.folder, held) as saved:
-        fill_state(saved, state, None, [*globs_of(partial), *counters])
+        fill_state(saved, parts, [*globs_of(partial), *counters])
     for leaf in counters.values():
         leaf.fill_(counted[0] if counted else held.step)
-    return TrainState(held.step, state.params, state.opt, state.comm, state.buffers, state.scale, state.rng).fitting()
+    opt, buffers = with_numbers_of(parts, state)
+    return TrainState(held.step, state.params, opt, state.comm, buffers, state.scale, state.rng).fitting()
 
 
 def _renamed(read: Imported, parts: Parts, prefix: str) -> dict[str, Entry]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from shardlib.checkpoint.numbers import tensors_of_numbers, with_numbers
 from shardlib.common._compat import storage_id
 from shardlib.errors import TreeError, listing
 from shardlib.optim.base import Packed
@@ -25,6 +26,7 @@ class Parts(NamedTuple):
         also: name -> further tree of tensors in the optimizer's layout (the state of `shardlib.optim.ema`), or equal on all
             ranks.
         packed: storage of a tensor without memory -> the packed tensor that it stands for.
+        numbers: name -> the tensor that stands for a number in ``opt`` or ``buffers``; see `shardlib.checkpoint.numbers`.
     """
 
     params: Sharded
@@ -33,11 +35,12 @@ class Parts(NamedTuple):
     buffers: Any
     also: Mapping[str, Any]
     packed: Mapping[int, Packed]
+    numbers: Mapping[str, torch.Tensor]
 
 
 def outlined(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
     """The trees of a state and of ``also``, with tensors without memory instead of packed ones; all others share memory with
-    them.
+    them, except those that stand for numbers.
 
     Raises:
         TreeError: ``also`` has leaves that are no tensors.
@@ -54,7 +57,13 @@ def outlined(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
     opt, further = replaced
     _require_tensors(further)
     params, on_disk = outlined_params(state.params)
-    return Parts(params, opt, state.comm, state.buffers, further, packed | on_disk)
+    numbers = tensors_of_numbers("opt", opt) | tensors_of_numbers("buffers", state.buffers)
+    return Parts(params, opt, state.comm, state.buffers, further, packed | on_disk, numbers)
+
+
+def with_numbers_of(parts: Parts, state: TrainState) -> tuple[OptimizerState, Any]:
+    """The optimizer's state and the buffers of a state, with the numbers of its `outlined` parts."""
+    return with_numbers("opt", state.opt, parts.numbers), with_numbers("buffers", state.buffers, parts.numbers)
 
 
 def outlined_params(params: Sharded) -> tuple[Sharded, dict[int, Packed]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
-from shardlib.checkpoint.fragments import MASTERS, PARAMS, Fragment, bucket_fragments, named_leaves
+from shardlib.checkpoint.fragments import MASTERS, PARAMS, Fragment, bucket_fragments
 from shardlib.checkpoint.packed import Parts
-from shardlib.tree import path_name
+from shardlib.tree import named_leaves, path_name
 
 PREFIX = "rank_local/"
 

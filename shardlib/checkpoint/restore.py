@@ -10,7 +10,7 @@ from typing import Any
 from shardlib.checkpoint import commit
 from shardlib.checkpoint.agreement import from_first_rank, read_on_all_ranks
 from shardlib.checkpoint.filling import fill_state, planned
-from shardlib.checkpoint.packed import outlined
+from shardlib.checkpoint.packed import outlined, with_numbers_of
 from shardlib.checkpoint.reading import Saved, open_checkpoint
 from shardlib.checkpoint.save import require_state
 from shardlib.errors import CheckpointError, listing
@@ -84,14 +84,16 @@ def restore(
     """
     require_state("restore", state)
     with _opened_on_all_ranks(Path(checkpoint), state.params.mesh) as saved:
-        fill_state(saved, state, also, partial)
+        parts = outlined(state, also)
+        fill_state(saved, parts, partial)
         facts = saved.manifest
     before = LossScale(**facts.scale) if facts.scale else None
     # The new plan decides whether there is a loss scale and by which rules it changes; only its value is restored.
     scale = state.scale.resumed(before) if state.scale and before else state.scale
     factor = (scale.value if scale else 1.0) / (before.value if before else 1.0)
     comm = state.comm if factor == 1 else rescaled(state.params.plan, state.comm, factor)
-    return TrainState(facts.step, state.params, state.opt, comm, state.buffers, scale, Key(facts.seed)).fitting()
+    opt, buffers = with_numbers_of(parts, state)
+    return TrainState(facts.step, state.params, opt, comm, buffers, scale, Key(facts.seed)).fitting()
 
 
 def bytes_to_read(checkpoint: str | Path, state: TrainState, *, also: Mapping[str, Any] | None = None) -> int:

@@ -14,6 +14,7 @@ from shardlib.checkpoint.common import Digest, Held, held_by, owned_leaves
 from shardlib.checkpoint.decoding import Saving
 from shardlib.checkpoint.fragments import owned_fragments
 from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.numbers import require_kept
 from shardlib.checkpoint.packed import Parts, outlined
 from shardlib.checkpoint.rank_local import diverged_axis, rank_local_fragments
 from shardlib.checkpoint.residuals import residual_fragments
@@ -51,7 +52,8 @@ def save(
         RankFailure: other ranks could not write their files; lists them.
         TypeError: ``state`` is no state, or ``notes`` are nothing that JSON can hold.
         ValueError: ``keep`` is no integer from 1.
-        TreeError: ``also`` has leaves that are no tensors.
+        TreeError: ``also`` has leaves that are no tensors; or the optimizer's state or the buffers have leaves that are
+            neither tensors nor numbers and would be lost. Lists them.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adamw(1e-3))
     >>> sl.checkpoint.save("run", state).name
@@ -132,7 +134,7 @@ def saved_fragments(state: TrainState, also: Mapping[str, Any] | None) -> Saving
     rank must call it.
 
     Raises:
-        TreeError: ``also`` has leaves that are no tensors.
+        TreeError: the state or ``also`` has leaves that would be lost.
         CheckpointError: ranks hold different values of what is not sharded; on all ranks.
         RankFailure: the state cannot be saved as it is on other ranks.
     """
@@ -140,6 +142,8 @@ def saved_fragments(state: TrainState, also: Mapping[str, Any] | None) -> Saving
 
     def look() -> Digest:
         parts = outlined(state.settled(), also)
+        require_kept("opt", parts.opt)
+        require_kept("buffers", parts.buffers)
         made.append((parts, held_by(parts)))
         return made[0][1].digest()
 

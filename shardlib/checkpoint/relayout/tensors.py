@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from shardlib.checkpoint.fragments import flat_states, named_leaves
+from shardlib.checkpoint.fragments import flat_states
 from shardlib.checkpoint.packed import Parts
 from shardlib.checkpoint.relayout.journey import Held
 from shardlib.checkpoint.relayout.moves import Place
@@ -18,7 +18,7 @@ from shardlib.common._compat import storage_id
 from shardlib.errors import IllegalComposition, listing
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.channels import Channel
-from shardlib.tree import path_name
+from shardlib.tree import named_leaves, path_name
 
 Coords = Mapping[str, int]
 
