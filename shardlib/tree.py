@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -67,8 +68,11 @@ def globs_of(globs: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def check_tensors(paths: Sequence[str], leaves: Sequence[Any], what: str = "parameter") -> None:
-    """Raise one `TreeError` that lists every leaf that is not a dense tensor."""
+    """Raise one `TreeError` that lists every leaf that is not a dense tensor, or has the path of another."""
     failures = []
+    if len({*paths}) < len(paths):
+        repeated = [path for path, count in Counter(paths).items() if count > 1]
+        failures += [f"{path}: the path of several leaves; rename keys that have a / in them" for path in repeated]
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor):
             failures.append(f"{path}: {type(leaf).__name__}, not a tensor; close over it or wrap it in torch.tensor")

@@ -7,6 +7,7 @@ Buffers may be rank-local: see `shardlib.checkpoint.rank_local_buffers`.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from shardlib.checkpoint.fragments import BUFFERS, Fragment, flat_tensors, whole
 from shardlib.checkpoint.packed import Parts
 from shardlib.checkpoint.rank_local_buffers import local_name
 from shardlib.collectives import primitives
-from shardlib.errors import CheckpointError, listing
+from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.sharded.checksum import checksum
 from shardlib.tree import named_leaves, path_name
@@ -54,9 +55,18 @@ def common_leaves(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def held_by(parts: Parts) -> Held:
-    """The common tensors of this rank; on a mesh of one without checksums, which nobody looks at."""
+    """The common tensors of this rank; on a mesh of one without checksums, which nobody looks at.
+
+    Raises:
+        TreeError: several tensors have one name.
+    """
     mesh, stages = parts.params.mesh, parts.params.plan.stages.axes
     fragments = [whole(leaf, name) for name, leaf in common_leaves(parts)]
+    counts = Counter(each.name for each in fragments)
+    if repeated := sorted(name for name, count in counts.items() if count > 1):
+        raise TreeError(
+            f"several tensors of the state have one name:\n{listing(repeated)}\nRename keys that have a / in them"
+        )
     sums = {
         each.name: f"{list(each.window.shape)} {checksum(each.data)}" if mesh.size > 1 else ""
         for each in decoded(parts, fragments)

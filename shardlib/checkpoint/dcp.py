@@ -59,7 +59,7 @@ def import_dcp(
         FileNotFoundError: there is no checkpoint in the folder.
         CheckpointError: its files are damaged, its metadata name something else than tensors' places, or its tensors are
             compressed.
-        TreeError: names or shapes differ; lists all of them. ``into`` is unchanged.
+        TreeError: names or shapes differ, or the values for leaves that are tied; lists all of them. ``into`` is unchanged.
         TypeError: ``into`` is neither.
 
     >>> import torch.distributed.checkpoint as dcp

@@ -66,7 +66,7 @@ def import_deepspeed(
     Raises:
         FileNotFoundError: there is no such checkpoint.
         CheckpointError: files are missing, cut or of model- or expert-parallel ranks, or name further classes; lists them.
-        TreeError: names or shapes differ; lists all of them. ``into`` is unchanged.
+        TreeError: names or shapes differ, or the values for leaves that are tied; lists all of them. ``into`` is unchanged.
         TypeError: ``into`` is neither.
 
     >>> params = sl.shard({"layer": {"weight": torch.ones(2, 3)}}, sl.make_mesh())

@@ -30,13 +30,19 @@ from shardlib.optim.train_state import Pending
 from shardlib.tree import matches
 
 
-def fill_state(saved: Saved, parts: Parts, partial: Sequence[str]) -> None:
+def fill_state(saved: Saved, parts: Parts, partial: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
     """Fill this rank's part of a state, and of further trees, in place. Numbers are then in ``parts`` alone. Arguments and
-    errors as in `shardlib.checkpoint.restore`; ``parts`` are `outlined`."""
+    errors as in `shardlib.checkpoint.restore`.
+
+    Args:
+        parts: `outlined`.
+        check: called on all ranks when the files are known to be intact, before anything is filled.
+    """
     mesh = parts.params.mesh
     fills = list(planned(saved, parts))
     _check_alike(saved, parts, partial)
     check_intact(saved, mesh)
+    check()
 
     writes = InPlace(parts.packed.values())
 

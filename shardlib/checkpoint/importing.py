@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from shardlib.checkpoint.common import common_leaves
+from shardlib.checkpoint.dotted import check_ties, dotted, dotted_names
 from shardlib.checkpoint.filling import check_intact, fill_state, run_fills
 from shardlib.checkpoint.fills import Fill, joined
 from shardlib.checkpoint.fragments import BUFFERS, MASTERS, PARAMS, Fragment, needed_fragments, needed_params
-from shardlib.checkpoint.manifest import Entry, Manifest
+from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.packed import Parts, outlined, outlined_params, with_numbers_of
 from shardlib.checkpoint.reading import Saved
 from shardlib.collectives import primitives
@@ -25,7 +26,6 @@ from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Window
 from shardlib.optim.train_state import TrainState
-from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import globs_of, matches
 
@@ -68,11 +68,6 @@ def require_params(what: str, params: Any, other: str = "") -> Sharded:
     return params
 
 
-def dotted(path: str) -> str:
-    """A parameter's path as its module names it."""
-    return path.replace("/", ".")
-
-
 def import_into(read: Imported, target: Target, prefix: str, partial: Sequence[str]) -> Target:
     """Fill parameters, or a state: parameters, buffers, the optimizer's trees and counters. On every rank.
 
@@ -100,55 +95,49 @@ def _import_state(read: Imported, state: TrainState, prefix: str, partial: Seque
         )
     parts = outlined(state)
     counters = {name: leaf for name, leaf in common_leaves(parts) if name.rpartition("/")[2] in _COUNTERS}
-    held = replace(read.held, tensors=_renamed(read, parts, prefix))
-    with Saved(read.folder, held) as saved:
-        fill_state(saved, parts, [*globs_of(partial), *counters])
+    named = _named(read, parts, prefix)
+    filled = {each for every in named.values() for each in every}
+    others = {name: entry for name, entry in read.held.tensors.items() if name not in filled}
+    renamed = {name: read.held.tensors[every[0]] for name, every in named.items()}
+    held = replace(read.held, tensors=renamed | others)
+    fragments = [fragment for fragment in needed_fragments(parts) if fragment.name in named]
+    with Saved(read.folder, held) as saved, Saved(read.folder, read.held) as theirs:
+        fill_state(
+            saved,
+            parts,
+            [*globs_of(partial), *counters],
+            lambda: check_ties(theirs, parts.params.mesh, fragments, named),
+        )
     for leaf in counters.values():
         leaf.fill_(counted[0] if counted else held.step)
     opt, buffers = with_numbers_of(parts, state)
     return TrainState(held.step, state.params, opt, state.comm, buffers, state.scale, state.rng).fitting()
 
 
-def _renamed(read: Imported, parts: Parts, prefix: str) -> dict[str, Entry]:
-    """The tensors of a checkpoint, those that this rank's part of a state has by their names there."""
-    tensors = dict(read.held.tensors)
-    renamed: dict[str, Entry] = {}
-    known = _names(parts.params.plan, prefix)
+def _named(read: Imported, parts: Parts, prefix: str) -> dict[str, list[str]]:
+    """Name of a tensor of this rank's part of a state -> its names in a checkpoint: several of a tied parameter's."""
+    found = {}
+    known = dotted_names(parts.params.plan, prefix)
     names = [fragment.name for fragment in needed_fragments(parts)] + [name for name, _ in common_leaves(parts)]
     for name in dict.fromkeys(names):
-        for theirs in _theirs(name, known, prefix, read.optimizer):
-            if theirs in read.held.tensors:
-                renamed[name] = read.held.tensors[theirs]
-                tensors.pop(theirs, None)
-    # Other names of tied parameters have been filled as well.
-    for path, others in known.items():
-        if PARAMS + path in renamed:
-            for other in others:
-                tensors.pop(other, None)
-    return renamed | tensors
+        for every in _theirs(name, known, prefix, read.optimizer):
+            if theirs := [each for each in every if each in read.held.tensors]:
+                found[name] = theirs
+    return found
 
 
-def _theirs(name: str, known: Mapping[str, Sequence[str]], prefix: str, optimizer: str) -> Iterator[str]:
-    """What others may call a tensor of a state."""
+def _theirs(name: str, known: Mapping[str, Sequence[str]], prefix: str, optimizer: str) -> Iterator[list[str]]:
+    """What others may call a tensor of a state: names of the same tensor together."""
     if name.startswith(PARAMS):
-        yield from known[name.removeprefix(PARAMS)]
+        yield list(known[name.removeprefix(PARAMS)])
     elif name.startswith(BUFFERS):
-        yield prefix + dotted(name.removeprefix(BUFFERS))
+        yield [prefix + dotted(name.removeprefix(BUFFERS))]
     elif not name.startswith(MASTERS):  # which are filled as the parameters are
         fields = name.split("/")
         for at in range(1, len(fields)):
-            path = "/".join(fields[at:])
+            path, kind = "/".join(fields[at:]), _KINDS.get(fields[at - 1], fields[at - 1])
             if path in known:
-                for theirs in known[path]:
-                    yield f"{optimizer}{theirs.removeprefix(prefix)}.{_KINDS.get(fields[at - 1], fields[at - 1])}"
-
-
-def _names(plan: Plan, prefix: str) -> dict[str, list[str]]:
-    """Path -> the names of each parameter, of other stages too."""
-    return {
-        placement.path: [prefix + dotted(path) for path in (placement.path, *placement.aliases)]
-        for placement in plan.everywhere.placements
-    }
+                yield [f"{optimizer}{theirs.removeprefix(prefix)}.{kind}" for theirs in known[path]]
 
 
 def fill_params(
@@ -165,10 +154,12 @@ def fill_params(
         buffers: name with dots -> a tensor, whole on every rank, that is filled too if the files have it.
 
     Raises:
-        TreeError: names or shapes differ; lists all of them, on all ranks. ``params`` are unchanged.
+        TreeError: names or shapes differ, or values for tied leaves; lists all of them, on all ranks. ``params`` are
+            unchanged.
         CheckpointError: a rank cannot read the files; on all ranks.
     """
-    mesh, names, buffers = params.mesh, _names(params.plan, prefix), dict(buffers or {})
+    mesh, buffers = params.mesh, dict(buffers or {})
+    names = dotted_names(params.plan, prefix, buffers)
     source = {path: next((name for name in known if name in saved.tensors), known[0]) for path, known in names.items()}
     outlines, packed = outlined_params(params)
     fills = [
@@ -194,6 +185,7 @@ def fill_params(
             "Give the parameters of the same model, or name in partial= what may be missing."
         )
     check_intact(saved, mesh)
+    check_ties(saved, mesh, needed_params(outlines), {PARAMS + path: every for path, every in names.items()})
 
     def fill() -> None:
         for each in joined((fill for fill in fills if saved.has(fill.fragment, fill.sources[0][0])), packed):

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from shardlib.checkpoint.agreement import from_first_rank, on_all_ranks
+from shardlib.checkpoint.dotted import check_apart, dotted, dotted_names
 from shardlib.checkpoint.fragments import BUFFERS, PARAMS, Fragment, owned_params, source_of, whole
-from shardlib.checkpoint.importing import dotted, fill_params, require_params
+from shardlib.checkpoint.importing import fill_params, require_params
 from shardlib.checkpoint.reading import BUFFER, Saved, open_checkpoint
 from shardlib.checkpoint.safetensors_files import SHARD, begin, finish, laid_out, opened, write
 from shardlib.errors import CheckpointError, TreeError, listing
@@ -47,8 +48,9 @@ def export_safetensors(
             written.
 
     Raises:
-        TreeError: ``params`` are gradients, or are not those of ``module``; buffers in its state dict are not given;
-            transformers changes tensors in its files in another way than by joining and cutting them.
+        TreeError: ``params`` are gradients, or are not those of ``module``; leaves have one name with dots; buffers in its
+            state dict are not given; transformers changes tensors in its files in another way than by joining and cutting
+            them.
         TypeError: ``params`` are not sharded.
 
     >>> params = sl.shard({"layer": {"weight": torch.ones(2, 3)}}, sl.make_mesh())
@@ -62,17 +64,17 @@ def export_safetensors(
     extra = {name: leaf for name, leaf in (buffers or {}).items() if leaf is not None}
     if module is not None:
         extra = {name: leaf for name, leaf in extra.items() if name in module.state_dict()}
-    leaves = _described(params) | {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in extra.items()}
+    names = dotted_names(params.plan, buffers=extra)
+    leaves = _described(params, names) | {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in extra.items()}
     made = _unchanged(leaves) if module is None else of_files(module, leaves)
     tensors = laid_out({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()}, max_shard_size)
     files = list(dict.fromkeys(tensor.file for tensor in tensors.values()))
     on_all_ranks(mesh, lambda: begin(folder, tensors) if mesh.rank == 0 else None)
-    aliases = {placement.path: (placement.path, *placement.aliases) for placement in params.plan.everywhere.placements}
 
     def fragments() -> Iterator[Fragment]:
         for fragment in owned_params(params):
-            for path in aliases[fragment.name.removeprefix(PARAMS)]:
-                yield fragment._replace(name=dotted(path))
+            for name in names[fragment.name.removeprefix(PARAMS)]:
+                yield fragment._replace(name=name)
         if mesh.rank == 0:
             yield from (whole(leaf, name) for name, leaf in extra.items())
 
@@ -105,7 +107,8 @@ def import_safetensors(
     Raises:
         FileNotFoundError: there are no such files.
         CheckpointError: a file is not of the format, or cut.
-        TreeError: names or shapes differ; lists all of them. ``params`` are unchanged.
+        TreeError: names or shapes differ, or the values for leaves that are tied; lists all of them. ``params`` are
+            unchanged.
         TypeError: ``params`` are not sharded.
 
     >>> params = sl.shard({"layer": {"weight": torch.ones(2, 3)}}, sl.make_mesh())
@@ -120,12 +123,12 @@ def import_safetensors(
     return params
 
 
-def _described(params: Sharded) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _described(params: Sharded, names: Mapping[str, Sequence[str]]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Name -> dtype and shape of every parameter, of other stages too, in the order of their files."""
     return {
-        dotted(path): (placement.param.dtype, placement.param.shape)
+        name: (placement.param.dtype, placement.param.shape)
         for placement in params.plan.everywhere.placements
-        for path in (placement.path, *placement.aliases)
+        for name in names[placement.path]
     }
 
 
@@ -158,9 +161,11 @@ def convert(checkpoint: Path, folder: Path, prefix: str = "", dtype: torch.dtype
 
     Raises:
         CheckpointError: the checkpoint is damaged.
+        TreeError: parameters have one name with dots.
     """
     with open_checkpoint(checkpoint) as whole_checkpoint:
         every = whole_checkpoint.tensors
+    check_apart(name.removeprefix(PARAMS) for name in every if name.startswith(PARAMS))
     described, source = {}, {}
     for name in (name for name in every if name.startswith(PARAMS)):
         theirs = prefix + dotted(name.removeprefix(PARAMS))
