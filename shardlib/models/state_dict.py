@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardlib.errors import TreeError
+from shardlib.errors import TreeError, listing
 from shardlib.models.from_module import Blocks, flat
 from shardlib.models.meta import reset_buffers
 from shardlib.models.refusals import require_all_used, require_module
 from shardlib.models.skeleton import Buffers, Skeleton, buffers_of, hollow
-from shardlib.sharded.given import given_params
+from shardlib.sharded.given import given_buffers, given_params
 from shardlib.sharded.tree import Sharded
 from shardlib.sharded.unshard import unshard
 from shardlib.tree import Tree
@@ -31,13 +31,16 @@ def state_dict(
     Args:
         module: the argument of `from_module`.
         params: as `from_module` returned them: a tree, or `Sharded`, or a `TrainState` of them.
-        buffers: as ``apply`` returned them (``state.buffers``); by default the buffers of ``module``.
+        buffers: as ``apply`` returned them; by default those of the state, if ``params`` are one that has buffers, else the
+            buffers of ``module`` (``buffers={}`` for these in any case).
         blocks: the argument of `from_module`, or blocks made of the module in the same way.
 
     Raises:
-        TreeError: ``params`` are those of another module, or of other blocks.
+        TreeError: ``params`` or ``buffers`` are those of another module, or of other blocks.
     """
     require_module(module)
+    buffers = given_buffers(params) if buffers is None else buffers
+    _require_buffers(module, buffers)
     params = given_params("state_dict", params)
     named = flat(unshard(params) if isinstance(params, Sharded) else params)
     if blocks is not None:
@@ -57,3 +60,16 @@ def state_dict(
     skeleton.require_names(named, held)
     with skeleton.holding(named, held), torch.no_grad():
         return copied.state_dict()
+
+
+def _require_buffers(module: nn.Module, buffers: Any) -> None:
+    """Refuse buffers that are no dictionary from names to tensors, such as a state's that has a loss function's own beside
+    the module's."""
+    if buffers is None:
+        return
+    named = buffers if isinstance(buffers, Mapping) else {f"(all, a {type(buffers).__name__})": buffers}
+    if wrong := [f"{name}" for name, leaf in named.items() if not isinstance(leaf, torch.Tensor | None)]:
+        raise TreeError(
+            f"these are not the buffers of {type(module).__name__}:\n{listing(wrong)}\nPass buffers=, the part of "
+            "state.buffers that sl.from_module returned"
+        )

@@ -36,6 +36,11 @@ def given_params(what: str, given: Any) -> Any:
     return given
 
 
+def given_buffers(given: Any) -> Any:
+    """The buffers of a train state; None of one without, and of anything else."""
+    return None if _sharded(given) is given else given.buffers
+
+
 def whole_params(what: str, given: Any) -> Any:
     """The parameters that a function was given, if they are a plain tree.
 

@@ -69,6 +69,51 @@ def test_a_module_with_its_buffers(stage):
     assert_same(dict(module.state_dict()), before)  # the module itself has not moved
 
 
+@STAGES
+def test_a_states_buffers_are_its_modules(stage):
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    untrained = {name: value.clone() for name, value in module.state_dict().items()}
+    plain = copy.deepcopy(module)
+    apply, params, buffers = sl.from_module(module, buffers=True)
+    x = torch.randn(8, 3) + 5
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        return out.square().mean(), buffers
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, stage=stage)
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1), buffers=buffers)
+        state, _ = step(state, x)
+        own = {"1.running_mean": torch.full((2,), 3.0)}
+        return [
+            sl.models.state_dict(module, state),
+            sl.models.state_dict(module, state, own),
+            sl.models.state_dict(module, state, {}),
+            sl.models.state_dict(module, state.params),
+        ]
+
+    plain(x)
+    for default, explicit, none, alone in sl.simulate(run, mesh={"data": 2}):
+        for name, wanted in plain.named_buffers():
+            torch.testing.assert_close(default[name], wanted)
+            assert torch.equal(none[name], untrained[name]) and torch.equal(alone[name], untrained[name])
+        assert explicit["1.running_mean"].tolist() == [3.0, 3.0]
+        assert torch.equal(explicit["1.running_var"], untrained["1.running_var"])
+        assert not torch.equal(default["0.weight"], untrained["0.weight"])
+        assert_same({"weight": default["0.weight"]}, {"weight": alone["0.weight"]})
+
+
+@pytest.mark.parametrize("held", [lambda own: {"mine": own}, lambda own: (own, 3)], ids=["a dictionary", "a tuple"])
+def test_a_loss_functions_own_buffers_are_refused(held):
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    _, params, buffers = sl.from_module(module, buffers=True)
+    state, _ = sl.make_train_step(lambda p, b, x: (x, b), params, sl.optim.sgd(0.1), buffers=held(buffers))
+    with pytest.raises(TreeError, match=r"(?s)not the buffers of Sequential.*Pass buffers="):
+        sl.models.state_dict(module, state)
+    assert sl.models.state_dict(module, state, buffers).keys() == module.state_dict().keys()
+
+
 CASES = [
     ("llama", {"tie": True}, {"data": 2}, sl.zero(3)),
     ("gpt2", {}, {"data": 2, "pipe": 2}, sl.chain(sl.zero(1), sl.pipeline("1f1b", 2))),
