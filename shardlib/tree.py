@@ -68,6 +68,15 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> lis
     ]
 
 
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
+    """Path and value of each leaf. A path has the names of fields, which stay the same when others are added."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf)
+    return [
+        (tuple(each.field if isinstance(each, optree.NamedTupleEntry) else each.entry for each in accessor), leaf)
+        for accessor, leaf in zip(accessors, leaves, strict=True)
+    ]
+
+
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
     """The pytree of a structure and its leaves; the inverse of `flatten`."""
     return optree.tree_unflatten(treedef, leaves)

@@ -93,7 +93,7 @@ DEFECTS = (
         "stale",
         "checkpoint/filling.py",
         "what another run left pending is applied to what was restored",
-        "            state.opt.pending.due.zero_()\n",
+        "            parts.opt.pending.due.zero_()\n",
         "            pass\n",
         (f"{_MODES}::test_a_checkpoint_without_pending_gradients_begins_delayed_updates",),
     ),
