@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
@@ -68,15 +67,6 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> lis
     ]
 
 
-def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
-    """Path and value of each leaf. A path has the names of fields, which stay the same when others are added."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf)
-    return [
-        (tuple(each.field if isinstance(each, optree.NamedTupleEntry) else each.entry for each in accessor), leaf)
-        for accessor, leaf in zip(accessors, leaves, strict=True)
-    ]
-
-
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
     """The pytree of a structure and its leaves; the inverse of `flatten`."""
     return optree.tree_unflatten(treedef, leaves)
@@ -108,11 +98,8 @@ def globs_of(globs: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def check_tensors(paths: Sequence[str], leaves: Sequence[Any], what: str = "parameter") -> None:
-    """Raise one `TreeError` that lists every leaf that is not a dense tensor, or has the path of another."""
+    """Raise one `TreeError` that lists every leaf that is not a dense tensor."""
     failures = []
-    if len({*paths}) < len(paths):
-        repeated = [path for path, count in Counter(paths).items() if count > 1]
-        failures += [f"{path}: the path of several leaves; rename keys that have a / in them" for path in repeated]
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor):
             failures.append(f"{path}: {type(leaf).__name__}, not a tensor; close over it or wrap it in torch.tensor")

@@ -16,11 +16,12 @@ import optree
 import torch
 
 from shardlib.collectives.codecs.base import Codec
-from shardlib.errors import IllegalComposition, TreeError, listing
+from shardlib.errors import IllegalComposition, TreeError
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
 from shardlib.optim.locality import Locality
+from shardlib.optim.plain import require_counted_once, require_untied
 from shardlib.optim.separate import turns
 from shardlib.optim.shards import WHOLE, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards, stored
@@ -30,17 +31,7 @@ from shardlib.plan.resolved import Resolved
 from shardlib.plan.transform import Transform
 from shardlib.plan.value import ROLES, PlanValue
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import (
-    Tree,
-    check_alike,
-    check_trained,
-    flatten,
-    leaves_of,
-    same_values,
-    tied_pairs,
-    trained_part,
-    tree_map,
-)
+from shardlib.tree import Tree, check_alike, check_trained, leaves_of, trained_part, tree_map
 
 
 class RankLocal(Protocol):
@@ -247,7 +238,7 @@ class GradientTransformation:
         if params is not None:
             check_alike("update", updates, params, ("updates", "parameters"))
             if shards is WHOLE and self.locality is Locality.GLOBAL:
-                _require_counted_once(params, updates)
+                require_counted_once(params, updates)
         if self.locality is None:
             return self._update(updates, state, params)
         return self._update(updates, state, params, shards=shards.allowing(self.locality))
@@ -271,7 +262,7 @@ class GradientTransformation:
                 their fp32 masters): a tree like ``params``, with the same tensor where there is no copy; None for no copies.
         """
         if shards is WHOLE:
-            _refuse_tied(tied_pairs(params), "what is added in place is added twice")
+            require_untied(params)
         scale = self.lead(updates, scale, shards)
         return self.body(params, updates, state, scale=scale, shards=shards, copies=copies)
 
@@ -358,22 +349,6 @@ def require_unpacked(plan: Plan, state: Tree) -> None:
         raise IllegalComposition(
             f"reproducible() cannot give the same bits on every mesh with this optimizer: its state is in {packed} tensors, "
             "whose rounding depends on which elements a rank's shard holds; use one with moments in fp32, such as adamw"
-        )
-
-
-def _require_counted_once(params: Tree, updates: Tree) -> None:
-    """Refuse a plain tree with leaves that are one parameter: they are tied, and have one gradient."""
-    paths, leaves, _ = flatten(updates)
-    given = dict(zip(paths, leaves, strict=True))
-    one = [(first, other) for first, other in tied_pairs(params) if same_values(given[first], given[other])]
-    _refuse_tied(one, "a sum over all elements counts them twice")
-
-
-def _refuse_tied(pairs: Sequence[tuple[str, str]], why: str) -> None:
-    if pairs:
-        raise TreeError(
-            f"leaves of a plain tree are tied, and {why}:\n{listing([f'{first} and {other}' for first, other in pairs])}\n"
-            "Shard the tree, before tx.init too, so that they are one parameter: params = sl.shard(params, sl.make_mesh())"
         )
 
 
