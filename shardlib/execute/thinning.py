@@ -105,12 +105,12 @@ class Layers:
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Runner, visit: Visit
     ) -> Any:
         """The value of a layer."""
-        gated = _takes_gate(fn)
+        gated, streams = _takes_gate(fn), self._streams(args, kwargs)
         if visit.tokens is not None or (visit.keep is not None and not gated):
-            self._require_one_stream(fn, args, kwargs)
+            self._require_one(fn, streams)
         if visit.runs:
-            return self._kept(fn, args, kwargs, run, visit, gated)
-        result = fn(*args, **kwargs, gate=Gate(visit.keep, open=False)) if gated else self._carry(args, kwargs)
+            return self._kept(fn, args, kwargs, run, visit, gated, _first(streams))
+        result = fn(*args, **kwargs, gate=Gate(visit.keep, open=False)) if gated else _first(streams)
         if not self._computes:
             return result
         draws = states_of_generators(self._device)
@@ -126,17 +126,18 @@ class Layers:
         run: Runner,
         visit: Visit,
         gated: bool,
+        whole: Any,
     ) -> Any:
-        """The value of a layer that runs."""
-        whole = self._carry(args, kwargs)
+        """The value of a layer that runs on the residual stream ``whole``."""
         subset = self._subset(visit, whole)
         if subset is None:
-            return self._gated(fn, args, kwargs, run, Gate(visit.keep), gated)
+            return self._gated(fn, args, kwargs, run, Gate(visit.keep), gated, whole)
         self._tell_of_cuts(subset.beside((args, kwargs), whole, self._aside), fn)
         vectors = subset.vectors((args, kwargs), self._aside)
         args, kwargs = subset.of((args, kwargs), self._aside)
         try:
-            result = self._gated(fn, args, kwargs, run, Gate(visit.keep, tokens=subset.index), gated)
+            gate, carry = Gate(visit.keep, tokens=subset.index), _first(self._streams(args, kwargs))
+            result = self._gated(fn, args, kwargs, run, gate, gated, carry)
         except RuntimeError as error:
             if not vectors or isinstance(error, ShardlibError):
                 raise
@@ -155,12 +156,13 @@ class Layers:
         run: Runner,
         gate: Gate,
         gated: bool,
+        carry: Any,
     ) -> Any:
         """The value of a layer that runs, scaled."""
         if gated:
             return run(fn, args, {**kwargs, "gate": gate})
         result = run(fn, args, kwargs)
-        return result if gate.keep is None else self._between(gate, self._carry(args, kwargs), result, fn)
+        return result if gate.keep is None else self._between(gate, carry, result, fn)
 
     def _aside(self, leaf: Any) -> bool:
         """Whether an argument's leaf is a parameter, which is never cut."""
@@ -193,17 +195,9 @@ class Layers:
         assert visit.key is not None
         return Subset(drawn_tokens(visit.key, rows, length, count, stream.device), length)
 
-    def _carry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The residual stream, of which the block's result takes the place: the first of `_streams`."""
-        streams = self._streams(args, kwargs)
-        if not streams:
-            raise LossError(
-                "a layer that can be left out takes a floating tensor beside its parameters: the residual stream"
-            )
-        return streams[0][1]
-
     def _streams(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int | str, Any]]:
-        """The arguments with floating tensors beside the parameters: those by position, or else those by keyword."""
+        """The arguments with floating tensors beside the parameters: those by position, or else those by keyword. The first
+        is the residual stream, of which the block's result takes the place."""
 
         def among(given: Iterable[tuple[int | str, Any]]) -> list[tuple[int | str, Any]]:
             return [(place, value) for place, value in given if self._may_be_stream(leaves_of(value))]
@@ -211,18 +205,20 @@ class Layers:
         return among(enumerate(args)) or among(kwargs.items())
 
     def _may_be_stream(self, leaves: list[Any]) -> bool:
-        return any(map(_floats, leaves)) and not any(map(self._blocks.is_param, leaves))
+        return not any(map(self._blocks.is_param, leaves)) and any(map(_floats, leaves))
 
-    def _require_one_stream(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _require_one(self, fn: Callable[..., Any], streams: list[tuple[int | str, Any]]) -> None:
         """Refuse a layer whose residual stream might be another argument, which has the same form."""
-        streams = self._streams(args, kwargs)
-        alike = [place for place, value in streams if _form_of(value) == _form_of(streams[0][1])]
-        if len({id(dict(streams)[place]) for place in alike}) > 1:
-            names = " and ".join(_argument(fn, place) for place in alike)
+        if len(streams) < 2:
+            return
+        stream, form = streams[0][1], _form_of(streams[0][1])
+        alike = [(place, value) for place, value in streams if _form_of(value) == form]
+        if any(value is not stream for _, value in alike):
+            names = " and ".join(_argument(fn, place) for place, _ in alike)
             raise LossError(
                 f"the result of {name_of(fn)}, a layer that can be left out, takes the place of its residual stream, and "
-                f"{names} have one form, {_form(leaves_of(streams[0][1]))}: pass the stream by position, and the others by "
-                "keyword (in sl.sequential let the batch have another form than the carry, such as a dictionary)"
+                f"{names} have one form, {_form(leaves_of(stream))}: pass the stream by position, and the others by keyword "
+                "(in sl.sequential let the batch have another form than the carry, such as a dictionary)"
             )
 
     def _between(self, gate: Gate, carry: Any, result: Any, fn: Callable[..., Any]) -> Any:
@@ -237,6 +233,15 @@ class Layers:
                 "and let it return what it returns when it is left out"
             )
         return tree_map(lambda one, other: gate.between(one, other) if _floats(one) else other, carry, result)
+
+
+def _first(streams: list[tuple[int | str, Any]]) -> Any:
+    """The residual stream."""
+    if not streams:
+        raise LossError(
+            "a layer that can be left out takes a floating tensor beside its parameters: the residual stream"
+        )
+    return streams[0][1]
 
 
 def _takes_gate(fn: Callable[..., Any]) -> bool:
