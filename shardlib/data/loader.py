@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -147,7 +147,13 @@ class Loader:
         return {"samples": self.samples}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where ``state`` was taken."""
+        """Go on where ``state`` was taken.
+
+        Raises:
+            BatchError: it is not what `state_dict` returns.
+        """
+        if not isinstance(state, Mapping) or "samples" not in state:
+            raise BatchError(f"loader: {state!r} is no state of a loader: give what state_dict() returned")
         self.seek(state["samples"])
 
     def __iter__(self) -> Iterator[Any]:

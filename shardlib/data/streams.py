@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,8 +135,10 @@ class Streams:
         """Go on where ``state`` was taken, on the same or another number of ranks.
 
         Raises:
-            BatchError: the state is of another number of datasets.
+            BatchError: the state is of another number of datasets, or is not what `state_dict` returns.
         """
+        if not isinstance(state, Mapping) or not {"samples", "streams"} <= state.keys():
+            raise BatchError(f"streams: {state!r} is no state of streams: give what state_dict() returned")
         if len(state["streams"]) != self._count:
             raise BatchError(f"streams: a state of {len(state['streams'])} datasets, and these are {self._count}")
         self.samples, self._states = state["samples"], [state["streams"][index] for index in self._own]

@@ -284,6 +284,12 @@ def test_wrong_arguments_are_refused(message):
         sl.data.loader(arguments.pop("dataset"), arguments.pop("where"), arguments.pop("batch"), **arguments)
 
 
+@pytest.mark.parametrize("state", [None, {}, {"streams": []}])
+def test_a_state_of_something_else_is_refused(state):
+    with pytest.raises(BatchError, match=r"is no state of a loader: give what state_dict\(\) returned"):
+        sl.data.loader([1], sl.make_mesh(), 1).load_state_dict(state)
+
+
 def test_seeds_are_those_of_keys():
     assert uninterrupted(9, -1, 9) == uninterrupted(9, 2**64 - 1, 9)
     with pytest.raises(ValueError, match="a seed of 65 bits"):

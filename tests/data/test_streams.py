@@ -99,6 +99,9 @@ def test_what_cannot_be_streamed_is_refused():
             sl.data.streams([[1]], sl.make_mesh(), batch)
     with pytest.raises(BatchError, match=r"count is no list of datasets: pass \[dataset\]"):
         sl.data.streams(itertools.count(), sl.make_mesh(), 1)
+    for state in (None, {"samples": 1}):
+        with pytest.raises(BatchError, match=r"is no state of streams: give what state_dict\(\) returned"):
+            sl.data.streams([[1]], sl.make_mesh(), 1).load_state_dict(state)
     with pytest.raises(BatchError, match="int cannot be iterated over"):
         sl.data.streams([3], sl.make_mesh(), 4)
     with pytest.raises(BatchError, match="list has no samples"):

@@ -183,3 +183,9 @@ def test_what_is_no_transform_is_refused(value):
 def test_sets_of_globs_do_not_depend_on_a_processs_hashes():
     names = [f"*/{letter}" for letter in "fbdace"]
     assert sl.freeze(set(names)) == sl.freeze(sorted(names)) and sl.freeze(iter(names)) == sl.freeze(names)
+
+
+@pytest.mark.parametrize("theta", [-1, 0, 2])
+def test_the_remedy_of_a_share_of_layers_is_true(theta):
+    with pytest.raises(IllegalComposition, match=r"use a number above 0 and up to 1|use more than 0"):
+        sl.progressive_layer_drop(theta)
