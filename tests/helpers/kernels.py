@@ -13,8 +13,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from shardlib.common import thresholds
 from shardlib.kernels import onebit, quantize
-from shardlib.kernels.common import native, thresholds
+from shardlib.kernels.common import native
 from shardlib.kernels.common.build import Recipe, shared_library
 from shardlib.kernels.onebit import Segments
 from shardlib.kernels.quantize import Blockwise

@@ -72,8 +72,8 @@ def measured(mesh, case, folder, steps=2):
 
     import shardlib as sl
     from helpers import rig
+    from shardlib.common import chunks
     from shardlib.common.thresholds import Threshold
-    from shardlib.kernels.common import chunks
     from shardlib.models import gpt
 
     gc.collect()

@@ -5,7 +5,8 @@ import mmap
 import pytest
 import torch
 
-from shardlib.kernels.common import results, thresholds
+from shardlib.common import thresholds
+from shardlib.kernels.common import results
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (7, 1000), (64, 512), (0, 4)])
