@@ -44,7 +44,9 @@ def reshaped(batch: Any, sequence: int, length: int) -> Any:
         BatchError: leaves with rows that cannot be repeated; lists them.
     """
     rows, pieces = _require_sequence(batch, sequence), sequence // length
-    if pieces > 1 and (failures := uncut(batch, rows)):
+    # Arrays, of any dtype, are cut here; in a step they are tensors by then.
+    others = tree_map(lambda leaf: None if isinstance(leaf, np.ndarray) and leaf.ndim else leaf, batch)
+    if pieces > 1 and (failures := uncut(others, rows)):
         raise BatchError(
             f"curriculum: surplus='reshape' makes {pieces} rows of each, and cannot of\n{listing(failures)}"
         )

@@ -283,4 +283,22 @@ DEFECTS = (
         "(step - self.var_freeze_step - 1) // self.local_step_scaler",
         ("tests/optim/test_onebit_optimizers.py::test_zero_one_adams_steps_are_the_papers",),
     ),
+    Defect(
+        "tied leaves that part",
+        "key",
+        "optim/storing.py",
+        "an update of a plain tree makes two parameters of one",
+        "elif first in moved and same_values(by_path[first], by_path[path]):",
+        "elif first in moved and first == path:",
+        ("tests/optim/test_plain_trees.py::test_tied_leaves_stay_one_parameter",),
+    ),
+    Defect(
+        "tied leaves counted twice",
+        "norm",
+        "optim/base.py",
+        "a global norm over a plain tree counts tied leaves twice",
+        "if shards is WHOLE and self.locality is Locality.GLOBAL:",
+        "if shards is WHOLE and self.locality is Locality.LEAF:",
+        ("tests/optim/test_plain_trees.py::test_a_global_norm_that_would_count_tied_leaves_twice_is_refused",),
+    ),
 )
