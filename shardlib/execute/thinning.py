@@ -226,11 +226,12 @@ class Layers:
         before, after = (optree.tree_flatten(tree, none_is_leaf=True) for tree in (carry, result))
         kinds = [[_kind(leaf) for leaf in leaves] for leaves in (before[0], after[0])]
         if before[1] != after[1] or kinds[0] != kinds[1]:
+            structures = "" if before[1] == after[1] else f", in the structures {before[1]} and {after[1]}"
             raise LossError(
                 f"{name_of(fn)} is a layer that can be left out, so its result must have the form of "
-                f"what it takes the place of: {_form(before[0])}, and it returns {_form(after[0])}. Return the residual "
-                "stream alone, or give the block a parameter gate (see sl.nn.Gate) "
-                "and let it return what it returns when it is left out"
+                f"what it takes the place of: {_form(before[0])}, and it returns {_form(after[0])}{structures}. Return the "
+                "residual stream alone, or give the block a parameter gate (see sl.nn.Gate) and let it return what it "
+                "returns when it is left out; if it is no layer, name those that are: layers=[...]"
             )
         return tree_map(lambda one, other: gate.between(one, other) if _floats(one) else other, carry, result)
 

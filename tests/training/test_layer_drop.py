@@ -579,6 +579,18 @@ def test_a_layer_that_returns_another_form_is_refused():
         step(state, torch.ones(2, 3).double())
 
 
+def test_a_layer_that_takes_a_dictionary_and_returns_a_tensor_is_refused():
+    layer = sl.block(lambda p, x: x["x"] @ p["w"])
+    params = {"layers": [{"w": torch.ones(3, 3)} for _ in range(2)]}
+
+    def loss_fn(params, batch):
+        return sum(layer(p, {"x": batch}).sum() for p in params["layers"])
+
+    state, step = sl.make_train_step(loss_fn, sl.shard(params, sl.make_mesh(), DROP), sl.optim.sgd(RATE))
+    with pytest.raises(LossError, match=r"in the structures .*'x'.* and PyTreeSpec\(\*.*layers=\["):
+        step(state, torch.ones(2, 3))
+
+
 def test_a_layer_without_a_stream_is_refused():
     layer = sl.block(lambda p, n: p["w"].sum() * n)
     params = {"layers": [{"w": torch.ones(2)} for _ in range(2)]}
