@@ -36,7 +36,7 @@ DEFECTS = (
         "the search returns the first plan that fits, however many may be quicker",
         "if best is not None and least >= best.seconds * (1 - self._within):",
         "if best is not None:",
-        ("tests/search/test_search.py::test_nothing_that_fits_is_quicker",),
+        ("tests/search/test_order_of_choices.py::test_the_quickest_that_fits_is_found",),
     ),
     Defect(
         "a pipeline with one micro-batch more",
