@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.plan.prediction import repeats
 from shardlib.plan.prediction.rank import Rank
+from shardlib.plan.prediction.repeats import Repeats
 
 PARAMS = [{"w": torch.empty(size, device="meta")} for size in (40, 1000, 1000, 1000, 1000, 300)]
 
@@ -15,10 +15,11 @@ PARAMS = [{"w": torch.empty(size, device="meta")} for size in (40, 1000, 1000, 1
 def steps(plan, times):
     """The predicted step, and that without repeats; and how many walks each of them computed."""
     walks, found = [], []
-    for grain in (repeats._GRAIN, 0.0):
+    for repeated in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             counted, real = [], Rank.walk
-            patch.setattr(repeats, "_GRAIN", grain)
+            if not repeated:
+                patch.setattr(Repeats, "walk", lambda self, rank, what, walk: walk())
             patch.setattr(Rank, "walk", lambda *given, **named: (counted.append(1), real(*given, **named)))  # noqa: B023
             found.append(sl.report.predict_step(plan, *times))
             walks.append(len(counted))
@@ -53,7 +54,7 @@ def test_steady_walks_are_computed_once(stage):
 
 
 def test_a_link_that_falls_behind_is_waited_for():
-    """Each micro-batch finds more on its way: no walk is like another."""
+    """Each micro-batch waits until the gradients of the one before are over the link."""
     chain = sl.chain(sl.zero(2), sl.pipeline("1f1b", 64))
     plan = sl.make_plan(PARAMS, sl.abstract_mesh(data=4, pipe=2), chain)
     (once, each), _ = steps(plan, (1.0, {"data": 1e3}))

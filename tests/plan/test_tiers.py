@@ -265,6 +265,19 @@ def test_blocks_of_stages_are_counted_without_recompute():
     assert blocks() == blocks(sl.remat()) and sum(blocks()) == len(params)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_blocks_of_one_stage_are_counted_without_recompute(microbatches):
+    loss_fn, params = tiny_blocks()
+
+    def blocks(*transforms):
+        parallel = sl.chain(sl.zero(0), sl.accumulate(microbatches), *transforms)
+        mesh, batch = sl.abstract_mesh(data=1), token_batches(1, rows=4)[0]
+        plan = sl.make_plan(params, mesh, parallel, loss_fn=loss_fn, batch=batch, optimizer=ADAM)
+        return [trace.blocks for trace in plan.traces]
+
+    assert blocks() == blocks(sl.remat()) == [len(params)]
+
+
 def test_limits_need_a_whole_step():
     with pytest.raises(TypeError, match=r"make_plan\(host_memory=, disk=\) weighs a whole step: give loss_fn=, batch="):
         sl.make_plan({"w": torch.ones(2)}, sl.abstract_mesh(data=1), host_memory="1GB", disk=10)

@@ -167,11 +167,6 @@ class Rank:
                 self._reduce(plan, unit, last)
         self._arrival.clear()
 
-    def backlog(self, grain: float, without: Sequence[str]) -> tuple[tuple[str, int], ...]:
-        """The lines, ``without`` some, that are busy, and for how long, in numbers of grains."""
-        busy = ((line, free - self.now) for line, free in self._free.items() if free > self.now)
-        return tuple((line, round(seconds / grain)) for line, seconds in busy if line not in without)
-
     def noted(self, walk: Callable[[], None]) -> Walked:
         """What a walk does."""
         now, computed, reduced, flown, busy = self.now, self.computed, self.reduced, self.flown, self.busy

@@ -1,4 +1,4 @@
-"""Walks that are like earlier ones: what a walk does to a rank follows from which of its links are busy, for how long."""
+"""Walks like earlier ones: a rank begins each with idle links, so what a walk does follows from which one it is."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from shardlib.plan.buckets import DEVICE
 from shardlib.plan.prediction.rank import Rank, Walked
 from shardlib.plan.value import PlanValue
 
-_GRAIN = 2.0**-40  # of a walk's seconds: what is nearer together than that is the same time
-
 
 class Repeats:
     """The walks of one stage, of which equal ones are computed once.
 
+    A rank waits for its reductions before it computes again, and for its gathers and activations as it computes. It does not
+    wait for messages to other stages, and no walk waits for them.
+
     Args:
         plan: of the stage. Where something moves to another memory, ranks wait for what earlier walks have moved, and every
             walk is computed.
-        seconds: of a walk, about.
     """
 
-    def __init__(self, plan: PlanValue, seconds: float) -> None:
+    def __init__(self, plan: PlanValue) -> None:
         (stage,) = plan.local_stages
         moves = plan.traces is not None and bool(plan.traces[stage].down or plan.traces[stage].up)
-        here = all(bucket.memory == DEVICE for bucket in plan.buckets)
-        self._grain = seconds * _GRAIN if here and not moves else 0.0
-        self._others = plan.stages.axes  # whose messages no walk waits for
+        self._repeats = not moves and all(bucket.memory == DEVICE for bucket in plan.buckets)
         self._known: dict[Hashable, Walked] = {}
 
     def walk(self, rank: Rank, what: Hashable, walk: Callable[[], None]) -> None:
@@ -34,11 +32,9 @@ class Repeats:
         Args:
             what: names the walk.
         """
-        if not self._grain:
+        if not self._repeats:
             walk()
-            return
-        state = what, rank.backlog(self._grain, self._others)
-        if state in self._known:
-            rank.walk_again(self._known[state])
+        elif what in self._known:
+            rank.walk_again(self._known[what])
         else:
-            self._known[state] = rank.noted(walk)
+            self._known[what] = rank.noted(walk)

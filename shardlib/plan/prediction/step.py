@@ -263,7 +263,7 @@ def _run(
     schedule, owner = plan.stages.schedule, plan.reductions.owner
     ranks = [Rank(rates, owner.axis if owned and owner else None) for _ in range(schedule.ranks)]
     last = {a.stage: a.microbatch for order in schedule.orders for a in order if a.kind in (Kind.B, Kind.W)}
-    repeats = [Repeats(stage.plan, sum(stage.forward.values()) + sum(stage.backward.values())) for stage in stages]
+    repeats = [Repeats(stage.plan) for stage in stages]
     ready: dict[Action | None, float] = {None: 0.0}  # an action -> when its result has arrived where it is needed
 
     def visit(rank_number: int, action: Action, need: Action | None) -> None:
