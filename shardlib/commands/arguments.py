@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shardlib.errors import (
@@ -53,22 +53,12 @@ def natural(text: str) -> int:
 
 def share(text: str) -> float:
     """An argument from 0 to below 1."""
-    try:
-        if 0 <= (number := float(text)) < 1:
-            return number
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return _number(text, lambda number: 0 <= number < 1, "from 0 to below 1")
 
 
 def above_zero(text: str) -> float:
     """An argument above 0."""
-    try:
-        if 0 < (number := float(text)) < math.inf:
-            return number
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return _number(text, lambda number: 0 < number < math.inf, "above 0")
 
 
 def size(text: str) -> int:
@@ -83,3 +73,12 @@ def _integer(text: str, least: int) -> int:
     if text.isdecimal() and int(text) >= least:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+
+
+def _number(text: str, fits: Callable[[float], bool], words: str) -> float:
+    try:
+        if fits(number := float(text)):
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number {words}")

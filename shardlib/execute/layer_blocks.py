@@ -1,4 +1,4 @@
-"""Which layer of a plan a block is, and whether a function has run each of them as one."""
+"""The layers among a function's blocks: which one each block is, and whether all of the plan's have run."""
 
 from __future__ import annotations
 
