@@ -130,10 +130,11 @@ def check_trained(tree: Tree) -> None:
 
 def trained_part(tree: Tree) -> Tree:
     """The tree with None for integer and boolean tensors, which are not trained."""
-    return tree_map(lambda leaf: None if isinstance(leaf, torch.Tensor) and _counts(leaf.dtype) else leaf, tree)
+    return tree_map(lambda leaf: None if isinstance(leaf, torch.Tensor) and is_integral(leaf.dtype) else leaf, tree)
 
 
-def _counts(dtype: torch.dtype) -> bool:
+def is_integral(dtype: torch.dtype) -> bool:
+    """Whether a dtype is that of integers or booleans."""
     return not (dtype.is_floating_point or dtype.is_complex)
 
 

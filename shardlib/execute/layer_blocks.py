@@ -32,9 +32,8 @@ class LayerBlocks:
         self._layer_of: dict[int, str] = {}  # identity of a leaf that stands for a parameter -> layer
         self._leaves: list[Any] = []  # these leaves: identities are of what is alive
         self._seen: dict[str, None] = {}  # the layers that were blocks, in the order in which they ran
-        self._inside: str | None = (
-            None  # the layer of the block that runs; "" where that is none; None outside of blocks
-        )
+        # The layer of the block that runs; "" where that is none; None outside of blocks.
+        self._inside: str | None = None
 
     def know(self, leaves: list[Any]) -> None:
         """Know the leaves that stand for the parameters of the micro-batch, in the order of the pytree."""

@@ -263,6 +263,7 @@ class GradientTransformation:
         """
         if shards is WHOLE:
             require_untied(params)
+            params, updates, copies = map(trained_part, (params, updates, copies))
         scale = self.lead(updates, scale, shards)
         return self.body(params, updates, state, scale=scale, shards=shards, copies=copies)
 

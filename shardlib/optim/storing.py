@@ -13,7 +13,7 @@ from shardlib.mesh.transfers import Transfer
 from shardlib.plan.buckets import Bucket
 from shardlib.sharded.gather import Gather
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, check_alike, flatten, same_values, ties, unflatten
+from shardlib.tree import Tree, check_alike, flatten, is_integral, same_values, ties, unflatten
 
 
 def optimizer_shards(params: Sharded) -> dict[str, torch.Tensor]:
@@ -117,7 +117,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     """``params + updates``, leaf by leaf, in the wider dtype and rounded to the parameter's. Changes nothing in place.
 
     Both are `Sharded`, or both are plain pytrees. Leaves of a plain tree that are tied stay one tensor if they have the same
-    update; those without one (None), as integers are, stay what they are.
+    update, and integers without one (None) stay what they are.
 
     Raises:
         TreeError: only one of them is `Sharded`, or leaves differ in number or shape.
@@ -149,7 +149,7 @@ def _applied(params: Tree, updates: Tree) -> Tree:
     paths, leaves, treedef = flatten(params)
     given_paths, given, _ = flatten(updates)
     by_path = dict(zip(given_paths, given, strict=True))
-    fixed = {path for path, leaf in zip(paths, leaves) if not leaf.is_floating_point() and path not in by_path}
+    fixed = {path for path, leaf in zip(paths, leaves) if is_integral(leaf.dtype) and path not in by_path}
     moving = unflatten(treedef, [None if path in fixed else leaf for path, leaf in zip(paths, leaves)])
     check_alike("apply_updates", updates, moving, ("updates", "parameters"))
     moved: dict[str, torch.Tensor] = {}

@@ -94,6 +94,9 @@ def test_integers_have_no_state_and_no_update(name):
     alone = {"w": params["w"]}
     wanted, _ = tx.update({"w": grads["w"]}, tx.init(alone), alone)
     assert torch.equal(moved["w"], params["w"] + wanted["w"]) and moved["i"] is params["i"]
+    in_place = {"w": params["w"].clone(), "i": params["i"]}
+    tx.apply(in_place, copy_of(grads), tx.init(in_place))
+    assert torch.allclose(in_place["w"], moved["w"], rtol=1e-6, atol=0) and in_place["i"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -120,3 +123,8 @@ def test_parameters_that_a_module_does_not_train():
     with pytest.raises(TreeError, match="requires_grad=False"):
         sl.make_train_step(lambda p, b: F.linear(b, p["weight"], p["bias"]).sum(), params, sl.optim.sgd(0.1))
     assert sl.shard(params, mesh, sl.freeze("bias")).plan.trained[0].paths == ("weight",)
+
+
+def test_a_complex_parameter_without_an_update_is_refused():
+    with pytest.raises(TreeError, match="c: in the parameters alone"):
+        sl.optim.apply_updates({"w": torch.ones(2), "c": torch.ones(2, dtype=torch.complex64)}, {"w": torch.ones(2)})
