@@ -17,7 +17,7 @@ from shardlib.data.curriculum import Curriculum, as_curriculum
 from shardlib.data.order import Epochs, Order, Shuffled, Unshuffled
 from shardlib.data.pace import Pace
 from shardlib.data.ranks import Share, share_of
-from shardlib.data.rows import Fetch, as_dataset, fetch_of, no_rows, to_device
+from shardlib.data.rows import Fetch, as_dataset, fetch_of, no_rows, require_functions, to_device
 from shardlib.errors import BatchError
 from shardlib.optim.ranges import is_count, is_step
 from shardlib.rng import Key
@@ -71,7 +71,8 @@ def loader(
         pin: whether batches go through pinned memory; by default if the mesh is on a GPU. Batches arrive on its device.
 
     Raises:
-        BatchError: a dataset without length or samples; a batch that does not divide over the ranks; counts out of range.
+        BatchError: a dataset without length or samples; a batch that does not divide over the ranks; counts out of range;
+            a ``collate`` or ``map`` that is no function.
         MeshError: a mesh with axes of which it is not known whether the batch varies over them.
         RankMismatch: ranks with other arguments; names them.
 
@@ -87,6 +88,7 @@ def loader(
     check_rows(plan.rows, share)
     if not is_count(workers):
         raise BatchError(f"loader: workers={workers!r}: 0 for none, or the number of processes that read ahead")
+    require_functions("loader", collate, map)
     pinned = pins(share.mesh.device) if pin is None else pin
     # Every epoch that the batches reach into costs a computation of its own.
     ahead = min(_INDICES() * share.count, len(dataset))

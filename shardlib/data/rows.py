@@ -84,6 +84,17 @@ def as_dataset(dataset: Any) -> Any:
     return dataset
 
 
+def require_functions(verb: str, collate: Any, map: Any) -> None:
+    """Refuse what a batch is made and changed by where it cannot be called.
+
+    Raises:
+        BatchError: names the argument and what it is called with.
+    """
+    for name, given, call in (("collate", collate, "collate(samples)"), ("map", map, "map(batch, step)")):
+        if not (given is None or callable(given)):
+            raise BatchError(f"{verb}: {name}={given!r}: give a function that returns a batch, {call}, or leave it out")
+
+
 def fetch_of(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Fetch:
     """The function from indices to a batch: the dataset's ``rows_at``, or its samples, collated."""
     if collate is None and hasattr(dataset, "rows_at"):

@@ -13,7 +13,7 @@ from shardlib.common.devices import pins
 from shardlib.data.curriculum import Curriculum
 from shardlib.data.pace import Pace
 from shardlib.data.ranks import Share, share_of
-from shardlib.data.rows import to_device
+from shardlib.data.rows import require_functions, to_device
 from shardlib.errors import BatchError
 from shardlib.optim.ranges import is_step
 
@@ -45,7 +45,8 @@ def streams(
         ahead: whether a process reads ahead.
 
     Raises:
-        BatchError: numbers that do not divide; an object that cannot be iterated over; a dataset without samples.
+        BatchError: numbers that do not divide; an object that cannot be iterated over; a dataset without samples; a
+            ``collate`` or ``map`` that is no function.
 
     >>> class Numbers:  # a dataset with a state
     ...     def __init__(self, start):
@@ -87,6 +88,7 @@ def streams(
         raise BatchError(
             f"streams: {', '.join(wrong)} cannot be iterated over; for a dataset with an index use sl.data.loader"
         )
+    require_functions("streams", collate, map)
     return Streams(datasets, share, batch, collate or default_collate, map, ahead)
 
 

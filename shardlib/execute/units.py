@@ -226,15 +226,12 @@ class BucketState:
 
     def cut(self) -> list[torch.Tensor]:
         """The whole leaves, as views outside the graph."""
-        leaves = self.bucket.leaves(self._present())
+        if self.whole is None:
+            raise used_elsewhere(self.bucket.label)
+        leaves = self.bucket.leaves(self.whole)
         if not self._starts:
             self._starts = {leaf.storage_offset(): position for position, leaf in enumerate(leaves)}
         return leaves
-
-    def _present(self) -> torch.Tensor:
-        if self.whole is None:
-            raise used_elsewhere(self.bucket.label)
-        return self.whole
 
     def require_given(self) -> None:
         """Refuse a use of the parameters that is in no call which was given them; other ranks would not gather them."""
@@ -264,7 +261,6 @@ class BucketState:
 
     def leaves(self) -> list[torch.Tensor]:
         """The whole leaves, connected to the root if gradients are wanted."""
-        self._present()
         if self.root is None:
             return self.cut()
         leaves = list(_Attach.apply(self.root, self))

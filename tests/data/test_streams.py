@@ -104,6 +104,8 @@ def test_what_cannot_be_streamed_is_refused():
             sl.data.streams([[1]], sl.make_mesh(), 1).load_state_dict(state)
     with pytest.raises(BatchError, match="int cannot be iterated over"):
         sl.data.streams([3], sl.make_mesh(), 4)
+    with pytest.raises(BatchError, match=r"streams: map=3: give a function .*, map\(batch, step\)"):
+        sl.data.streams([[1]], sl.make_mesh(), 1, map=3)
     with pytest.raises(BatchError, match="list has no samples"):
         next(iter(sl.data.streams([[]], sl.make_mesh(), 1)))
     with pytest.raises(BatchError, match="a state of 1 datasets, and these are 2"):
