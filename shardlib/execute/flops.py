@@ -1,8 +1,8 @@
 """Floating-point operations of operators, by the shapes of their arguments.
 
 A multiplication and an addition are two operations. Counted are matrix products, also those inside of fused operators.
-Torch's own table is extended by the operators that it leaves out, and shardlib's operations add theirs where they are defined
-(`shardlib.kernels.common.operators.counted`). Causal attention counts in full, as is the convention.
+Torch's own table is extended by the operators that it leaves out or miscounts, and shardlib's operations add theirs where
+they are defined (`shardlib.kernels.common.operators.counted`). Causal attention counts in full, as is the convention.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Flops(NamedTuple):
 
 def flops_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Flops | None:
     """The operations of a dispatched operator; None if it contains no product."""
-    packet = operator.overloadpacket
+    packet = _IN_PLACE.get(operator.overloadpacket, operator.overloadpacket)
     if further := _FURTHER.get(packet):
         done = further(*args)
     elif count := flop_registry.get(packet):
@@ -79,6 +79,22 @@ def _outer(_: Any, a: torch.Tensor, b: torch.Tensor, *__: Any) -> int:
     return 2 * math.prod((*a.shape, *b.shape))
 
 
+def _convolution_backward(gradient: torch.Tensor, inp: torch.Tensor, weight: torch.Tensor, *more: Any) -> int:
+    """Forward's product for each gradient that is asked for. Torch's table takes the weight of a group for that of all."""
+    transposed, (of_input, of_weight, _) = more[4], more[7]
+    rows, _, *positions = (inp if transposed else gradient).shape  # each meets every element of the weight
+    return 2 * rows * math.prod(positions) * weight.numel() * (of_input + of_weight)
+
+
+def _recurrent(inp: torch.Tensor, of_input: torch.Tensor, of_state: torch.Tensor, *_: Any) -> int:
+    """A layer's products by the weights of its input and of its state, at every step of every row."""
+    return 2 * math.prod(inp.shape[:-1]) * (of_input.numel() + of_state.numel())
+
+
+def _recurrent_backward(*args: Any) -> int:
+    return 2 * _recurrent(*args)
+
+
 _FURTHER: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _scores,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _scores_backward,
@@ -91,4 +107,9 @@ _FURTHER: dict[Any, Callable[..., int]] = {
     aten.addmv: _onto_by_vector,
     aten.addbmm: _outer_sum,
     aten.addr: _outer,
+    aten.convolution_backward: _convolution_backward,
+    aten.mkldnn_rnn_layer: _recurrent,
+    aten.mkldnn_rnn_layer_backward: _recurrent_backward,
 }
+# The table has no operators that add to their first argument in place: they count as those that do not.
+_IN_PLACE = {getattr(aten, f"{name}_"): getattr(aten, name) for name in ("addmm", "baddbmm", "addmv", "addbmm", "addr")}

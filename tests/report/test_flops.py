@@ -140,6 +140,37 @@ def test_what_torchs_counter_leaves_out():
     assert both(lambda: torch.addbmm(torch.ones(3, 5), torch.ones(2, 3, 4), torch.ones(2, 4, 5))) == (0, 240)
 
 
+def test_products_that_are_added_in_place():
+    a, b = torch.ones(2, 3, 4), torch.ones(2, 4, 5)
+    assert both(lambda: torch.zeros(3, 5).addmm_(a[0], b[0])) == (0, 120)
+    assert both(lambda: torch.zeros(2, 3, 5).baddbmm_(a, b)) == (0, 240)
+    assert both(lambda: torch.zeros(3, 5).addbmm_(a, b)) == (0, 240)
+    assert both(lambda: torch.zeros(3).addmv_(a[0], b[0, :, 0])) == (0, 24)
+    assert both(lambda: torch.zeros(3, 4).addr_(torch.ones(3), torch.ones(4))) == (0, 24)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("of_input", [False, True])
+def test_a_convolutions_backward_does_its_product_for_each_gradient(transposed, groups, of_input):
+    """Torch's counter takes the weight of one group for that of all of them."""
+    conv = (nn.ConvTranspose2d if transposed else nn.Conv2d)(3, 6, 3, stride=2, padding=1, groups=groups)
+    image = torch.randn(2, 3, 9, 7, requires_grad=of_input)
+    with Work() as work:
+        conv(image).sum().backward()
+    forward = 2 * conv.weight.numel() * 2 * (9 * 7 if transposed else 5 * 4)
+    assert work.flops == (forward, (1 + of_input) * forward)
+
+
+def test_recurrent_layers():
+    """At each of 5 steps of 2 rows the weights of 4 gates multiply 16 inputs and 8 states; backward has two such products."""
+    layer, x = nn.LSTM(16, 8, num_layers=1), torch.randn(5, 2, 16)
+    with Work() as work:
+        layer(x)[0].sum().backward()
+    product = 2 * 5 * 2 * 4 * 8 * (16 + 8)
+    assert work.flops == (product, 2 * product)
+
+
 def test_grouped_products():
     offsets = torch.tensor([3, 3, 8], dtype=torch.int32)
     a, b = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(3, 16, 24, dtype=torch.bfloat16)
