@@ -105,6 +105,20 @@ def without_modes(hidden: tuple[type[TorchDispatchMode], ...]) -> Iterator[None]
                 _pop_mode()
 
 
+def taken_apart(mode: TorchDispatchMode, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of a composite operator, those in which it consists given to ``mode``; NotImplemented for other operators.
+
+    Autograd takes composite operators apart before a mode sees them, and inference_mode leaves out autograd.
+    """
+    if not torch.is_inference_mode_enabled():
+        return NotImplemented
+    _push_mode(mode)
+    try:
+        return operator.decompose(*args, **kwargs)
+    finally:
+        _pop_mode()
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """The number of writes to a tensor's memory, which views share. A function, since torch.compile can trace it."""
     return tensor._version

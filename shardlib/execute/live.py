@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common._compat import TorchDispatchMode, asks_device, storage_id
+from shardlib.common._compat import TorchDispatchMode, asks_device, storage_id, taken_apart
 from shardlib.execute.phases import Phase
 from shardlib.tree import leaves_of
 
@@ -49,6 +49,8 @@ class LiveBytes(TorchDispatchMode):
             return func(*args)
         for value in leaves_of((args, kwargs)):
             self._meet(value, made=False)
+        if (result := taken_apart(self, func, args, kwargs or {})) is not NotImplemented:
+            return result
         result = func(*args, **(kwargs or {}))
         for value in leaves_of(result):
             self._meet(value, made=True)

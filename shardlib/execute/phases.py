@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from shardlib.common._compat import TorchDispatchMode, asks_device, graph_task, watch_checkpoints
+from shardlib.common._compat import TorchDispatchMode, asks_device, graph_task, taken_apart, watch_checkpoints
 from shardlib.execute.flops import flops_of
 from shardlib.execute.handles import Handle
 from shardlib.nn.blocks import Runner
@@ -217,9 +217,12 @@ class Work(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is asks_device:  # no work
             return func(*args)
-        result = self._run(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if (result := taken_apart(self, func, args, kwargs)) is not NotImplemented:
+            return result
+        result = self._run(func, args, kwargs)
         done = self._now()
-        count = flops_of(func, args, kwargs or {}, result)
+        count = flops_of(func, args, kwargs, result)
         if count:
             done["flops"] += count.done
             done["again"] += count.again

@@ -171,6 +171,18 @@ def test_recurrent_layers():
     assert work.flops == (product, 2 * product)
 
 
+def test_a_teacher_in_inference_mode_counts():
+    """Where autograd takes no operator apart: a composite one is seen by its parts."""
+
+    def loss_fn(p, x):
+        with torch.inference_mode():
+            target = F.linear(x, torch.ones(8, 16)).tanh()
+        return F.mse_loss(F.linear(x, p["w"]), target.clone())
+
+    product = 2 * 4 * 16 * 8
+    assert counted(loss_fn, {"w": torch.randn(8, 16)}, torch.randn(4, 16)) == (2 * product, product, 0)
+
+
 def test_grouped_products():
     offsets = torch.tensor([3, 3, 8], dtype=torch.int32)
     a, b = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(3, 16, 24, dtype=torch.bfloat16)

@@ -99,3 +99,21 @@ def test_donated_memory_is_not_counted_twice():
     found, _, _ = sl.simulate(measured, CHAINS["stage 0"], mesh={"data": 1})[0]
     level = sum(change.bytes for change in found.changes if change.name.kind in ("parameters", "optimizer"))
     assert level <= found.by_kind["parameters"] + found.by_kind["optimizer"]
+
+
+def test_what_inference_mode_computes_is_counted():
+    """Composite operators are whole there: a cross entropy's log-softmax is seen, as it is in no_grad."""
+
+    def peaks(mode):
+        def loss_fn(p, x):
+            with mode():
+                weight = torch.nn.functional.cross_entropy(x, torch.zeros(512, dtype=torch.int64))
+            return (x[:4] @ p["w"]).square().mean() * weight.clone()
+
+        params, x = {"w": torch.ones(256, 2)}, torch.ones(512, 256)
+        plan = sl.make_plan(params, sl.make_mesh(), loss_fn=loss_fn, batch=x, optimizer=sl.optim.sgd(0.1))
+        state, step = sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1))
+        return sl.report.memory(step, state, x).peak, plan.peak_bytes
+
+    assert peaks(torch.inference_mode) == peaks(torch.no_grad)
+    assert min(peaks(torch.no_grad)) > 512 * 256 * 4  # what the mode computes is most of it

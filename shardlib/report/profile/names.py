@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common._compat import TorchDispatchMode, asks_device, storage_id
+from shardlib.common._compat import TorchDispatchMode, asks_device, storage_id, taken_apart
 from shardlib.mesh.transport.activity import here
 from shardlib.optim.train_state import TrainState
 from shardlib.report.profile.timeline import Part, Timeline
@@ -122,6 +122,8 @@ class Names(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is asks_device:
             return func(*args)
+        if (result := taken_apart(self, func, args, kwargs or {})) is not NotImplemented:
+            return result
         result = func(*args, **(kwargs or {}))
         for value in leaves_of(result):
             if isinstance(value, torch.Tensor) and self._counts(value):
