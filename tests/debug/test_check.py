@@ -43,6 +43,20 @@ def test_a_step_sends_what_it_does_not_leave_out():
     assert result and not result.notes, result
 
 
+def test_what_a_last_stage_returns_beside_the_loss_is_no_payload():
+    """It is told to the other stages like the loss, as ranks along other axes tell each other."""
+
+    def last(params, x, batch):
+        x = x @ params["w"]
+        return x.square().mean(), {"means": x.detach().mean(0)}
+
+    loss_fn = sl.sequential([lambda params, _, batch: batch @ params["w"], last])
+    params = [{"w": torch.randn(8, 8)} for _ in range(2)]
+    plan = {"data": 2, "pipe": 2}, sl.chain(sl.zero(0), sl.pipeline("1f1b", 2))
+    result = sl.debug.check(plan, loss_fn, torch.randn(8, 8), params=params)
+    assert result, result
+
+
 @dataclass(frozen=True)
 class Forgetful(sl.plan.Transform):
     """A user's own transform, which takes a leaf for one that ranks have each for themselves."""

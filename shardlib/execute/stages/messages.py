@@ -65,8 +65,8 @@ def finish(sent: Iterable[Sent]) -> None:
         message.work.wait()
 
 
-def send_tree(link: Link, tree: Tree, tag: int, expected: Sequence[Facts] = ()) -> list[Sent]:
-    """Send any pytree; `IncomingTree` with the same ``tag`` and ``expected`` receives it."""
+def send_tree(link: Link, tree: Tree, tag: int, expected: Sequence[Facts] = (), *, scalars: bool = False) -> list[Sent]:
+    """Send any pytree; `IncomingTree` with the same ``tag`` and ``expected`` receives it. ``scalars``: see `Traffic`."""
     _, leaves, treedef = flatten(tree)
     described = [_facts(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -84,19 +84,20 @@ def send_tree(link: Link, tree: Tree, tag: int, expected: Sequence[Facts] = ()) 
     sent = [link.send(first, tag, scalars=True)]
     others = not _alike(facts_of(tensors), expected)
     fillers = [torch.empty(fact.shape, dtype=fact.dtype, device=device) for fact in expected] if others else tensors
-    sent += send_tensors(link, fillers, tag + _EXPECTED)
+    sent += send_tensors(link, fillers, tag + _EXPECTED, scalars=scalars)
     sent += [link.send(message, tag + _REST, scalars=True) for message in rest]
-    return sent + send_tensors(link, tensors, tag + _OTHERS) if others else sent
+    return sent + send_tensors(link, tensors, tag + _OTHERS, scalars=scalars) if others else sent
 
 
-def send_tensors(link: Link, tensors: Sequence[torch.Tensor], tag: int) -> list[Sent]:
-    """Send tensors whose `Facts` the receiver knows, for `IncomingTensors`: one message per dtype. Copies unless single."""
+def send_tensors(link: Link, tensors: Sequence[torch.Tensor], tag: int, *, scalars: bool = False) -> list[Sent]:
+    """Send tensors whose `Facts` the receiver knows, for `IncomingTensors`: one message per dtype. Copies unless single.
+    ``scalars``: see `Traffic`."""
     sent = []
     for number, group in enumerate(_by_dtype(tensors)):
         flat = [tensors[index].reshape(-1) for index in group]
         packed = flat[0] if len(flat) == 1 else torch.cat(flat)
         if packed.numel():
-            sent.append(link.send(packed, tag + number))
+            sent.append(link.send(packed, tag + number, scalars=scalars))
     return sent
 
 

@@ -132,7 +132,7 @@ class Pipe:
     def shared_aux(self, call: Call, aux: Tree, sums: Sums) -> Tree:
         if not sums.weighted:
             _require_even(call.microbatches)
-        return self._broadcast(aux) if sums.with_aux else None
+        return self._broadcast(aux, scalars=True) if sums.with_aux else None
 
     def _gradients(
         self, call: Call, compute: Compute, seed: Callable[[int], float], options: ReductionOptions
@@ -176,8 +176,8 @@ class Pipe:
         Interpreter(self._position, params, noted, None, None).run(order)
         return self._broadcast(result[0] if result else None)
 
-    def _broadcast(self, value: Tree) -> Tree:
-        """The ``value`` of the last stage's rank, on every rank along the axis."""
+    def _broadcast(self, value: Tree, *, scalars: bool = False) -> Tree:
+        """The ``value`` of the last stage's rank, on every rank along the axis. ``scalars``: see `Traffic`."""
         ranks, number = self._mesh.shape[self._axis], self._free_number() - 1
         if self._home != self._plan.stages.last:
             arrived = IncomingTree(self._position.link(self._plan.stages.last), number * TAGS).wait()
@@ -186,7 +186,7 @@ class Pipe:
             message
             for other in range(ranks)
             if other != self._home
-            for message in send_tree(self._position.link(other), value, number * TAGS)
+            for message in send_tree(self._position.link(other), value, number * TAGS, scalars=scalars)
         ]
         finish(sent)
         return value
