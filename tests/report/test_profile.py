@@ -248,6 +248,13 @@ def test_what_cannot_be_recorded_is_refused():
     for call in (sl.profile, sl.report.memory):
         with pytest.raises(TypeError, match=r"the plan is a Zero; pass the one that sl\.make_plan returned"):
             call(step, state, batch(), plan=sl.zero(0))
+        for mesh, said in (
+            (sl.abstract_mesh(data=4), "axis 'data': size 4 in the plan, size 1 in the state"),
+            (sl.make_mesh(), r"blocks/0/attn/out/bias: not there in the plan, \(32,\) as P\(\) in the state"),
+        ):
+            other = sl.make_plan({"w": torch.ones(8, 8)}, mesh)
+            with pytest.raises(ValueError, match=f"{call.__name__}: the plan is not that of this state:\n  - {said}"):
+                call(step, state, batch(), plan=other)
     with pytest.raises(ValueError, match="steps='2'"):
         sl.profile(step, state, batch(), steps="2")
     with pytest.raises(ValueError, match="profile: steps=0"):

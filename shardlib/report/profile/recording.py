@@ -16,6 +16,7 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.common._compat import graph_task
 from shardlib.common.clock import current_clock
+from shardlib.errors import listing
 from shardlib.execute.phases import Phase, Phases, followed
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
@@ -199,14 +200,34 @@ def require_steps(verb: str, state: Any, steps: int = 1, warm: int = 0, plan: An
 
     Raises:
         TypeError: a state that is no `TrainState`, or a plan that is no `Plan`.
-        ValueError: fewer than one step, fewer than none before, or no whole numbers of them.
+        ValueError: fewer than one step, fewer than none before, or no whole numbers of them; a plan of other parameters, or
+            of another mesh, than the state's.
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"{verb}: the state is a {type(state).__name__}; pass the one that make_train_step returned")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"{verb}: the plan is a {type(plan).__name__}; pass the one that sl.make_plan returned")
+    if plan is not None and (other := _differing(plan, state.params.plan)):
+        raise ValueError(
+            f"{verb}: the plan is not that of this state:\n{listing(other)}\nMake it with the parameters, the mesh and "
+            "the transforms of the step"
+        )
     if not all(isinstance(count, Integral) for count in (steps, warm)) or steps < 1 or warm < 0:
         raise ValueError(f"{verb}: steps={steps!r}, warm={warm!r}; record at least one step, after none or more others")
+
+
+def _differing(plan: Plan, own: Plan) -> list[str]:
+    """Where a plan has other axes or shards than a state's own."""
+    given, held = (
+        {f"axis {axis!r}": f"size {size}" for axis, size in of.sizes.items()}
+        | {path: f"{tuple(leaf.param.shape)} as {leaf.param.spec!r}" for path, leaf in of.placement_of.items()}
+        for of in (plan, own)
+    )
+    return [
+        f"{name}: {given.get(name, 'not there')} in the plan, {held.get(name, 'not there')} in the state"
+        for name in {**held, **given}
+        if held.get(name) != given.get(name)
+    ]
 
 
 def stepped(train_step: TrainStep, state: Any, batch: Any) -> tuple[Any, Step]:

@@ -32,7 +32,8 @@ def profile(
 
     Raises:
         TypeError: a state that is no `TrainState`, or a plan that is no `Plan`.
-        ValueError: fewer than one step, fewer than none before, or no whole numbers of them.
+        ValueError: fewer than one step, fewer than none before, or no whole numbers of them; a plan of other parameters, or
+            of another mesh, than the state's.
 
     >>> loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
     >>> state, train_step = sl.make_train_step(loss_fn, {"w": torch.ones(64, 64)}, sl.optim.sgd(0.1))
