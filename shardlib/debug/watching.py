@@ -116,7 +116,9 @@ class _Calls(TorchFunctionMode):
         if leaf.requires_grad and not isinstance(leaf, Handle):
             leaf.register_hook(functools.partial(self._add, path))
 
-    def _add(self, path: str, grad: torch.Tensor) -> None:
+    def _add(self, path: str, grad: torch.Tensor | None) -> None:
+        if grad is None:  # the run does not use the leaf
+            return
         before = self._run.leaf_grads.get(path)
         self._run.leaf_grads[path] = copied(grad) if before is None else before + grad.detach()
 
@@ -193,8 +195,9 @@ class _Calls(TorchFunctionMode):
             self._into, self._block = before
 
 
-def _keep(call: Call, position: int, grad: torch.Tensor) -> None:
-    call.grads[position] = copied(grad)
+def _keep(call: Call, position: int, grad: torch.Tensor | None) -> None:
+    if grad is not None:  # as a function's own backward may return
+        call.grads[position] = copied(grad)
 
 
 def _common(paths: list[str | None]) -> str:

@@ -57,6 +57,32 @@ def test_what_a_last_stage_returns_beside_the_loss_is_no_payload():
     assert result, result
 
 
+class Barrier(torch.autograd.Function):
+    """The identity and a product, of which neither has a gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x.clone(), 2 * x
+
+    @staticmethod
+    def backward(ctx, dx, _):
+        return None
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_has_no_gradient_is_no_difference(stage):
+    """A leaf that the loss does not use, and what a function of the user's own returns None for."""
+
+    def loss_fn(params, x):
+        kept, _ = Barrier.apply((x @ params["w"]).tanh())
+        return (x @ params["w"] + kept).square().mean()
+
+    params = {"w": torch.randn(8, 8), "unused": torch.ones(8)}
+    result = sl.debug.check(({"data": 2}, sl.zero(stage)), loss_fn, torch.randn(8, 8), params=params)
+    assert result, result
+
+
 @dataclass(frozen=True)
 class Forgetful(sl.plan.Transform):
     """A user's own transform, which takes a leaf for one that ranks have each for themselves."""
