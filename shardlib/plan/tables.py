@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from numbers import Integral
+from typing import SupportsIndex
 
 _UNITS = {f"{letter}B": 1000**power for power, letter in enumerate(("", "k", "M", "G", "T"))}
 _UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate(("K", "M", "G", "T"), 1)}
@@ -45,7 +47,7 @@ def size(number: int) -> str:
     return f"{number} B"
 
 
-def parse_size(given: int | str) -> int:
+def parse_size(given: SupportsIndex | str) -> int:
     """Bytes, from a number of bytes or from text such as "24GiB", "24 GB" or "1.5TiB".
 
     Raises:
@@ -56,7 +58,7 @@ def parse_size(given: int | str) -> int:
         unit = _UNITS.get(match[2] or "B") if match else None
         found = Fraction(match[1]) * unit if match and unit else Fraction(0)
     else:
-        found = Fraction(given if isinstance(given, int) and not isinstance(given, bool) else 0)
+        found = Fraction(int(given) if not isinstance(given, bool) and isinstance(given, Integral) else 0)
     if found <= 0 or found.denominator > 1:
         raise ValueError(
             f"{given!r} is not a size: give a whole number of bytes, or a number with one of {', '.join(_UNITS)}"

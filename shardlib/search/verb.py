@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from shardlib.errors import IllegalComposition
+from shardlib.execute.batches import as_tensors
 from shardlib.init.deferred import defer
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.machine import Machine, require_machine
@@ -42,7 +45,7 @@ def search_plan(
         loss_fn: an `sl.sequential` is cut into stages too, with ``params`` a list of trees.
         params: as for `make_plan`.
         machine: what ranks have and do per second.
-        batch: of all ranks together, shapes alone, such as tensors on the meta device.
+        batch: of all ranks together, shapes alone, such as tensors on the meta device or arrays.
         optimizer: a gradient transformation.
         ranks: number of ranks, all of which are used.
         rules: of `tensor_slicing`; without them no layer is sliced.
@@ -76,7 +79,7 @@ def search_plan(
             "search_plan(space=Space(precisions=...))"
         )
     tree = defer(params).tree if callable(params) else params
-    model = Model(loss_fn, tree, batch, optimizer, rules)
+    model = Model(loss_fn, tree, as_tensors(batch, torch.device("cpu")), optimizer, rules)
     require_arguments(ranks, within, model.rows)
     memories = {"host": machine.host_memory, "disk": machine.disk}
     there = frozenset(name for name, held in memories.items() if held is not None)

@@ -94,6 +94,18 @@ def test_a_batch_that_is_a_view_is_counted_whole():
     assert found.by_kind["batch"] == whole.nbytes
 
 
+def test_a_batch_of_arrays_is_counted_as_one_of_tensors():
+    def found(x):
+        params, loss_fn, tx = {"w": torch.ones(2, 4)}, lambda p, x: (x @ p["w"].T).sum(), sl.optim.sgd(0.1)
+        state, step = sl.make_train_step(loss_fn, params, tx)
+        plan = sl.make_plan(params, sl.make_mesh(), loss_fn=loss_fn, batch=x, optimizer=tx)
+        return sl.report.memory(step, state, x, plan=plan)
+
+    tensors, arrays = found(torch.ones(64, 4)), found(torch.ones(64, 4).numpy())
+    assert (arrays.planned, arrays.by_kind) == (tensors.planned, tensors.by_kind)
+    assert arrays.by_kind["batch"] == 64 * 4 * 4
+
+
 def test_donated_memory_is_not_counted_twice():
     """An update in place makes no second copy of parameters or moments."""
     found, _, _ = sl.simulate(measured, CHAINS["stage 0"], mesh={"data": 1})[0]

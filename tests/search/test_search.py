@@ -227,6 +227,16 @@ def test_a_loss_that_nothing_cuts():
     assert eval(found.winner.code, names) == found.winner.plan
 
 
+def test_a_batch_of_arrays_has_the_rows_of_its_tensors():
+    drawn = torch.zeros(8, CONFIG.sequence, dtype=torch.int64)
+    loss_fn, job = gpt.make_loss(CONFIG), {"optimizer": OPTIMIZER, "ranks": 2, "space": SPACE}
+    tensors, arrays = (
+        sl.search_plan(loss_fn, lambda: gpt.init(CONFIG), MACHINE, {"tokens": x, "targets": x}, **job)
+        for x in (drawn, drawn.numpy())
+    )
+    assert arrays == tensors
+
+
 def test_experts_are_dealt_out():
     moe = gpt.Experts((0, 4), sl.nn.MoEConfig(sl.nn.routers.switch(), "gelu_tanh"))
     config = replace(CONFIG, moe=moe)

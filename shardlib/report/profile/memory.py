@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.common.optional import figures
+from shardlib.execute.batches import as_tensors
 from shardlib.nn.names import naming as naming_of_values
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
@@ -145,6 +146,7 @@ def memory(train_step: TrainStep, state: TrainState, batch: Any, *, warm: int = 
     """
     require_steps("report.memory", state, warm=warm, plan=plan)
     mesh = state.params.mesh
+    batch = as_tensors(batch, mesh.device)  # as a step takes it
     for _ in range(warm):
         state, _ = train_step(state, batch)
     follower = Follower(mesh)
