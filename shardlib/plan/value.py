@@ -227,6 +227,16 @@ class PlanValue:
         return sum(math.prod(placement.param.shape) for placement in self.placements)
 
     @cached_property
+    def computed_dtype(self) -> torch.dtype:
+        """The dtype of most parameters, but for those that nothing computes with as they are: codes of few bits, integers,
+        complex numbers, of which a frozen leaf may be."""
+        elements: dict[torch.dtype, int] = {}
+        for bucket in self.buckets:
+            if bucket.dtype.is_floating_point and bucket.dtype.itemsize > 1:
+                elements[bucket.dtype] = elements.get(bucket.dtype, 0) + sum(bucket.numels)
+        return max(elements, key=lambda dtype: elements[dtype])
+
+    @cached_property
     def placement_of(self) -> dict[str, Placement]:
         """Path -> placement; a tied leaf stands under its first path."""
         return {placement.path: placement for placement in self.placements}

@@ -122,6 +122,13 @@ def test_products_take_their_time():
         sl.report.predict_on(plan, machine(flops={"bf16": 1.0}))
 
 
+def test_products_are_not_computed_in_the_codes_of_a_frozen_leaf():
+    params = {"w": torch.ones(8, 8), "codes": torch.ones(64, 64).to(torch.float8_e4m3fn)}
+    job = {"loss_fn": lambda p, x: (x @ p["w"]).square().mean(), "batch": torch.ones(4, 8)}
+    plan = sl.make_plan(params, sl.make_mesh(), sl.freeze("codes"), **job)
+    assert sl.report.predict_on(plan, machine(flops={"fp32": 1.0})).total == 2 * (2 * 4 * 8 * 8)
+
+
 def test_other_operators_and_the_update_take_the_time_of_their_bytes():
     plan = planned()
     stream = sum(map(sum, (trace.streamed for trace in plan.traces)))

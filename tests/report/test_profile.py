@@ -219,6 +219,20 @@ def test_the_peak_of_a_device_is_measured_once():
     assert sl.report.measure_peak() == first > 1e8
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.float8_e4m3fn, torch.complex64])
+def test_the_peak_is_of_what_is_computed_with(dtype):
+    """Not of a frozen leaf's codes, however many these are, which have no products or slow ones."""
+
+    def loss_fn(p, x):
+        return (x @ p["w"] * p["codes"][0, 0].real.float()).square().mean()
+
+    params = sl.shard(
+        {"w": torch.ones(8, 8), "codes": torch.ones(64, 64).to(dtype)}, sl.make_mesh(), sl.freeze("codes")
+    )
+    state, step = sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1))
+    assert sl.profile(step, state, torch.ones(4, 8), steps=1).peak == sl.report.measure_peak(dtype=torch.float32)
+
+
 def test_own_times_of_nested_parts():
     timeline = Timeline(torch.device("cpu"))
     place = timeline.open(Part("compute", "forward", "a"))

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from shardlib.errors import MeshError, axes_named, listing
 from shardlib.plan.machine import PRECISIONS, Machine, require_machine
 from shardlib.plan.prediction.rank import Rank, Rates
@@ -194,11 +192,8 @@ def _predicted(plan: PlanValue, machine: Machine, owned: bool) -> StepTime:
 
 
 def _products(plan: PlanValue, machine: Machine) -> float:
-    """Operations per second of products, in the dtype that most elements of the parameters have."""
-    elements: dict[torch.dtype, int] = {}
-    for bucket in plan.buckets:
-        elements[bucket.dtype] = elements.get(bucket.dtype, 0) + sum(bucket.numels)
-    dtype = max(elements, key=lambda dtype: elements[dtype])
+    """Operations per second of products, in the dtype that is computed in."""
+    dtype = plan.computed_dtype
     name = next((name for name, known in PRECISIONS.items() if known == dtype), str(dtype))
     if name not in machine.flops:
         raise ValueError(f"the machine has no rate of products in {name}, only in {', '.join(machine.flops)}")

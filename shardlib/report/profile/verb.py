@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from shardlib.plan.plan import Plan
 from shardlib.report.profile.memory import memory
 from shardlib.report.profile.operators import operators_of
@@ -45,16 +43,8 @@ def profile(
     """
     require_steps("profile", state, steps, warm, plan)
     params = state.params
-    peak = measure_peak(params.mesh.device, _dtype(params.plan))
+    peak = measure_peak(params.mesh.device, params.plan.computed_dtype)
     state, recording = record(train_step, state, batch, steps, warm)
     state, operators = operators_of(train_step, state, batch)
     held = memory(train_step, state, batch, warm=0, plan=plan)
     return Profile(recording, operators, held, peak, predicted(plan or params.plan, recording), held.state)
-
-
-def _dtype(plan: Plan) -> torch.dtype:
-    """The dtype of most parameters."""
-    elements: dict[torch.dtype, int] = {}
-    for bucket in plan.buckets:
-        elements[bucket.dtype] = elements.get(bucket.dtype, 0) + bucket.size(0)
-    return max(elements, key=lambda dtype: elements[dtype])
