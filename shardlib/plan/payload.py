@@ -96,14 +96,15 @@ def _reductions(plan: PlanValue, owned: bool) -> Iterator[Message]:
     owner = plan.reductions.owner if owned else None
     each = plan.stages.schedule.microbatches if plan.step.sync == "each" else 1
     for stage_plan in plan.stage_plans:
+        again = plan.traces[stage_plan.local_stages[0]].again if plan.traces else ()
         for bucket in stage_plan.tiled.trained:
             if bucket.unit in plan.left_out:
                 continue
-            routes = stage_plan.tiled.routes[bucket.name]
+            routes, times = stage_plan.tiled.routes[bucket.name], 1 + (bucket.name in again)
             for exchange in routes.each:
-                yield _message("gradients", "each micro-batch", exchange, each)
+                yield _message("gradients", "each micro-batch", exchange, times * each)
             for exchange in unowned(routes.last, (owner.axis,) if owner else ()):
-                yield _message("gradients", "after the last micro-batch", exchange)
+                yield _message("gradients", "after the last micro-batch", exchange, times)
     for bucket in plan.trained if owner else ():
         if mean := plan.routes[bucket.name].mean:
             yield _message("gradients", "in the update", mean)

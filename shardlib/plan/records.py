@@ -58,6 +58,8 @@ class Trace:
         collectives: axis -> number of the collectives inside the loss.
         live_in: the phase that ``live`` is reached in, such as "backward of block 3".
         peak_in: the phase that ``peak`` is reached in.
+        again: buckets that are reduced once more: a function with a backward of its own was given some of their leaves, whose
+            gradients come when the others are on their way.
     """
 
     touches: tuple[str, ...]
@@ -79,6 +81,7 @@ class Trace:
     collectives: Mapping[str, int] = field(default_factory=dict)
     live_in: str = ""
     peak_in: str = ""
+    again: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

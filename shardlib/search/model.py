@@ -126,7 +126,9 @@ def _at(rows: int, one: Trace, two: Trace) -> Trace:
             return tuple(map(line, a, b))
         return a + (rows - 1) * (b - a)
 
-    names = [each.name for each in fields(Trace) if each.name not in ("touches", "live_in", "peak_in", "blocks")]
+    names = [
+        each.name for each in fields(Trace) if each.name not in ("touches", "live_in", "peak_in", "blocks", "again")
+    ]
     return replace(one, **{name: line(getattr(one, name), getattr(two, name)) for name in names})
 
 

@@ -145,6 +145,36 @@ def test_payload_is_always_what_the_traced_plan_says(mesh, transform, tie):
         assert measured == [planned] * 3 and counted == measured
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return dy @ weight, dy.T @ x
+
+
+@pytest.mark.parametrize(("mesh", "transform"), PAYLOAD_CASES[:6] + PAYLOAD_CASES[9:])
+def test_what_a_users_own_function_is_given_is_reduced_once_more(mesh, transform):
+    """Its weights' gradients come when those of the biases are on their way: at stage 3, where units are gathered."""
+    _, params = mlp([8, 8, 8, 8, 8, 8], torch.float32)
+    batch = regression_batch(6, 8, 8, torch.float32)
+
+    def loss_fn(params, batch):
+        x, y = batch
+        for p in params["layers"]:
+            x = (Product.apply(x, p["weight"]) + p["bias"]).tanh()
+        return (x - y).square().mean()
+
+    planned = planned_payload(mesh, loss_fn, params, transform, batch)
+    run = lambda m: payload_of(m, loss_fn, params, transform, batch, steps=3)  # noqa: E731
+    for measured, counted in sl.simulate(run, mesh=mesh):
+        assert measured == [planned] * 3 and counted == measured
+
+
 def count_operators(mesh, stage):
     _, params = mlp([8, 16, 16, 8], torch.float32)
     batch = regression_batch(4, 8, 8, torch.float32)

@@ -77,7 +77,17 @@ def _of_one(
     # earlier ones, and the last one ends with the step's exchanges.
     if runner.executor.gathers or last:
         run(*sorted({0, min(1, last), last}))
-    return Walk(alone, summed, work.done, runner.executor.touches, phases.carries, phases.blocks, landing.spare)
+    executor = runner.executor
+    return Walk(
+        alone,
+        summed,
+        work.done,
+        executor.touches,
+        phases.carries,
+        phases.blocks,
+        landing.spare,
+        again=executor.record.late,
+    )
 
 
 def _of_stages(

@@ -51,6 +51,7 @@ class Walk:
         summands: as in a trace.
         arrived: bytes of the carry that came from the stage before.
         kept, between, forward, backward: as in a trace.
+        again: as in a trace; nothing in stages, as blocks are given whole leaves.
     """
 
     alone: Sequence[Sequence[Stretch]]
@@ -65,6 +66,7 @@ class Walk:
     between: int = 0
     forward: int = 0
     backward: int = 0
+    again: tuple[str, ...] = ()
 
     def trace(self, first: int = 0, repeats: Repeats = _ONCE, stands: Mapping[str, Sequence[str]] = _ALONE) -> Trace:
         """The trace; or that of the same function with more blocks.
@@ -109,6 +111,7 @@ class Walk:
             peak_in=_named(peak.phase, first),
             blocks=self.blocks + sum(repeats.values()),
             summands=self.summands,
+            again=self.again,
             **{name: sum(totals.get(name, ())) for name in ("down", "up", "host")},
         )
 
@@ -118,7 +121,7 @@ class Walk:
         Args:
             leaving: bytes of its gradients that may stay until all blocks' have left.
         """
-        if self.carries and self.carries[block - 1] != self.carries[block]:
+        if self.again or (self.carries and self.carries[block - 1] != self.carries[block]):
             return False
         left = {sum(part.net for part in run if self._block(part.phase) == block) for run in self.alone}
         if not left <= {0, leaving}:
