@@ -107,7 +107,7 @@ class Phases:
             self._forward = Phase(False, "of what follows", number)
             self._backward = self._forward._replace(backward=True)
             self.turned()
-            self._at_gradient(result, Phase(True, "of", number))
+            self._at_gradient(made_of(result, (args, kwargs)), Phase(True, "of", number))
             return result
 
         return run
@@ -147,6 +147,13 @@ class Phases:
                 self.turned()
 
         return computed
+
+
+def made_of(result: Any, given: Any) -> list[Any]:
+    """The leaves of a result, but for those that were given and are handed on: their gradients are there when the backward
+    of what made them begins."""
+    handed_on = set(map(id, leaves_of(given)))
+    return [leaf for leaf in leaves_of(result) if id(leaf) not in handed_on]
 
 
 # The phases of the function that runs, where a trace or a profile follows it; and what makes them for an executor.

@@ -94,6 +94,59 @@ def test_operations_by_part(transform, place):
     assert used <= kept <= used | {OUTSIDE}
 
 
+class Biased(nn.Module):
+    """A layer that hands on what all layers share, as T5's hand on the first one's biases of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, shared):
+        shared = self.linear(x) if shared is None else shared
+        return torch.tanh(self.linear(x + shared)), shared
+
+
+class Sharing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Biased() for _ in range(3)])
+
+    def forward(self, x):
+        x, shared = self.first(x), None
+        for layer in self.layers:
+            x, shared = layer(x, shared)
+        return x
+
+
+def test_what_a_part_hands_on_is_not_its_result():
+    """Its gradient is there when the backward of the part that made it begins, and no other part's."""
+    names, _ = profiled(Sharing(), sl.zero(0))
+    assert {name: ways for name, ways in names.items() if any(ways)} == {
+        "first": (ONCE, ONCE, 0),
+        "layers/0": (2 * ONCE, 4 * ONCE, 0),
+        "layers/1": (ONCE, 2 * ONCE, 0),
+        "layers/2": (ONCE, 2 * ONCE, 0),
+    }
+
+
+@pytest.mark.parametrize("remat", [[], [sl.remat()]], ids=["kept", "recomputed"])
+def test_what_a_block_hands_on_is_not_its_result(remat):
+    def first(p, _, x):
+        made = x @ p["w"]
+        return torch.tanh(made @ p["w"]), made
+
+    def layer(p, carry, _):
+        x, made = carry
+        return torch.tanh(x @ p["w"]) + made @ p["w"], made
+
+    loss_fn = sl.sequential([first, layer, layer, layer, lambda p, carry, _: (carry[0] @ p["w"]).square().mean()])
+    params = sl.shard([{"w": torch.eye(WIDTH)} for _ in range(5)], sl.make_mesh(), sl.chain(*remat))
+    state, step = sl.make_train_step(loss_fn, params, sl.optim.sgd(1e-3))
+    flops = sl.profile(step, state, torch.ones(ROWS, WIDTH), steps=1, warm=1).operators.flops
+    backward = [sum(n for part, n in flops.items() if part[1:] == ("backward", str(number))) for number in range(5)]
+    assert backward == [3 * ONCE, 4 * ONCE, 4 * ONCE, 4 * ONCE, 2 * ONCE]  # the batch has no gradient
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("place", ["", "student"])
 def test_modules_that_the_loss_calls_itself(stage, place):

@@ -17,7 +17,7 @@ from shardlib.collectives import primitives
 from shardlib.common._compat import graph_task
 from shardlib.common.clock import current_clock
 from shardlib.errors import listing
-from shardlib.execute.phases import Phase, Phases, followed
+from shardlib.execute.phases import Phase, Phases, followed, made_of
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
@@ -137,6 +137,7 @@ class _Clocked(Phases):
         super().begin()
         self._paths: dict[int, str] = {}  # identity of a leaf that stands for a parameter -> path
         self._results: dict[int, weakref.ref[torch.Tensor]] = {}  # what parts have returned, by identity
+        self._given: list[torch.Tensor] = []  # to the part that runs
 
     @contextmanager
     def running(self, backward: bool) -> Iterator[None]:
@@ -167,15 +168,15 @@ class _Clocked(Phases):
         number = -1 - len(self._named)
         self._named[number] = path
         self._at_gradient([x for x in given if not self._returned(x)], Phase(True))
-        self._forward = Phase(False, "of", number)
+        self._forward, self._given = Phase(False, "of", number), given
         self.turned()
 
     def _part_ends(self, path: str, result: list[torch.Tensor]) -> None:
         if self._elsewhere():
             return
-        self._at_gradient(result, self._forward._replace(backward=True))
+        self._at_gradient(made_of(result, self._given), self._forward._replace(backward=True))
         self._results |= {id(x): weakref.ref(x) for x in result}
-        self._forward = Phase(False)
+        self._forward, self._given = Phase(False), []
         self.turned()
 
     def _elsewhere(self) -> bool:
