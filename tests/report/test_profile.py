@@ -10,6 +10,8 @@ import shardlib as sl
 from shardlib.common.clock import current_clock
 from shardlib.execute.phases import phases_of
 from shardlib.models import gpt
+from shardlib.plan.prediction.step import predict_step
+from shardlib.report.profile import rates
 from shardlib.report.profile.recording import OUTSIDE, Recording, Step, stepped
 from shardlib.report.profile.stragglers import Stragglers
 from shardlib.report.profile.timeline import REST, Part, Span, Timeline
@@ -109,6 +111,28 @@ def test_on_one_rank_the_prediction_is_the_measurement():
     state, step, _ = a_step(sl.make_mesh(), sl.accumulate(2))
     found = sl.profile(step, state, batch(), steps=1)
     assert found.predicted.total == pytest.approx(found.seconds, rel=0.03)
+
+
+def test_the_prediction_is_of_what_a_1_bit_optimizer_sends(monkeypatch):
+    """Whole gradients while its variance is not frozen, and few bits since, as in the steps that were recorded."""
+    asked = []
+
+    def predict(*args, owned=False, **more):
+        asked.append(owned)
+        return predict_step(*args, owned=owned, **more)
+
+    monkeypatch.setattr(rates, "predict_step", predict)
+
+    def run(mesh):
+        loss_fn, tx = gpt.make_loss(CONFIG), sl.optim.onebit_adam(1e-3, freeze_step=4)
+        state, step = sl.make_train_step(loss_fn, sl.shard(gpt.init(CONFIG), mesh, sl.zero(0)), tx)
+        before = sl.profile(step, state, batch(), steps=1, warm=1)  # and two steps after the recorded one
+        since = sl.profile(step, before.state, batch(), steps=1, warm=1)
+        plan = sl.make_plan(gpt.init(CONFIG), mesh, sl.zero(0), optimizer=tx)
+        assert before.comm.payload == plan.payload() and since.comm.payload == plan.payload(owned=True)
+
+    sl.simulate(run, mesh={"data": 2})
+    assert sorted(asked) == [False, False, True, True]
 
 
 def test_steps_without_a_profile_have_no_clock():

@@ -24,7 +24,19 @@ def predicted(plan: Plan, recording: Recording) -> StepTime:
         _bandwidths(recording),
         backward=backward / forward if forward else 0.0,
         update=statistics.fmean(of["update"] for of in times),
+        owned=_owned(plan, recording.steps),
     )
+
+
+def _owned(plan: Plan, steps: Sequence[Step]) -> bool:
+    """Whether the optimizer summed over its axis itself in these steps (1-bit Adam, once its variance is frozen): by the
+    bytes that were sent along it."""
+    if plan.reductions.owner is None:
+        return False
+    axis = plan.reductions.owner.axis
+    sent = statistics.fmean(sum(each.payload for each in step.exchanges if each.axis == axis) for step in steps)
+    before, since = (abs(sent - plan.payload(owned=owned).get(axis, 0)) for owned in (False, True))
+    return since < before
 
 
 def _of(steps: Sequence[Step]) -> Mapping[str, float]:
