@@ -78,5 +78,5 @@ class Run:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that nothing writes to."""
-    return tensor.detach().clone()
+    """A copy that nothing writes to, with all of its elements: an embedding's gradient may be sparse."""
+    return tensor.detach().to_dense() if tensor.is_sparse else tensor.detach().clone()

@@ -82,7 +82,7 @@ class OneDevice:
         leaves = [used[path] for path in self._trained]
         grads = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
         found = zip(self._trained, leaves, grads, strict=True)
-        return Evaluated(run, {path: torch.zeros_like(leaf) if g is None else g for path, leaf, g in found})
+        return Evaluated(run, {path: torch.zeros_like(leaf) if g is None else copied(g) for path, leaf, g in found})
 
     @contextmanager
     def _thinned(self, step: int, key: Key, leaves: list[torch.Tensor]) -> Iterator[None]:

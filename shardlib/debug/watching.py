@@ -120,7 +120,7 @@ class _Calls(TorchFunctionMode):
         if grad is None:  # the run does not use the leaf
             return
         before = self._run.leaf_grads.get(path)
-        self._run.leaf_grads[path] = copied(grad) if before is None else before + grad.detach()
+        self._run.leaf_grads[path] = copied(grad) if before is None else before + copied(grad)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import shardlib as sl
 from shardlib.errors import BatchError, LossError, NonFiniteError, TreeError
@@ -80,6 +81,19 @@ def test_what_has_no_gradient_is_no_difference(stage):
 
     params = {"w": torch.randn(8, 8), "unused": torch.ones(8)}
     result = sl.debug.check(({"data": 2}, sl.zero(stage)), loss_fn, torch.randn(8, 8), params=params)
+    assert result, result
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sparse_gradients_are_compared(stage):
+    def loss_fn(params, tokens):
+        return (F.embedding(tokens, params["rows"], sparse=True) @ params["w"]).square().mean()
+
+    params, tokens = (
+        {"rows": torch.randn(10, 8), "w": torch.randn(8, 8)},
+        torch.tensor([[3, 3], [1, 4], [3, 9], [0, 0]]),
+    )
+    result = sl.debug.check(({"data": 2}, sl.zero(stage)), loss_fn, tokens, params=params)
     assert result, result
 
 
