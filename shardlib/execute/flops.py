@@ -38,13 +38,24 @@ def flops_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result:
         done = count(*args, **kwargs, out_val=result)
     else:
         return None
-    # Fused attention's backward has five products, the first of which computes the scores again.
-    return Flops(done, done // 5 if attends(operator) and "backward" in operator.name() else 0)
+    return Flops(
+        done, _scores_again(operator, args, done) if attends(operator) and "backward" in operator.name() else 0
+    )
 
 
 def attends(operator: Any) -> bool:
     """Whether an operator is fused attention."""
     return "attention" in operator.name()
+
+
+def _scores_again(operator: Any, args: Sequence[Any], done: int) -> int:
+    """The first of the five products of fused attention's backward computes the scores again: three have the width of
+    queries, and two that of values."""
+    if operator.namespace != "aten":
+        return done // 5
+    _, query, _, value, *_ = args
+    width = query.shape[-1]
+    return done * width // (3 * width + 2 * value.shape[-1])
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> int:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardlib as sl
+from shardlib.execute.flops import flops_of
 from shardlib.execute.phases import Work
 from shardlib.models import bert, gpt
 from shardlib.report.profile.operators import operators_of
@@ -138,6 +139,16 @@ def test_what_torchs_counter_leaves_out():
     assert both(lambda: torch.addmv(torch.ones(3), torch.ones(3, 4), torch.ones(4))) == (0, 24)
     assert both(lambda: torch.addr(torch.ones(3, 4), torch.ones(3), torch.ones(4))) == (0, 24)
     assert both(lambda: torch.addbmm(torch.ones(3, 5), torch.ones(2, 3, 4), torch.ones(2, 4, 5))) == (0, 240)
+
+
+def test_scores_that_are_computed_again_have_the_width_of_queries():
+    """Of the five products of a backward three do, and two that of values, as in latent attention."""
+    rows, heads, sequence, width, of_values = 2, 4, 16, 24, 8
+    query, value = (torch.empty(rows, heads, sequence, n, device="meta") for n in (width, of_values))
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    found = flops_of(backward, (value, query, query, value), {}, (query, query, value))
+    scores = 2 * rows * heads * sequence**2
+    assert found == (scores * (3 * width + 2 * of_values), scores * width)
 
 
 def test_products_that_are_added_in_place():
