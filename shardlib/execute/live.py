@@ -52,8 +52,9 @@ class LiveBytes(TorchDispatchMode):
         if (result := taken_apart(self, func, args, kwargs or {})) is not NotImplemented:
             return result
         result = func(*args, **(kwargs or {}))
+        # A constant that the function closes over is fake from its first view on, whose storage then is another one.
         for value in leaves_of(result):
-            self._meet(value, made=True)
+            self._meet(value, made=not func.is_view)
         return result
 
     @property

@@ -94,6 +94,20 @@ def test_a_batch_that_is_a_view_is_counted_whole():
     assert found.by_kind["batch"] == whole.nbytes
 
 
+def test_constants_that_a_loss_closes_over_are_not_counted():
+    """Nor are they where a view of them is taken: a teacher's weights are no activations."""
+    teacher, tx = torch.nn.Linear(256, 256), sl.optim.sgd(1e-3)
+    loss_fn = lambda p, x: (teacher(x).detach() @ p["w"]).square().mean()  # noqa: E731
+    state, step = sl.make_train_step(loss_fn, {"w": torch.ones(256, 2)}, tx)
+    stored = stored_bytes((state.params.buffers, x := torch.ones(4, 256)))
+    plan = sl.make_plan({"w": torch.ones(256, 2)}, sl.make_mesh(), loss_fn=loss_fn, batch=x, optimizer=tx)
+    with WatchPeak() as watch:
+        found = sl.report.memory(step, state, x, plan=plan)
+    assert found.planned[0] == pytest.approx(found.peak, rel=0.01)
+    assert found.peak == pytest.approx(watch.peak() + stored, rel=0.01)
+    assert found.peak < teacher.weight.nbytes
+
+
 def test_a_batch_of_arrays_is_counted_as_one_of_tensors():
     def found(x):
         params, loss_fn, tx = {"w": torch.ones(2, 4)}, lambda p, x: (x @ p["w"].T).sum(), sl.optim.sgd(0.1)

@@ -124,15 +124,24 @@ class Names(TorchDispatchMode):
             return func(*args)
         if (result := taken_apart(self, func, args, kwargs or {})) is not NotImplemented:
             return result
+        for value in leaves_of((args, kwargs)):
+            self._meet(value, made=False)
         result = func(*args, **(kwargs or {}))
         for value in leaves_of(result):
-            if isinstance(value, torch.Tensor) and self._counts(value):
-                storage = value.untyped_storage()
-                if (key := storage_id(storage)) not in self._alive:
-                    self._alive[key] = []
-                    self._add(key, self._name(), storage.nbytes())
-                    weakref.finalize(storage, self._free, key)
+            self._meet(value, made=True)
         return result
+
+    def _meet(self, value: Any, made: bool) -> None:
+        """Note what an operator has made; what it was given and nobody has made is there anyway, as constants are that a loss
+        function closes over, and so are views of it."""
+        if not isinstance(value, torch.Tensor) or not self._counts(value):
+            return
+        storage = value.untyped_storage()
+        if (key := storage_id(storage)) not in self._alive:
+            self._alive[key] = []
+            if made:
+                self._add(key, self._name(), storage.nbytes())
+            weakref.finalize(storage, self._free, key)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         return tensor.layout is torch.strided and tensor.device.type == self._device.type
