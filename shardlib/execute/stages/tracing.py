@@ -78,16 +78,8 @@ def _of_one(
     if runner.executor.gathers or last:
         run(*sorted({0, min(1, last), last}))
     executor = runner.executor
-    return Walk(
-        alone,
-        summed,
-        work.done,
-        executor.touches,
-        phases.carries,
-        phases.blocks,
-        landing.spare,
-        again=executor.record.late,
-    )
+    seen = executor.touches, phases.carries, phases.blocks, landing.spare
+    return Walk(alone, summed, work.done, *seen, again=executor.record.late)
 
 
 def _of_stages(

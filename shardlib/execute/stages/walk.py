@@ -121,7 +121,9 @@ class Walk:
         Args:
             leaving: bytes of its gradients that may stay until all blocks' have left.
         """
-        if self.again or (self.carries and self.carries[block - 1] != self.carries[block]):
+        if self.again:
+            return False
+        if self.carries and self.carries[block - 1] != self.carries[block]:
             return False
         left = {sum(part.net for part in run if self._block(part.phase) == block) for run in self.alone}
         if not left <= {0, leaving}:
