@@ -19,7 +19,7 @@ from shardlib.checkpoint.filling import check_intact, fill_state, run_fills
 from shardlib.checkpoint.fills import Fill, joined
 from shardlib.checkpoint.fragments import BUFFERS, MASTERS, PARAMS, Fragment, needed_fragments, needed_params
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.checkpoint.packed import Parts, outlined, outlined_params, with_numbers_of
+from shardlib.checkpoint.packed import Parts, fillable, outlined_params, with_numbers_of
 from shardlib.checkpoint.reading import Saved
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
@@ -93,7 +93,7 @@ def _import_state(read: Imported, state: TrainState, prefix: str, partial: Seque
             f"{read.folder}: parameters have taken different numbers of steps, of which an optimizer here has one:\n"
             f"{listing(lines)}\nImport the parameters alone"
         )
-    parts = outlined(state)
+    parts = fillable(state)
     counters = {name: leaf for name, leaf in common_leaves(parts) if name.rpartition("/")[2] in _COUNTERS}
     named = _named(read, parts, prefix)
     filled = {each for every in named.values() for each in every}

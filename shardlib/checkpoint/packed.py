@@ -13,9 +13,9 @@ from shardlib.common._compat import storage_id
 from shardlib.errors import TreeError, listing
 from shardlib.optim.base import Packed
 from shardlib.optim.on_disk import BucketOnDisk
-from shardlib.optim.train_state import OptimizerState, TrainState
+from shardlib.optim.train_state import OptimizerState, TrainState, copied
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import path_name
+from shardlib.tree import path_name, tied_pairs
 
 
 class Parts(NamedTuple):
@@ -61,9 +61,25 @@ def outlined(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
     return Parts(params, opt, state.comm, state.buffers, further, packed | on_disk, numbers)
 
 
+def fillable(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
+    """`outlined` trees that are to be filled in place. Buffers have memory of their own: those that a loss returned, or a
+    caller gave, may be one tensor or views of a batch.
+
+    Raises:
+        TreeError: as `outlined`, and tensors of ``also`` that are one.
+    """
+    parts = outlined(state, also)
+    if one := tied_pairs(parts.also):
+        raise TreeError(
+            "also: these are one tensor, and each is filled with values of its own:\n"
+            f"{listing([' and '.join(pair) for pair in one])}\nClone one of them: tensor.clone()"
+        )
+    return parts._replace(buffers=copied(state.buffers))
+
+
 def with_numbers_of(parts: Parts, state: TrainState) -> tuple[OptimizerState, Any]:
     """The optimizer's state and the buffers of a state, with the numbers of its `outlined` parts."""
-    return with_numbers("opt", state.opt, parts.numbers), with_numbers("buffers", state.buffers, parts.numbers)
+    return with_numbers("opt", state.opt, parts.numbers), with_numbers("buffers", parts.buffers, parts.numbers)
 
 
 def outlined_params(params: Sharded) -> tuple[Sharded, dict[int, Packed]]:

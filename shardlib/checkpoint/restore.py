@@ -10,7 +10,7 @@ from typing import Any
 from shardlib.checkpoint import commit
 from shardlib.checkpoint.agreement import from_first_rank, read_on_all_ranks
 from shardlib.checkpoint.filling import fill_state, planned
-from shardlib.checkpoint.packed import outlined, with_numbers_of
+from shardlib.checkpoint.packed import fillable, outlined, with_numbers_of
 from shardlib.checkpoint.reading import Saved, open_checkpoint
 from shardlib.checkpoint.save import require_state
 from shardlib.errors import CheckpointError, listing
@@ -76,6 +76,7 @@ def restore(
             tensors and ranks, on all ranks. ``state`` is unchanged.
         TypeError: ``state`` is no state.
         TreeError: the checkpoint and the state differ in a tensor or its shape; lists all of them. ``state`` is unchanged.
+            Or two tensors of ``also`` are one.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adamw(1e-3))
     >>> folder = sl.checkpoint.save("run", state)
@@ -84,7 +85,7 @@ def restore(
     """
     require_state("restore", state)
     with _opened_on_all_ranks(Path(checkpoint), state.params.mesh) as saved:
-        parts = outlined(state, also)
+        parts = fillable(state, also)
         fill_state(saved, parts, partial)
         facts = saved.manifest
     before = LossScale(**facts.scale) if facts.scale else None

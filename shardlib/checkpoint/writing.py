@@ -18,6 +18,7 @@ from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Chunk, Entry
 from shardlib.common.disk import begin_writing
 from shardlib.common.dtypes import dtype_name
+from shardlib.common.raw_bytes import raw_bytes
 from shardlib.common.thresholds import Threshold
 
 # Bytes of an item at most: far below 4 GiB, from which on zip files need another form.
@@ -45,8 +46,8 @@ class _Item(NamedTuple):
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a flat contiguous tensor on the CPU."""
-    array: Any = tensor.detach().view(torch.uint8).numpy()
+    """The memory of a contiguous tensor on the CPU."""
+    array: Any = raw_bytes(tensor).numpy()
     return memoryview(array)
 
 

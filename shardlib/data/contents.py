@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from shardlib.common.raw_bytes import raw_bytes
+
 
 class Contents:
     """A checksum of values, in the order in which they are added. Functions count by their code and what they close over,
@@ -36,7 +38,7 @@ class _Writing(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            elements = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            elements = raw_bytes(value.cpu().contiguous())
             return tuple, ((str(value.dtype), tuple(value.shape), elements.numpy().tobytes()),)
         if isinstance(value, FunctionType):
             held = [cell.cell_contents for cell in value.__closure__ or ()]

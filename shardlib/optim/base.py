@@ -20,6 +20,7 @@ from shardlib.errors import IllegalComposition, TreeError
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
+from shardlib.optim.apart import apart
 from shardlib.optim.locality import Locality
 from shardlib.optim.plain import require_counted_once, require_untied
 from shardlib.optim.separate import turns
@@ -318,6 +319,7 @@ class GradientTransformation:
             given = (params, updates, state, scale, shards.allowing(self.locality), copies)
             return self._apply(*given) if old is None else self._apply(*given, old=old)
         updates, state = self.update(scaled(updates, scale), state, params, shards=shards)
+        state = apart(state, leaves_of(params))
         tree_map(torch.Tensor.add_, params, updates)
         write_copies(copies, params)
         return state

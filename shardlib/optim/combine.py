@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from shardlib.optim.apart import apart
 from shardlib.optim.base import GradientTransformation, scaled
 from shardlib.optim.locality import Locality, widest
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.optim.wrapping import require_transformations
-from shardlib.tree import Tree
+from shardlib.tree import Tree, leaves_of
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
@@ -124,6 +125,7 @@ def _in_turn(
                 scale = factor if scale is None else scale * factor
             else:
                 updates, tx_state = tx.update(scaled(updates, scale), tx_state, params, shards=shards)
+                tx_state = apart(tx_state, [*leaves_of(updates), *leaves_of(params)])  # which the last one writes to
                 scale = None
             new_state.append(tx_state)
         new_state.append(last.apply(params, updates, states[-1], scale=scale, shards=shards, copies=copies))

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from shardlib.common._compat import storage_id
-from shardlib.common.pages import cloned
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.staging import Slot, taken
+from shardlib.optim.apart import apart
 from shardlib.optim.base import GradientTransformation, Packed
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.storing import Storing, optimizer_shard
@@ -79,7 +78,8 @@ class GroupUpdate:
             after = self._optimizer.body(written, some, opt.inner, scale=factor, shards=shards, copies=copies)
         else:
             after = self._optimizer.apply(written, grads, opt.inner, scale=factor, shards=shards, copies=copies)
-        after = _apart(after, [grads[bucket.name] for bucket in group if landing.moves(bucket)])
+        # The next step's gradients are written to this step's.
+        after = apart(after, [grads[bucket.name] for bucket in group if landing.moves(bucket)])
         for bucket in group:
             shard = copies[bucket.name]
             if _lent(bucket) and shard is opt.masters.get(bucket.name) and params.on_disk is None:
@@ -133,17 +133,6 @@ class GroupUpdate:
 def _lent(bucket: Bucket) -> bool:
     """Whether the master's memory is another's as soon as the update is done."""
     return MEMORIES[bucket.memory.optimizer].rests
-
-
-def _apart(state: Any, grads: Sequence[torch.Tensor]) -> Any:
-    """An optimizer's state that is not in the memory of ``grads``, which the next step's are written to."""
-    theirs = {storage_id(grad.untyped_storage()) for grad in grads}
-
-    def apart(leaf: Any) -> Any:
-        there = isinstance(leaf, torch.Tensor) and storage_id(leaf.untyped_storage()) in theirs
-        return cloned(leaf) if there else leaf
-
-    return tree_map(apart, state)
 
 
 def scalar(value: float, device: torch.device) -> torch.Tensor:

@@ -33,6 +33,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transfers import Transfer
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.ahead import Ahead
+from shardlib.optim.apart import apart
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.group_update import GroupUpdate, scalar
 from shardlib.optim.grouping import update_groups
@@ -120,7 +121,7 @@ class Updates:
                 if bucket.master_dtype is not None:
                     master = self._mesh.zeros(bucket.owned, bucket.master_dtype, bucket.memory.optimizer)
                     flat[bucket.name] = masters[bucket.name] = master.copy_(shard)
-            state = OptimizerState(masters, self._optimizer.init(flat, shards=shards))
+            state = OptimizerState(masters, apart(self._optimizer.init(flat, shards=shards), flat.values()))
             if several:
                 state = self._separation.cut(state, [bucket.name for bucket in group])
             yield self._resting.asleep(state)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from shardlib.common.dtypes import dtype_name
+from shardlib.common.raw_bytes import raw_bytes
 from shardlib.rng import Key
 from shardlib.tree import Tree, flatten
 
@@ -27,7 +28,7 @@ _ROWS_ELSEWHERE = 1 << 10
 
 def checksum(value: torch.Tensor) -> str:
     """A checksum of a tensor's bits in row-major order, with its dtype and shape; in one pass and with small temporaries."""
-    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = raw_bytes(value.resolve_conj().resolve_neg().contiguous())
     if flat.storage_offset() % 4:  # torch cannot view it as words
         flat = flat.clone()
     whole = flat.numel() // _BYTES * _BYTES

@@ -111,6 +111,18 @@ def test_another_plan_resumes_with_the_same_residuals(tmp_path, name):
     assert_kept(saved_and_restored(tmp_path, model, *PLANS[name]))
 
 
+def test_the_residual_of_one_element_among_others_is_saved(tmp_path):
+    """That of a scalar in a buffer of several rows has the stride of a row."""
+    params = {"scale": torch.ones((), dtype=torch.float64), "w": torch.full((3,), 0.5, dtype=torch.float64)}
+
+    def fit(params, batch):
+        return (params["scale"] * params["w"] * batch["x"]).square().mean()
+
+    model = fit, params, {"x": torch.linspace(-1, 2, 18, dtype=torch.float64).view(6, 3)}
+    coded = sl.chain(sl.zero(2), sl.onebit(scales=128))
+    assert_kept(saved_and_restored(tmp_path, model, ({"data": 2}, coded, adam), ({"data": 3}, coded, adam)))
+
+
 @pytest.mark.parametrize("stages", [(1, 1), (0, 2)])
 @pytest.mark.parametrize("pipes", [(4, 4), (2, 4), (4, 1)])
 def test_through_stages_a_tied_leaf_is_corrected_once(tmp_path, stages, pipes):

@@ -78,3 +78,40 @@ def test_what_is_no_tensor_is_refused(tmp_path, wrong):
     also = {"it": 3 if wrong == "a number" else state.params}
     with pytest.raises(TreeError, match=r"also: these are no tensors:\n  - it: (int|Sharded)"):
         sl.checkpoint.save(tmp_path, state, also=also)
+
+
+def test_one_tensor_under_two_names_is_refused(tmp_path):
+    def run(mesh):
+        state, *_ = start(mesh, 1)
+        sl.checkpoint.save(tmp_path, state, also={"best": torch.ones(()), "last": torch.zeros(())})
+        one = torch.full((), 5.0)
+        with pytest.raises(TreeError, match="best and last"):
+            sl.checkpoint.restore(tmp_path, state, also={"best": one, "last": one})
+        return float(one)
+
+    assert sl.simulate(run, mesh={"data": 1}) == [5.0]
+
+
+def test_buffers_come_back_in_memory_of_their_own(tmp_path):
+    """Fresh ones that are one tensor, those that are views of a batch, and one number for many."""
+
+    def fit(params, buffers, batch):
+        moved = {"mean": buffers["mean"] + batch.mean(), "square": buffers["square"] + batch.square().mean()}
+        return (params["w"] * batch).sum(), {**moved, "last": batch, "spread": batch.mean().expand(2)}
+
+    def run(mesh, goes_on):
+        zero, batch = torch.zeros(()), torch.tensor([1.0, 3.0])
+        buffers = {"mean": zero, "square": zero, "last": torch.zeros(2), "spread": torch.zeros(1).expand(2)}
+        params = sl.shard({"w": torch.ones(2)}, mesh, stage=1)
+        state, step = sl.make_train_step(fit, params, sl.optim.sgd(0.1), buffers=buffers)
+        if not goes_on:
+            state, _ = step(state, batch)
+            sl.checkpoint.save(tmp_path, state)
+            state, _ = step(state, other := torch.tensor([2.0, 2.0]))
+        restored = sl.checkpoint.restore(tmp_path, state).buffers
+        assert zero == 0 and (goes_on or other.tolist() == [2.0, 2.0])
+        return {name: leaf.tolist() for name, leaf in restored.items()}
+
+    wanted = {"last": [1.0, 3.0], "mean": 2.0, "spread": [2.0, 2.0], "square": 5.0}
+    for goes_on in (False, True):
+        assert sl.simulate(run, goes_on, mesh={"data": 1}) == [wanted]

@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 import shardlib as sl
 from shardlib.collectives import primitives
 from shardlib.execute.gradients import Gradients
-from shardlib.execute.stages.messages import TAGS, IncomingTree, Link, facts_of, finish, send_tree
+from shardlib.execute.stages.messages import (
+    TAGS,
+    IncomingTree,
+    Link,
+    Sent,
+    facts_of,
+    finish,
+    send_tensors,
+    send_tree,
+)
+from shardlib.mesh.transport import Work
 from shardlib.tree import leaves_of
 
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
@@ -53,6 +63,17 @@ trees = st.lists(
 )
 
 
+class Noted:
+    """A link that notes its messages."""
+
+    def __init__(self):
+        self.messages = []
+
+    def send(self, tensor, tag):
+        self.messages.append(tensor)
+        return Sent(Work(), tensor)
+
+
 def same(got, wanted):
     assert len(got) == len(wanted)
     for one, other in zip(got, wanted, strict=True):
@@ -72,6 +93,13 @@ def test_trees_change_between_processes(pool):
     some = [made(shapes, note) for shapes in ([(0, 3)], [(0, 2)], [(0, 3), (2, 4)], []) for note in ("", "n" * 3000)]
     for _, got in pool.run(passed_on, some, mesh={"data": 2, "pipe": 2})[1::2]:
         same(got, some)
+
+
+def test_a_tensor_alone_of_its_dtype_is_sent_contiguous():
+    """Processes send no other; a carry of one column has the stride of a row, the gradient of its sum the stride 0."""
+    link = Noted()
+    finish(send_tensors(link, [torch.ones(3, 4)[:, 0], torch.ones((), dtype=torch.float64).expand(5, 2)], 0))
+    assert [message.stride() for message in link.messages] == [(1,), (1,)]
 
 
 def test_only_a_tree_unlike_the_one_before_is_sent_with_fillers():

@@ -85,6 +85,7 @@ def test_memory_does_not_count():
     lazy = drawn(torch.complex64, 3).mul(1j).conj()
     assert lazy.is_conj() and checksum(lazy) == checksum(lazy.resolve_conj())
     assert checksum(torch.ones(2, requires_grad=True)) == checksum(torch.ones(2))
+    assert checksum(torch.ones(4, 128)[:1, 0]) == checksum(torch.ones(1))  # contiguous, with the stride 128
 
 
 def test_how_many_rows_are_summed_at_a_time_does_not_count(monkeypatch):

@@ -9,6 +9,7 @@ import torch
 
 from shardlib.checkpoint.relayout.moves import Move, Place, moves
 from shardlib.collectives import primitives
+from shardlib.common.raw_bytes import raw_bytes
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Splits
 
@@ -60,7 +61,7 @@ def move_rows(mesh: Mesh, tensors: Sequence[Held], came_from: Sequence[int]) -> 
     here, under_way = _place(mesh), parcels(tensors, came_from)
     flat = [held.data.reshape(-1) for held in tensors]
     cargo = {
-        number: flat[tensor][move.start : move.start + move.length].view(torch.uint8).to(mesh.device, copy=True)
+        number: raw_bytes(flat[tensor][move.start : move.start + move.length]).to(mesh.device, copy=True)
         for number, (tensor, move, _) in enumerate(under_way)
         if move.source == here
     }
@@ -77,7 +78,7 @@ def move_rows(mesh: Mesh, tensors: Sequence[Held], came_from: Sequence[int]) -> 
         cargo.update(zip(arriving, inp.split([under_way[number].size for number in arriving]), strict=True))
     for number, data in cargo.items():
         tensor, move, _ = under_way[number]
-        flat[tensor][move.into : move.into + move.length].view(torch.uint8).copy_(data)
+        raw_bytes(flat[tensor][move.into : move.into + move.length]).copy_(data)
     for held, changed in zip(tensors, flat, strict=True):
         if not held.data.is_contiguous():  # of which `changed` is a copy
             held.data.copy_(changed.view(held.data.shape))

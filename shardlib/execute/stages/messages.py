@@ -90,12 +90,12 @@ def send_tree(link: Link, tree: Tree, tag: int, expected: Sequence[Facts] = (), 
 
 
 def send_tensors(link: Link, tensors: Sequence[torch.Tensor], tag: int, *, scalars: bool = False) -> list[Sent]:
-    """Send tensors whose `Facts` the receiver knows, for `IncomingTensors`: one message per dtype. Copies unless single.
-    ``scalars``: see `Traffic`."""
+    """Send tensors whose `Facts` the receiver knows, for `IncomingTensors`: one message per dtype. Copies unless single and
+    contiguous. ``scalars``: see `Traffic`."""
     sent = []
     for number, group in enumerate(_by_dtype(tensors)):
         flat = [tensors[index].reshape(-1) for index in group]
-        packed = flat[0] if len(flat) == 1 else torch.cat(flat)
+        packed = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
         if packed.numel():
             sent.append(link.send(packed, tag + number, scalars=scalars))
     return sent

@@ -14,6 +14,7 @@ import torch
 
 from shardlib.collectives.attempts import on_all_ranks
 from shardlib.common.devices import pins
+from shardlib.common.raw_bytes import raw_bytes
 from shardlib.errors import StorageError, TreeError
 from shardlib.mesh.mesh import current_mesh
 from shardlib.optim.moving.skeleton import Skeleton, View
@@ -130,7 +131,7 @@ class Files:
             for name, storage in storages.items():
                 store.write(name, storage)
             for name, leaf in self._skeleton.resting.items():
-                store.write(name, leaf.unpacked().reshape(-1).view(torch.uint8))
+                store.write(name, raw_bytes(leaf.unpacked().contiguous()))
             store.commit(self._next, json.dumps(notes).encode())
 
         self._with_newest(work)
