@@ -9,6 +9,7 @@ import torch
 import shardlib as sl
 from shardlib.common import thresholds
 from shardlib.errors import RankMismatch
+from shardlib.mesh.transport import Splits
 
 
 def test_values_come_in_rank_order_with_coordinates():
@@ -73,6 +74,22 @@ def test_different_dtypes_roots_and_pairs_are_named():
     ):
         with pytest.raises(RankMismatch, match=r"rank 0 calls .*; rank 1 calls .*Every rank along an axis"):
             sl.simulate(lambda mesh, call=call: call(mesh.rank), mesh={"data": 2})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group, held: group.send(held, 1 - group.rank, 0),
+        lambda group, held: group.recv(held, 1 - group.rank, 0),
+        lambda group, held: group.all_reduce(held),
+        lambda group, held: group.all_gather(torch.empty(4), held),
+        lambda group, held: group.all_to_all(torch.empty(2), held, Splits([1, 1], [1, 1])),
+    ],
+)
+def test_buffers_that_processes_would_refuse_are_refused(call):
+    column = torch.zeros(2, 3)[:, 0]
+    with pytest.raises(ValueError, match=r"\(2,\) with strides \(3,\) is not contiguous.*tensor.contiguous\(\)"):
+        sl.simulate(lambda mesh: call(mesh.group("data"), column).wait(), mesh={"data": 2})
 
 
 def test_a_rank_that_makes_fewer_calls_is_named():

@@ -191,6 +191,11 @@ KINDS = ["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
 WITH_EXPERTS = ["mixtral", "qwen3_moe"]
 
 
+@pytest.mark.parametrize("temperature", [1e-305, 5e-324])
+def test_the_smallest_temperatures_take_the_most_likely_token(temperature):
+    assert Sampling(temperature).choose(torch.tensor([[1.0, 3e4, -2.0], [-7.0, -9.0, -8.0]]), range(2), 0) == [1, 0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tokens_of_transformers(kind):
     """Their own generate, and their own scores for drawn tokens."""

@@ -86,6 +86,8 @@ class SimulatedGroup:
         return self._post("all_to_all", out, inp, chunks)
 
     def _uneven(self, out: torch.Tensor, inp: torch.Tensor, splits: Splits) -> Work:
+        self._require_contiguous("all_to_all", out, inp)
+
         def finish(members: dict[int, Any]) -> None:
             self._require_fit([members[rank][2] for rank in range(self.size)])
             with torch.no_grad(), no_modes():
@@ -122,11 +124,13 @@ class SimulatedGroup:
         return self._post(f"permute {tuple(pairs)}", out, inp, move)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        self._require_contiguous("send", tensor)
         box = self._exchange.boxes.setdefault((self.rank, peer, tag), deque())
         box.append(tensor.detach().clone())
         return Work()
 
     def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
+        self._require_contiguous("recv", out)
         box = self._exchange.boxes.setdefault((peer, self.rank, tag), deque())
         me, target = self._members[self.rank], out.detach()
         what = (
@@ -167,6 +171,7 @@ class SimulatedGroup:
         inp: torch.Tensor,
         result: Callable[[list[torch.Tensor], int], torch.Tensor],
     ) -> Work:
+        self._require_contiguous(name, out, inp)
         signature = f"{name}({inp.numel()} × {dtype_name(inp.dtype)})"
 
         def finish(members: dict[int, Any]) -> None:
@@ -179,6 +184,19 @@ class SimulatedGroup:
                     members[rank][1].copy_(value.view_as(members[rank][1]))
 
         return self._call(signature, (inp.detach(), out.detach()), finish)
+
+    def _require_contiguous(self, name: str, *buffers: torch.Tensor) -> None:
+        """Refuse what ranks in processes of their own cannot exchange.
+
+        Raises:
+            ValueError: a buffer is not contiguous.
+        """
+        for buffer in buffers:
+            if not buffer.is_contiguous():
+                raise ValueError(
+                    f"{name} on axis {self._axis!r}: {tuple(buffer.shape)} with strides {buffer.stride()} is not contiguous, "
+                    "which ranks in processes of their own do not exchange: give tensor.contiguous()"
+                )
 
     def _call(self, signature: str, entry: tuple[Any, ...], finish: Callable[[dict[int, Any]], None]) -> Work:
         number = self._calls

@@ -64,7 +64,9 @@ class Sampling:
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """What is drawn from, float64 ``[N, V]``, up to a factor; 0 for tokens that cannot be drawn."""
-        odds = torch.softmax(logits.double() / self.temperature, -1)
+        logits = logits.double()
+        # The largest becomes 0, which no temperature makes infinite.
+        odds = torch.softmax((logits - logits.amax(-1, keepdim=True)) / self.temperature, -1)
         if self.top_k is not None and self.top_k < odds.shape[-1]:
             best = odds.topk(self.top_k)
             odds = torch.zeros_like(odds).scatter_(-1, best.indices, best.values)

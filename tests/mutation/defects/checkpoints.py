@@ -240,4 +240,13 @@ DEFECTS = (
         "        if True:\n            try:\n                shutil.rmtree(partial)",
         ("tests/checkpoint/test_crashes.py::test_attempts_do_not_disturb_each_other",),
     ),
+    Defect(
+        "buffers that are filled where they are",
+        "stale",
+        "checkpoint/packed.py",
+        "restored buffers overwrite each other, or the batch that they are views of",
+        "parts._replace(buffers=copied(state.buffers))",
+        "parts",
+        ("tests/checkpoint/test_further_trees.py::test_buffers_come_back_in_memory_of_their_own",),
+    ),
 )

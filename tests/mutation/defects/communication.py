@@ -352,4 +352,13 @@ DEFECTS = (
         '"anchor": None}',
         ("tests/training/test_experts.py::test_a_rank_whose_tokens_need_no_gradient_takes_part_in_backward",),
     ),
+    Defect(
+        "a column sent as it lies",
+        "bytes",
+        "execute/stages/messages.py",
+        "a carry that is not contiguous goes to a transport that refuses it",
+        "flat[0].contiguous() if",
+        "flat[0] if",
+        ("tests/execute/test_messages.py::test_a_tensor_alone_of_its_dtype_is_sent_contiguous",),
+    ),
 )

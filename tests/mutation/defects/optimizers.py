@@ -301,4 +301,13 @@ DEFECTS = (
         "if shards is WHOLE and self.locality is Locality.LEAF:",
         ("tests/optim/test_plain_trees.py::test_a_global_norm_that_would_count_tied_leaves_twice_is_refused",),
     ),
+    Defect(
+        "states in memory that is written to",
+        "stale",
+        "optim/apart.py",
+        "a state that keeps the parameters, or what it returns, changes with them",
+        "return cloned(leaf)",
+        "return leaf",
+        ("tests/optim/test_shared_memory_of_states.py::test_training_is_that_of_copies",),
+    ),
 )

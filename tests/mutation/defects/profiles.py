@@ -50,4 +50,22 @@ DEFECTS = (
         "self._change(after, count, part)",
         ("tests/report/test_memory_by_name.py::test_every_byte_has_a_name",),
     ),
+    Defect(
+        "a group's weight for all of it",
+        "count",
+        "execute/flops.py",
+        "a convolution's backward is counted for each of its groups as for all of them",
+        "math.prod(positions) * weight.numel()",
+        "math.prod(positions) * weight.numel() * more[6]",
+        ("tests/report/test_flops.py::test_a_convolutions_backward_does_its_product_for_each_gradient",),
+    ),
+    Defect(
+        "a teacher that does nothing",
+        "count",
+        "common/_compat.py",
+        "what inference_mode computes by composite operators is not counted",
+        "if not torch.is_inference_mode_enabled():",
+        "if True:",
+        ("tests/report/test_flops.py::test_a_teacher_in_inference_mode_counts",),
+    ),
 )
