@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -78,6 +79,12 @@ class Recording:
     def steps(self) -> Sequence[Step]:
         """This rank's."""
         return self.ranks[self.rank]
+
+    @cached_property
+    def median(self) -> int:
+        """Which of the steps is of median length: one for all ranks, by what it took them together."""
+        taken = [sum(step.seconds for step in together) for together in zip(*self.ranks, strict=True)]
+        return sorted(range(len(taken)), key=taken.__getitem__)[len(taken) // 2]
 
 
 @dataclass(frozen=True)
@@ -237,6 +244,19 @@ def stepped(train_step: TrainStep, state: Any, batch: Any) -> tuple[Any, Step]:
     with follower.installed():
         state, _ = train_step(state, batch)
     return state, Step(follower.timeline.began, follower.timeline.end(), follower.exchanges)
+
+
+def drawing_as(train_step: TrainStep, number: int) -> TrainStep:
+    """A train step that draws what the step of a number drew: the layers and tokens that it leaves out, and the loss's own
+    draws. The state after it has the number that is due."""
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        now, state.step = state.step, number
+        state, metrics = train_step(state, batch)
+        state.step = now + 1
+        return state, metrics
+
+    return step
 
 
 def record(train_step: TrainStep, state: Any, batch: Any, steps: int, warm: int) -> tuple[Any, Recording]:
