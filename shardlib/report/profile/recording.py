@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -143,7 +142,6 @@ class _Clocked(Phases):
     def begin(self) -> None:
         super().begin()
         self._paths: dict[int, str] = {}  # identity of a leaf that stands for a parameter -> path
-        self._results: dict[int, weakref.ref[torch.Tensor]] = {}  # what parts have returned, by identity
         self._given: list[torch.Tensor] = []  # to the part that runs
 
     @contextmanager
@@ -174,7 +172,7 @@ class _Clocked(Phases):
             return
         number = -1 - len(self._named)
         self._named[number] = path
-        self._at_gradient([x for x in given if not self._returned(x)], Phase(True))
+        self._at_gradient([x for x in given if not self._met(x)], Phase(True))
         self._forward, self._given = Phase(False, "of", number), given
         self.turned()
 
@@ -182,17 +180,13 @@ class _Clocked(Phases):
         if self._elsewhere():
             return
         self._at_gradient(made_of(result, self._given), self._forward._replace(backward=True))
-        self._results |= {id(x): weakref.ref(x) for x in result}
+        self._meet(result)
         self._forward, self._given = Phase(False), []
         self.turned()
 
     def _elsewhere(self) -> bool:
         """Whether a part runs in a block, or as backward recomputes it: there its time is theirs."""
         return self._inside or graph_task() != -1
-
-    def _returned(self, x: torch.Tensor) -> bool:
-        found = self._results.get(id(x))
-        return found is not None and found() is x
 
     def _part(self) -> Part:
         way = "recompute" if self.recomputing else "backward" if self._back else "forward"
