@@ -36,6 +36,7 @@ from shardlib.collectives import primitives
 from shardlib.errors import MeshError, SpecError
 from shardlib.mesh.mesh import Mesh, as_mesh, current_mesh
 from shardlib.mesh.transport import Work
+from shardlib.mesh.transport.activity import naming
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -221,9 +222,12 @@ def mesh_with(mesh: Any, axis: str) -> Mesh:
     return mesh
 
 
+ACTIVATIONS = "activations and their gradients"
+
+
 def exchange(primitive: Callable[..., Work], mesh: Mesh, axis: str, *tensors: Any) -> None:
     """Run one exchange of activations or their cotangents, and wait for it."""
-    with mesh.traffic.by_the_loss():
+    with mesh.traffic.by_the_loss(), naming(ACTIVATIONS):
         primitive(mesh, axis, *tensors).wait()
 
 

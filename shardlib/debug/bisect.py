@@ -91,8 +91,8 @@ def bisect(
         ValueError: fewer than 1 step, or no plan at all.
         IllegalComposition: a plan for too many ranks, on disk, or with ``offload(delay=True)``.
         TreeError: sharded parameters, or a module in their place.
-        LossError: a loss that is not callable, or a module.
-        BatchError: rows that do not divide.
+        LossError: a loss that is not callable, or a module; one that runs in float32 and not in float64.
+        BatchError: rows that do not divide; a batch without tensors, on which the loss raises an error.
         NonFiniteError: the loss or its gradient is not finite on one device.
 
     >>> params = {"up": torch.ones(4, 4), "down": torch.ones(4, 4)}

@@ -120,8 +120,8 @@ def check(
             a loss that takes buffers.
         IllegalComposition: a plan for too many ranks, on disk, or with ``offload(delay=True)``.
         TreeError: sharded parameters, or a module in their place.
-        LossError: a loss that is not callable, or a module.
-        BatchError: rows that do not divide.
+        LossError: a loss that is not callable, or a module; one that runs in float32 and not in float64.
+        BatchError: rows that do not divide; a batch without tensors, on which the loss raises an error.
         NonFiniteError: the loss or its gradient is not finite on one device.
         Exception: what the step raised, if all laws hold before it.
 

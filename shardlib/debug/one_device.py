@@ -12,14 +12,14 @@ import torch
 
 from shardlib.debug.notes import Run, copied
 from shardlib.debug.watching import Watch
-from shardlib.errors import LossError
+from shardlib.errors import BatchError, LossError, ShardlibError
 from shardlib.execute.losses import read_loss, wants
 from shardlib.execute.thinning import Layers
 from shardlib.nn.blocks import block_runner
 from shardlib.optim.base import GradientTransformation
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, seeding_torch
-from shardlib.tree import Tree, flatten, unflatten
+from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
 
 Leaves = dict[str, torch.Tensor]
 
@@ -65,9 +65,40 @@ class OneDevice:
         """Loss and gradients of one micro-batch.
 
         Raises:
-            LossError: the loss function does not return a loss.
+            LossError: the loss function does not return a loss, or runs in float32 and not in float64.
+            BatchError: it raises an error, and the batch has no tensors.
         """
-        used = {path: copied(leaf).requires_grad_(path in self._trained) for path, leaf in self.used().items()}
+        used = self.used()
+        try:
+            return self._evaluated(step, cell, used, batch)
+        except ShardlibError:
+            raise
+        except Exception as error:
+            self._explain(error, step, cell, used, batch)
+            raise
+
+    def _explain(self, error: Exception, step: int, cell: int, used: Leaves, batch: Tree) -> None:
+        """Raise what is known of an error of the loss function, for which a debugger's own float64 may be to blame."""
+        raised = f"the loss function raised {type(error).__name__} ({str(error).partition(chr(10))[0]})"
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(batch)):
+            raise BatchError(
+                f"{raised} on a batch without tensors, {type(batch).__name__}: give the global batch"
+            ) from error
+        if all(leaf.dtype != torch.float64 for leaf in used.values()):
+            return
+        try:
+            self._evaluated(step, cell, _in_float32(used), _in_float32(batch))
+        except Exception:
+            return
+        raise LossError(
+            f"{raised} in float64, in which plans are compared with one device, and runs in float32: let it compute in its "
+            "parameters' dtype, without casts to another or constants of one, and by operations that know float64 "
+            "(transformers' experts with experts_implementation='eager')"
+        ) from error
+
+    def _evaluated(self, step: int, cell: int, used: Leaves, batch: Tree) -> Evaluated:
+        """See `evaluate`; of given parameters."""
+        used = {path: copied(leaf).requires_grad_(path in self._trained) for path, leaf in used.items()}
         in_order = [used[leaf.path] for leaf in self._plan.leaves]
         tree = unflatten(self._plan.shape.treedef, in_order)
         watch, key = Watch(), self.key(step, cell)
@@ -135,3 +166,9 @@ def mean_gradient(evaluated: Sequence[Evaluated], weighted: bool) -> tuple[float
     loss = sum(float(e.run.total) for e in evaluated if e.run.total is not None) / weight
     grads = {path: sum(e.grads[path].double() for e in evaluated) / weight for path in evaluated[0].grads}
     return loss, grads, weight  # type: ignore[return-value]
+
+
+def _in_float32(tree: Tree) -> Tree:
+    """A pytree whose float64 tensors are float32."""
+    wide = torch.float64
+    return tree_map(lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype == wide else leaf, tree)

@@ -14,7 +14,7 @@ from shardlib.debug.watching import Watch
 from shardlib.debug.wire import Wire
 from shardlib.errors import BatchError, listing
 from shardlib.execute.batches import as_tensors
-from shardlib.execute.losses import require_function, wants
+from shardlib.execute.losses import require_function, require_no_buffers
 from shardlib.mesh.launch import simulate
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
@@ -53,11 +53,10 @@ class Trial:
 
     def __post_init__(self) -> None:
         require_function(self.loss_fn, "the loss function", "params, batch")
-        if wants(self.loss_fn, "buffers"):
-            raise TypeError(
-                "the loss function takes buffers, which sl.debug does not replay: give one that closes over constant ones, "
-                "lambda params, batch: loss_fn(params, buffers, batch)[0]"
-            )
+        require_no_buffers(
+            self.loss_fn,
+            "sl.debug replays one that closes over constant ones, lambda params, batch: loss_fn(params, buffers, batch)[0]",
+        )
 
 
 @dataclass

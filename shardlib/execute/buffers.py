@@ -8,10 +8,12 @@ import torch
 
 from shardlib.collectives.primitives import sum_over
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, leaves_of, tree_map
 
 
+@naming("the loss's buffers")
 def average_buffers(buffers: Tree, plan: Plan, mesh: Mesh) -> Tree:
     """Buffers after a step. Floating and complex ones are averaged over the batch axes, in one all-reduce per dtype and axis.
 

@@ -47,6 +47,26 @@ def require_function(fn: Any, what: str, parameters: str) -> None:
         raise LossError(f"{what} must be a function of ({parameters}) and is {described(fn)}")
 
 
+def require_no_buffers(fn: Callable[..., Any], remedy: str) -> None:
+    """Refuse a loss function that takes buffers, where it is given none.
+
+    Raises:
+        TypeError: it needs a third argument, which is none that it gets by name.
+    """
+    try:
+        given = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return
+    due = [
+        each.name for each in given if each.kind in _BY_POSITION and each.default is each.empty and each.name != "rng"
+    ]
+    if len(due) > 2:
+        raise TypeError(f"the loss function takes buffers, ({', '.join(due)}), and is given none: {remedy}")
+
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
 def wants(fn: Callable[..., Any], name: str) -> bool:
     """Whether ``fn`` has a parameter of this name."""
     return _parameter(fn, name) is not None

@@ -12,6 +12,7 @@ import torch
 from shardlib.collectives.primitives import sum_over
 from shardlib.collectives.summation import Summation
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, path_names
@@ -79,6 +80,7 @@ class Results:
         return f"{self._name} with sl.Mean at {_listed(self.paths)}"
 
 
+@naming("means beside the loss")
 def sum_means(tree: Tree, plan: Plan, mesh: Mesh) -> Tree:
     """`Results.tree` with every `Mean` summed over all ranks' batches. All ranks must have means at the same paths."""
     by_path = means(tree)

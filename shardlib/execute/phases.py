@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,7 @@ class Phases:
         self._number, self._inside, self._begun, self.recomputing = self._first, False, False, False
         self._late = False  # whether the second half of a backward runs, between autograd's runs too
         self._forward, self._backward = Phase(False), Phase(True)
+        self._values: dict[int, weakref.ref[torch.Tensor]] = {}  # by identity: see `_meet`
 
     @property
     def now(self) -> Phase:
@@ -93,10 +95,15 @@ class Phases:
             if self._inside or graph_task() != -1:  # a block within a block, or one that is recomputed
                 return runner(fn, args, kwargs) if runner else fn(*args, **kwargs)
             self._number += 1
-            number = self._number
-            if not self._begun:
-                self._begun = True
-                self._at_gradient((args[1:], kwargs), Phase(True, "of what precedes", number))
+            number, given = self._number, leaves_of((args[1:], kwargs))
+            # Its backward ends where the gradients of what it was given are there; if a block has returned that, its
+            # backward begins there. What several blocks are given is the first one's: its gradient is there last.
+            before = (
+                Phase(True, "of what follows", number - 1) if self._begun else Phase(True, "of what precedes", number)
+            )
+            self._begun = True
+            self._at_gradient([leaf for leaf in given if not self._met(leaf)], before)
+            self._meet(given)
             self._inside, self._forward = True, Phase(False, "of", number)
             self.meets(number, args)
             self.turned()
@@ -108,9 +115,18 @@ class Phases:
             self._backward = self._forward._replace(backward=True)
             self.turned()
             self._at_gradient(made_of(result, (args, kwargs)), Phase(True, "of", number))
+            self._meet(leaves_of(result))
             return result
 
         return run
+
+    def _meet(self, leaves: Sequence[Any]) -> None:
+        """Remember values whose gradients begin a phase."""
+        self._values |= {id(leaf): weakref.ref(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+    def _met(self, leaf: Any) -> bool:
+        found = self._values.get(id(leaf))
+        return found is not None and found() is leaf
 
     def _at_gradient(self, tree: Any, phase: Phase) -> None:
         """Begin a phase of backward when the gradient of a value in ``tree`` has been computed."""

@@ -122,6 +122,7 @@ class Record:
                 ", ".join(sorted(self._warned)),
             )
 
+    @naming("the agreement on gathers")
     def any_strayed(self) -> bool:
         """Whether any rank strayed, so that the run is repeated with agreement on its exchanges. Collective."""
         strayed = torch.tensor([float(self.strayed)], device=self._mesh.device)

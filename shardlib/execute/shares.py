@@ -9,6 +9,7 @@ import torch
 from shardlib.collectives.primitives import sum_over
 from shardlib.execute.batches import batch_index
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.plan.plan import Plan
 
 
@@ -40,6 +41,7 @@ class Shares:
         few = digest >> (64 - (50 - self._mesh.size.bit_length()))
         return float(few * (self._ranks * (self._index == 0) - 1))
 
+    @naming("the ranks' numbers of rows")
     def exchanged(self, rows: int) -> int | None:
         """`first`, once the ranks have exchanged their numbers of rows. Collective."""
         if self._ranks == 1:

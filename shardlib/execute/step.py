@@ -17,7 +17,7 @@ from shardlib.execute.buffers import average_buffers
 from shardlib.execute.copies import require_alike
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.inputs import Inputs
-from shardlib.execute.losses import needs, require_function, wants
+from shardlib.execute.losses import needs, require_function, require_no_buffers, wants
 from shardlib.execute.means import quotients, sum_means
 from shardlib.execute.shares import Shares
 from shardlib.execute.stages.base import Call, keys_of
@@ -77,12 +77,15 @@ class LossStep:
 
     Raises:
         LossError: a loss function that is a module, or not callable.
+        TypeError: it takes buffers, and there are none.
         HandleError: a compiled loss function with a plan that gathers parameters.
         IllegalComposition: buffers on a plan whose bits must not depend on the mesh.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
         require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
+        if not with_buffers:
+            require_no_buffers(loss_fn, "give them by buffers=")
         if with_buffers and plan.step.tree:
             raise IllegalComposition(
                 "reproducible() cannot give the same bits on every mesh with buffers=: they change from micro-batch to "

@@ -10,6 +10,7 @@ import torch
 
 from shardlib.errors import IllegalComposition
 from shardlib.execute.batches import as_tensors
+from shardlib.execute.losses import require_no_buffers
 from shardlib.init.deferred import defer
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.machine import Machine, require_machine
@@ -53,7 +54,8 @@ def search_plan(
         within: a share of time: what may be quicker by no more is left.
 
     Raises:
-        TypeError: an optimizer that is not a gradient transformation, or a machine that is no `shardlib.plan.Machine`.
+        TypeError: an optimizer that is not a gradient transformation, or a machine that is no `shardlib.plan.Machine`;
+            a loss that takes buffers.
         ValueError: fewer than one rank, or a share ``within`` that is none.
         BatchError: a batch without rows.
         MeshError: no mesh of the ranks can share the batch.
@@ -78,6 +80,9 @@ def search_plan(
             f"the machine has no rate for {', '.join(space.precisions)}, only for {', '.join(machine.flops)}: give "
             "search_plan(space=Space(precisions=...))"
         )
+    require_no_buffers(
+        loss_fn, "close over them, lambda params, batch: loss_fn(params, buffers, batch)[0], and leave memory for them"
+    )
     tree = defer(params).tree if callable(params) else params
     model = Model(loss_fn, tree, as_tensors(batch, torch.device("cpu")), optimizer, rules)
     require_arguments(ranks, within, model.rows)

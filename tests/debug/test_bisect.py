@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.errors import BatchError, IllegalComposition, NonFiniteError
+from shardlib.errors import BatchError, IllegalComposition, LossError, NonFiniteError
 from shardlib.execute import thinning
 from shardlib.plan.thinning import LayerDrop
 
@@ -219,6 +219,73 @@ def test_a_loss_that_takes_buffers_is_refused():
 
     with pytest.raises(TypeError, match=r"takes buffers.*closes over constant ones"):
         sl.debug.bisect(loss_fn, {"w": torch.ones(2)}, None, ({"data": 2}, sl.zero(0)), torch.ones(4, 2))
+
+
+def test_buffers_are_known_by_their_place():
+    """In train steps, plans and evaluations of gradients too, which are given none."""
+
+    def loss_fn(params, means, batch, rng):
+        return (batch @ params["w"]).sum(), means
+
+    params, batch, plan = {"w": torch.ones(2)}, torch.ones(4, 2), ({"data": 2}, sl.zero(0))
+    for call in (
+        lambda: sl.debug.check(plan, loss_fn, batch, params=params),
+        lambda: sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1)),
+        lambda: sl.value_and_grad(loss_fn)(params, batch),
+        lambda: sl.make_plan(params, sl.abstract_mesh(data=2), loss_fn=loss_fn, batch=batch),
+    ):
+        with pytest.raises(TypeError, match=r"takes buffers, \(params, means, batch\), and is given none: "):
+            call()
+
+
+def in_both(loss_fn, params, batch):
+    """What both verbs are to refuse."""
+    plan = ({"data": 2}, sl.zero(1))
+    return (
+        lambda: sl.debug.bisect(loss_fn, params, None, plan, batch),
+        lambda: sl.debug.check(plan, loss_fn, batch, params=params),
+    )
+
+
+def test_a_loss_that_does_not_run_in_float64_is_refused():
+    """In forward or in backward; one that fails in its own dtype too raises what it raises."""
+
+    class Narrow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if grad.dtype == torch.float64:
+                raise NotImplementedError("no kernel")
+            return grad
+
+    constant, params, batch = torch.ones(1, 4), {"w": torch.ones(4, 4)}, torch.ones(4, 4)
+    for loss_fn, said in (
+        (lambda params, batch: (batch @ params["w"] + constant @ params["w"]).mean(), r"RuntimeError \(.* same dtype"),
+        (lambda params, batch: Narrow.apply(batch @ params["w"]).mean(), r"NotImplementedError \(no kernel\)"),
+    ):
+        for call in in_both(loss_fn, params, batch):
+            with pytest.raises(
+                LossError, match=f"raised {said}.* in float64, .* let it compute in its parameters' dtype"
+            ):
+                call()
+    for call in in_both(lambda params, batch: 1 / 0, params, batch):
+        with pytest.raises(ZeroDivisionError):
+            call()
+
+
+def test_a_batch_that_is_none_is_refused():
+    """Unless the loss does without one."""
+    params = {"w": torch.ones(4, 4)}
+    for call in in_both(lambda params, batch: (batch["x"] @ params["w"]).mean(), params, None):
+        with pytest.raises(
+            BatchError, match=r"raised TypeError .* on a batch without tensors, NoneType: give the global"
+        ):
+            call()
+    of_none = in_both(lambda params, batch: params["w"].square().mean(), params, None)
+    assert not of_none[0]() and of_none[1]()
 
 
 def four(step):

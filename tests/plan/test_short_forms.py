@@ -276,6 +276,26 @@ def test_what_has_no_short_form():
     assert other is None or "blocks/10" in other.stands
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_what_comes_between_blocks_is_theirs(after):
+    """Forward and backward, before each of them or after it."""
+
+    @sl.block
+    def plain(w, x):
+        return torch.tanh(x @ w)
+
+    def loss_fn(params, batch):
+        x = torch.nn.functional.one_hot(batch["tokens"], 256).float()
+        for layer in params["layers"]:
+            x = torch.sigmoid(plain(layer["w"], x)) if after else plain(layer["w"], torch.sigmoid(x @ params["mix"]))
+        return (x @ params["mix"]).square().mean()
+
+    weight = torch.empty(256, 256, device="meta")
+    params = {"layers": [{"w": weight.clone()} for _ in range(24)], "mix": weight}
+    whole, plan = tracing(loss_fn), plan_of(None, sl.zero(1), tree=params)
+    assert Shortly(whole)(plan) == whole.traced(plan).traces
+
+
 def uneven(every):
     """A loss of which one in some blocks does more than the others, which its parameters do not show."""
 

@@ -46,6 +46,25 @@ def test_every_byte_has_a_name(chain):
         assert all(name.kind in KINDS and name.of for name in found.held)
 
 
+@pytest.mark.parametrize("transforms", [[], [sl.precision("bf16")]])
+def test_a_state_that_is_kept_is_beside_the_next_one(transforms):
+    """Both under the names of their leaves, though the second one is made in the step."""
+
+    def run(mesh):
+        params, parallel = {"w": torch.ones(64, 64), "g": torch.ones(64)}, sl.chain(sl.zero(1), *transforms)
+        tx = sl.optim.adam(0.1)
+        plan = sl.make_plan(params, mesh, parallel, optimizer=tx)
+        loss_fn, params = lambda p, x: (x @ p["w"] * p["g"]).square().mean(), sl.shard(params, mesh, parallel)
+        state, step = sl.make_train_step(loss_fn, params, tx, donate=False)
+        return sl.report.memory(step, state, torch.ones(8, 64)), plan
+
+    for found, plan in sl.simulate(run, mesh={"data": 2}):
+        assert found.by_kind["parameters"] == 2 * plan.bytes("param")
+        assert found.by_kind["optimizer"] == pytest.approx(2 * plan.bytes("optimizer"), abs=64)
+        assert found.by_kind.get("other", 0) < 64
+        assert {name.of for name in found.held if name.kind == "parameters"} == {"w", "g"}
+
+
 REMAT = {"none": [], "full": [sl.remat()], "dots": [sl.remat("dots")], "names": [sl.remat(save=["attn/out"])]}
 
 

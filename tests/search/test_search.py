@@ -304,6 +304,11 @@ def test_what_cannot_be_searched_for(wrong, words):
         searched(**wrong)
 
 
+def test_a_loss_that_takes_buffers_is_refused():
+    with pytest.raises(TypeError, match=r"takes buffers, \(params, means, batch\), .*: close over them"):
+        sl.search_plan(lambda params, means, batch: 0, params(), MACHINE, batch(4), optimizer=OPTIMIZER, ranks=4)
+
+
 def test_a_space_of_unknown_values():
     with pytest.raises(ValueError, match="'gpu': use"):
         Space(offloads=("gpu",))

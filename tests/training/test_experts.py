@@ -496,7 +496,7 @@ def test_padded_rows_of_other_numbers_of_tokens_are_named_with_their_slots(axes)
         step(state, {"x": BATCHES[0]["x"][: 2 + 4 * (mesh.rank == 0)]})
 
     with pytest.raises(
-        RankMismatch, match=r"rows of tokens, (6|2) for each expert \(padded=True: equally many on all ranks"
+        RankMismatch, match=r"tokens to experts, (6|2) for each expert \(padded=True: equally many on all ranks"
     ):
         sl.simulate(run, mesh=dict.fromkeys(axes, 2))
 

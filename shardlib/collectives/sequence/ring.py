@@ -18,11 +18,13 @@ from typing import Any, ClassVar
 import torch
 
 from shardlib.collectives import primitives
+from shardlib.collectives.pairs import ACTIVATIONS
 from shardlib.collectives.sequence.base import Attend, Attention, SequenceKind
 from shardlib.common._compat import no_modes
 from shardlib.errors import LossError, SpecError
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Work
+from shardlib.mesh.transport.activity import naming
 
 
 class Ring(SequenceKind):
@@ -112,7 +114,7 @@ class _Trip:
         """Start to send ``x`` to the next rank; returns the previous rank's ``x``, to be used after waiting for the work."""
         x = x.contiguous()
         coming = torch.empty_like(x)
-        with self._mesh.traffic.by_the_loss():
+        with self._mesh.traffic.by_the_loss(), naming(ACTIVATIONS):
             return coming, primitives.permute(self._mesh, self._axis, coming, x, self._pairs)
 
 

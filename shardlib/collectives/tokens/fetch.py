@@ -70,7 +70,7 @@ class Fetch:
             hops.append(Hop(axis, sent, received, _sorted(arrived, rows.device)))
         ends = torch.arange(1, len(arrived) + 1, device=rows.device)
         route = Route(len(rows), tuple(hops), None, ends)
-        return Travelling(rows, Journey(mesh, route, True, (None, None)))
+        return Travelling(rows, Journey(mesh, route, True, (None, None), "copies of experts"))
 
     def payload(self, sizes: Mapping[str, int], coords: Mapping[str, int], row: int) -> tuple[dict[str, int], ...]:
         """Axis -> bytes that the rank at ``coords`` sends of rows of ``row`` bytes, and in backward of their gradients."""

@@ -66,14 +66,14 @@ class Hops(TokenExchange):
         else:  # a plan's trace knows no counts, and takes them to be equal
             slots = -(-len(rows) // len(counts)) if slots is None else slots
             route = even(mesh, self.axes, len(rows), counts, slots, anchor)
-        return Travelling(rows, Journey(mesh, route, True, self._packings)), route
+        return Travelling(rows, Journey(mesh, route, True, self._packings, "tokens to experts")), route
 
     def back(self, mesh: Mesh, rows: torch.Tensor, way: Route) -> Travelling:
         if rows.dim() != 2 or len(rows) != way.arriving:
             raise SpecError(
                 f"{self}: results are {tuple(rows.shape)} and {way.arriving} rows arrived; pass one result for each"
             )
-        return Travelling(rows, Journey(mesh, way, False, self._packings))
+        return Travelling(rows, Journey(mesh, way, False, self._packings, "tokens back from experts"))
 
     def payload(
         self,

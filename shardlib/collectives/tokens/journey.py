@@ -32,16 +32,17 @@ class Journey:
     Args:
         outward: whether to the experts; else back.
         packings: how rows are encoded on the way to the experts, and on the way back; None sends them as they are.
+        about: what travels, for reports.
     """
 
-    def __init__(self, mesh: Mesh, route: Route, outward: bool, packings: Packings) -> None:
-        self._mesh, self.route, self._outward, self._packings = mesh, route, outward, packings
+    def __init__(self, mesh: Mesh, route: Route, outward: bool, packings: Packings, about: str) -> None:
+        self._mesh, self.route, self._outward, self._packings, self._about = mesh, route, outward, packings, about
         self._packing = packings[0] if outward else packings[1]
         self.dual: Journey | None = None  # the journey of the gradients, while backward runs
 
     def reversed(self) -> Journey:
         """The journey of the gradients."""
-        return Journey(self._mesh, self.route, not self._outward, self._packings)
+        return Journey(self._mesh, self.route, not self._outward, self._packings, f"gradients of {self._about}")
 
     def depart(self, rows: torch.Tensor) -> None:
         """Start with these rows."""
@@ -93,14 +94,15 @@ class Journey:
         self._coming = rows.new_empty(sum(received), width)
         self._leaving = rows  # which must not change until the exchange has ended
         into, out = self._coming.view(-1), rows.view(-1)
-        with self._mesh.traffic.by_the_loss():
+        # Chunks of padded rows are equal on all ranks: where they are not, a transport says so, with sizes.
+        slots = self.route.slots
+        padded = "" if slots is None else f", {slots} for each expert (padded=True: equally many on all ranks)"
+        with self._mesh.traffic.by_the_loss(), naming(self._about + padded):
             if self.route.slots is None:
                 splits = Splits([width * number for number in sent], [width * number for number in received])
                 self._work: Work = primitives.all_to_all(self._mesh, hop.axis, into, out, splits)
                 return
-            # Chunks that are equal on all ranks: where they are not, a transport says so, with sizes.
-            with naming(f"rows of tokens, {self.route.slots} for each expert (padded=True: equally many on all ranks)"):
-                self._work = primitives.all_to_all(self._mesh, hop.axis, into, out)
+            self._work = primitives.all_to_all(self._mesh, hop.axis, into, out)
 
     def _landed(self) -> torch.Tensor:
         self._work.wait()

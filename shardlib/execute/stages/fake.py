@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardlib.common._compat import DataDependentOutputException, FakeTensorMode
-from shardlib.execute.losses import require_function
+from shardlib.execute.losses import require_function, require_no_buffers
 from shardlib.execute.stages.tracing import walks
 from shardlib.execute.stages.walk import Walk
 from shardlib.mesh.mesh import Mesh
@@ -69,6 +69,8 @@ class Tracing:
         """What a plan is traced with."""
         needed = "params, batch" if self.buffers is None else "params, buffers, batch"
         require_function(self.loss_fn, "the loss function", needed)
+        if self.buffers is None:
+            require_no_buffers(self.loss_fn, "give them by buffers=")
         groups = {axis: EchoGroup(size) for axis, size in plan.sizes.items()}
         mesh = Mesh(plan.sizes, 0, groups, self.device, abstract=True)
         fake = FakeTensorMode(allow_non_fake_inputs=True)

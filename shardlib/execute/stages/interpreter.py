@@ -109,8 +109,8 @@ class Position:
     stages: dict[int, Stage]
     acknowledged: Mapping[Action, Sequence[Action]]
 
-    def link(self, other: int) -> Link:
-        return Link(self.mesh, self.axis, other)
+    def link(self, other: int, about: str) -> Link:
+        return Link(self.mesh, self.axis, other, about)
 
     def is_last(self, stage: int) -> bool:
         """Whether a stage is the last one, whose result is the loss."""
@@ -335,10 +335,18 @@ class Interpreter:
             finish(self._sent.pop(action, ()))
 
     def _link(self, message: Action) -> Link:
-        return self._position.link(peer(self._schedule, message))
+        return self._position.link(peer(self._schedule, message), _about(message))
 
     def _tag(self, message: Action) -> int:
         return tag(self._schedule, message) * TAGS
+
+
+def _about(message: Action) -> str:
+    """What a message holds: the same for its sender and its receiver."""
+    before = message.stage - (message.kind in (Kind.RECV_F, Kind.SEND_B))
+    if message.kind in (Kind.SEND_F, Kind.RECV_F):
+        return f"activations from stage {before} to {before + 1}"
+    return f"gradients from stage {before + 1} to {before}"
 
 
 _COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)

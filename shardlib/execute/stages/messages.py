@@ -20,6 +20,7 @@ from shardlib.collectives import primitives
 from shardlib.errors import LossError
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Work
+from shardlib.mesh.transport.activity import naming
 from shardlib.tree import Tree, TreeDef, adopt_classes, adopted_in, flatten, unflatten
 
 _HEAD = 1024  # bytes of a header's first message: its length, and all of most headers
@@ -38,17 +39,35 @@ class Facts:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection to one other rank along an axis, in both directions."""
+    """A connection to one other rank along an axis, in both directions.
+
+    Attributes:
+        about: what passes, for reports.
+    """
 
     mesh: Mesh
     axis: str
     peer: int
+    about: str = ""
 
     def send(self, tensor: torch.Tensor, tag: int, *, scalars: bool = False) -> Sent:
-        return Sent(primitives.send(self.mesh, self.axis, tensor, self.peer, tag, scalars=scalars), tensor)
+        with naming(self.about):
+            return Sent(primitives.send(self.mesh, self.axis, tensor, self.peer, tag, scalars=scalars), tensor)
 
     def recv(self, out: torch.Tensor, tag: int) -> Work:
-        return primitives.recv(self.mesh, self.axis, out, self.peer, tag)
+        with naming(self.about):
+            return primitives.recv(self.mesh, self.axis, out, self.peer, tag)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory to receive into."""
+        with naming(self.about):
+            return torch.empty(numel, dtype=dtype, device=self.mesh.device)
+
+    def packed(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Tensors of one dtype as one message. Copies unless single."""
+        with naming(self.about):
+            flat = [tensor.reshape(-1) for tensor in tensors]
+            return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
 
 
 @dataclass
@@ -94,8 +113,7 @@ def send_tensors(link: Link, tensors: Sequence[torch.Tensor], tag: int, *, scala
     contiguous. ``scalars``: see `Traffic`."""
     sent = []
     for number, group in enumerate(_by_dtype(tensors)):
-        flat = [tensors[index].reshape(-1) for index in group]
-        packed = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+        packed = link.packed([tensors[index] for index in group])
         if packed.numel():
             sent.append(link.send(packed, tag + number, scalars=scalars))
     return sent
@@ -109,7 +127,7 @@ class IncomingTensors:
         self._buffers: list[tuple[list[int], torch.Tensor, Work | None]] = []
         for number, group in enumerate(_by_dtype(facts)):
             numel = sum(facts[index].shape.numel() for index in group)
-            buffer = torch.empty(numel, dtype=facts[group[0]].dtype, device=link.mesh.device)
+            buffer = link.empty(numel, facts[group[0]].dtype)
             self._buffers.append((group, buffer, link.recv(buffer, tag + number) if numel else None))
 
     def wait(self) -> list[torch.Tensor]:
@@ -131,7 +149,7 @@ class IncomingTree:
 
     def __init__(self, link: Link, tag: int, expected: Sequence[Facts] = ()) -> None:
         self._link, self._tag = link, tag
-        self._head = torch.empty(_HEAD, dtype=torch.uint8, device=link.mesh.device)
+        self._head = link.empty(_HEAD, torch.uint8)
         self._work = link.recv(self._head, tag)
         self._expected, self._tensors = expected, IncomingTensors(link, expected, tag + _EXPECTED)
         self._fillers: list[IncomingTensors] = []
@@ -150,7 +168,7 @@ class IncomingTree:
         framed = self._head.cpu().numpy().tobytes()
         size = int.from_bytes(framed[:8], "little")
         if size > _HEAD - 8:
-            more = torch.empty(size - (_HEAD - 8), dtype=torch.uint8, device=self._link.mesh.device)
+            more = self._link.empty(size - (_HEAD - 8), torch.uint8)
             self._link.recv(more, self._tag + _REST).wait()
             framed += more.cpu().numpy().tobytes()
         self._treedef: TreeDef

@@ -179,14 +179,15 @@ class Pipe:
     def _broadcast(self, value: Tree, *, scalars: bool = False) -> Tree:
         """The ``value`` of the last stage's rank, on every rank along the axis. ``scalars``: see `Traffic`."""
         ranks, number = self._mesh.shape[self._axis], self._free_number() - 1
+        about = "what the last stage returns"
         if self._home != self._plan.stages.last:
-            arrived = IncomingTree(self._position.link(self._plan.stages.last), number * TAGS).wait()
+            arrived = IncomingTree(self._position.link(self._plan.stages.last, about), number * TAGS).wait()
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, arrived)
         sent = [
             message
             for other in range(ranks)
             if other != self._home
-            for message in send_tree(self._position.link(other), value, number * TAGS, scalars=scalars)
+            for message in send_tree(self._position.link(other, about), value, number * TAGS, scalars=scalars)
         ]
         finish(sent)
         return value
@@ -209,8 +210,9 @@ class Pipe:
             tag = (self._free_number() + number) * TAGS
             for other in bucket.homes:
                 if other != self._home:
-                    sent += send_tensors(self._position.link(other), [local], tag)
-                    coming[number, other] = IncomingTensors(self._position.link(other), facts_of([local]), tag)
+                    link = self._position.link(other, f"the gradient of {bucket.label}")
+                    sent += send_tensors(link, [local], tag)
+                    coming[number, other] = IncomingTensors(link, facts_of([local]), tag)
         for number, bucket in shared:
             local = grads[bucket.name]
             first, *others = (local if home == self._home else coming[number, home].wait()[0] for home in bucket.homes)

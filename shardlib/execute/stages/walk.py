@@ -146,7 +146,7 @@ class Walk:
 
     def _block(self, phase: Phase) -> int:
         """The number of the block that a phase belongs to; 0 for what comes before all blocks or after them."""
-        between = phase.place == "of what follows" and not phase.backward and phase.block < self.blocks
+        between = phase.place == "of what follows" and phase.block < self.blocks
         return phase.block if phase.place == "of" or between else 0
 
     def _visits(self, run: Iterable[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:

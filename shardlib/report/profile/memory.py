@@ -160,7 +160,7 @@ def memory(train_step: TrainStep, state: TrainState, batch: Any, *, warm: int = 
     finally:
         naming_of_values.reset(value)
     follower.timeline.end()
-    return Memory(names.changes, _planned(plan, mesh.coords, batch), state)
+    return Memory(names.kept(leaves_of_state(state)), _planned(plan, mesh.coords, batch), state)
 
 
 def _planned(plan: Plan | None, coords: Mapping[str, int], batch: Any) -> tuple[int, str] | None:

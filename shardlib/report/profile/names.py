@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Iterator
@@ -91,23 +92,42 @@ class Names(TorchDispatchMode):
         self._timeline, self._device, self._units = timeline, device, units
         self.changes: list[Change] = []
         self._alive: dict[int, list[tuple[Name, int]]] = {}  # identity of a storage -> its names with their bytes
+        self._made: dict[int, int] = {}  # identity of a storage that the step has made -> the number of that change
 
     def know(self, leaves: Known) -> None:
-        """Note tensors that are there. What a storage has beyond them is the last one's: padding, or what it is a view of."""
-        left: dict[int, int] = {}  # identity of a storage -> its bytes without a name
+        """Note tensors that are there."""
+        for key, (storage, names) in self._by_storage(leaves).items():
+            if key not in self._alive:
+                self._alive[key] = []
+                weakref.finalize(storage, self._free, key)
+                for name, count in names:
+                    self._add(key, name, count)
+
+    def kept(self, leaves: Known) -> list[Change]:
+        """The changes, with what the step has made for the state after it under the names of that state's leaves."""
+        changes = [[change] for change in self.changes]
+        for key, (_, names) in self._by_storage(leaves).items():
+            number = self._made.get(key)
+            if number is not None and self.changes[number].name.kind in ("update", "other"):
+                changes[number] = [self.changes[number]._replace(name=name, bytes=count) for name, count in names]
+        return list(itertools.chain(*changes))
+
+    def _by_storage(self, leaves: Known) -> dict[int, tuple[torch.UntypedStorage, list[tuple[Name, int]]]]:
+        """Identity of a storage -> it, and its names with their bytes. What it has beyond its leaves is the last one's:
+        padding, or what that is a view of."""
+        found: dict[int, tuple[torch.UntypedStorage, list[tuple[Name, int]]]] = {}
+        left: dict[int, int] = {}  # bytes without a name
         for kind, of, tensor, count in leaves:
             if self._counts(tensor):
                 storage = tensor.untyped_storage()
                 key = storage_id(storage)
-                if key not in self._alive:
-                    self._alive[key], left[key] = [], storage.nbytes()
-                    weakref.finalize(storage, self._free, key)
-                named = min(count, left.get(key, 0))
-                self._add(key, Name(kind, of), named)
-                left[key] = left.get(key, 0) - named
+                named = min(count, left.setdefault(key, storage.nbytes()))
+                found.setdefault(key, (storage, []))[1].append((Name(kind, of), named))
+                left[key] -= named
         for key, unnamed in left.items():
-            if unnamed:
-                self._add(key, self._alive[key][-1][0], unnamed)
+            name, count = found[key][1][-1]
+            found[key][1][-1] = name, count + unnamed
+        return found
 
     def named(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Meet a value that the model names."""
@@ -140,6 +160,7 @@ class Names(TorchDispatchMode):
         if (key := storage_id(storage)) not in self._alive:
             self._alive[key] = []
             if made:
+                self._made[key] = len(self.changes)
                 self._add(key, self._name(), storage.nbytes())
             weakref.finalize(storage, self._free, key)
 
@@ -166,6 +187,7 @@ class Names(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         part = self._timeline.now
+        self._made.pop(key, None)
         self.changes += [self._change(name, -count, part) for name, count in self._alive.pop(key)]
 
     def _change(self, name: Name, count: int, part: Part) -> Change:

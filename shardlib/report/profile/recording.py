@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -79,6 +79,12 @@ class Recording:
         """This rank's."""
         return self.ranks[self.rank]
 
+    @cached_property
+    def median(self) -> int:
+        """Which of the steps is of median length: one for all ranks, by what it took them together."""
+        taken = [sum(step.seconds for step in together) for together in zip(*self.ranks, strict=True)]
+        return sorted(range(len(taken)), key=taken.__getitem__)[len(taken) // 2]
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -136,7 +142,6 @@ class _Clocked(Phases):
     def begin(self) -> None:
         super().begin()
         self._paths: dict[int, str] = {}  # identity of a leaf that stands for a parameter -> path
-        self._results: dict[int, weakref.ref[torch.Tensor]] = {}  # what parts have returned, by identity
         self._given: list[torch.Tensor] = []  # to the part that runs
 
     @contextmanager
@@ -167,7 +172,7 @@ class _Clocked(Phases):
             return
         number = -1 - len(self._named)
         self._named[number] = path
-        self._at_gradient([x for x in given if not self._returned(x)], Phase(True))
+        self._at_gradient([x for x in given if not self._met(x)], Phase(True))
         self._forward, self._given = Phase(False, "of", number), given
         self.turned()
 
@@ -175,17 +180,13 @@ class _Clocked(Phases):
         if self._elsewhere():
             return
         self._at_gradient(made_of(result, self._given), self._forward._replace(backward=True))
-        self._results |= {id(x): weakref.ref(x) for x in result}
+        self._meet(result)
         self._forward, self._given = Phase(False), []
         self.turned()
 
     def _elsewhere(self) -> bool:
         """Whether a part runs in a block, or as backward recomputes it: there its time is theirs."""
         return self._inside or graph_task() != -1
-
-    def _returned(self, x: torch.Tensor) -> bool:
-        found = self._results.get(id(x))
-        return found is not None and found() is x
 
     def _part(self) -> Part:
         way = "recompute" if self.recomputing else "backward" if self._back else "forward"
@@ -237,6 +238,22 @@ def stepped(train_step: TrainStep, state: Any, batch: Any) -> tuple[Any, Step]:
     with follower.installed():
         state, _ = train_step(state, batch)
     return state, Step(follower.timeline.began, follower.timeline.end(), follower.exchanges)
+
+
+def drawing_as(train_step: TrainStep, number: int) -> TrainStep:
+    """A train step that draws what the step of a number drew: the layers and tokens that it leaves out, and the loss's own
+    draws. The state after it has the number that is due."""
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        now, state.step = state.step, number
+        try:
+            after, metrics = train_step(state, batch)
+        finally:
+            state.step = now
+        after.step = now + 1
+        return after, metrics
+
+    return step
 
 
 def record(train_step: TrainStep, state: Any, batch: Any, steps: int, warm: int) -> tuple[Any, Recording]:

@@ -44,12 +44,12 @@ class Traffic(NamedTuple):
 class Profile:
     """What `sl.profile` found. Printing it shows the tables.
 
-    Times are of the recorded step of median length on this rank. They add up to its wall time.
+    Times are those of this rank in the recorded step of median length. They add up to its wall time.
 
     Attributes:
         recording: the recorded steps of all ranks.
-        operators: what operators did in one more step.
-        memory: the memory of one more step: see `sl.report.memory`.
+        operators: what operators did in one more step, which draws as that one did.
+        memory: the memory of one more such step: see `sl.report.memory`.
         peak: floating-point operations per second of a large product on this device.
         predicted: the time that the plan predicts of the step, at measured rates.
         state: the train state after all of these steps.
@@ -64,8 +64,8 @@ class Profile:
 
     @cached_property
     def step(self) -> Step:
-        """The recorded step of median length."""
-        return sorted(self.recording.steps, key=lambda step: step.seconds)[len(self.recording.steps) // 2]
+        """The recorded step of median length, which is the same one on all ranks."""
+        return self.recording.steps[self.recording.median]
 
     @property
     def seconds(self) -> float:
@@ -154,7 +154,7 @@ class Profile:
         Raises:
             MissingPackage: matplotlib is not installed; the message says what to install.
         """
-        spans = [steps[-1].spans for steps in self.recording.ranks]
+        spans = [steps[self.recording.median].spans for steps in self.recording.ranks]
         draw_profile(spans, self.by_kind, self.by_block, next(self._sections()), path)
 
     def __str__(self) -> str:

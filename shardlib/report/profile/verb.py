@@ -9,7 +9,7 @@ from shardlib.report.profile.memory import memory
 from shardlib.report.profile.operators import operators_of
 from shardlib.report.profile.peak import measure_peak
 from shardlib.report.profile.rates import predicted
-from shardlib.report.profile.recording import TrainStep, record, require_steps
+from shardlib.report.profile.recording import TrainStep, drawing_as, record, require_steps
 from shardlib.report.profile.value import Profile
 
 
@@ -20,7 +20,9 @@ def profile(
 
     Takes ``warm`` steps that are not looked at, then ``steps`` with clocks at the boundaries of blocks, phases and exchanges,
     one in which operators are counted and timed, and one in which memory gets its names. All of them train: the state after
-    them is ``.state``. The peak is that of a large product on the same device and dtype, measured once.
+    them is ``.state``. The last two draw by the number of the recorded step of median length, as they are compared with it:
+    the same layers and tokens are left out, and the loss is given the same ``rng``. The peak is that of a large product on
+    the same device and dtype, measured once.
 
     Args:
         train_step, state: of `make_train_step`. The state is used up.
@@ -45,6 +47,8 @@ def profile(
     params = state.params
     peak = measure_peak(params.mesh.device, params.plan.computed_dtype)
     state, recording = record(train_step, state, batch, steps, warm)
-    state, operators = operators_of(train_step, state, batch)
-    held = memory(train_step, state, batch, warm=0, plan=plan)
+    # Steps differ in the layers and tokens that they leave out: what is counted must be what was timed.
+    again = drawing_as(train_step, state.step - steps + recording.median)
+    state, operators = operators_of(again, state, batch)
+    held = memory(again, state, batch, warm=0, plan=plan)
     return Profile(recording, operators, held, peak, predicted(plan or params.plan, recording), held.state)

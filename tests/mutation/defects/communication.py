@@ -330,8 +330,8 @@ DEFECTS = (
         "numerics",
         "collectives/tokens/journey.py",
         "gradients are sent to the experts in the codec of results",
-        "Journey(self._mesh, self.route, not self._outward, self._packings)",
-        "Journey(self._mesh, self.route, not self._outward, self._packings[::-1])",
+        "not self._outward, self._packings,",
+        "not self._outward, self._packings[::-1],",
         (f"{_TOKENS}_payload.py::test_a_row_is_encoded_once_and_by_itself",),
     ),
     Defect(

@@ -19,7 +19,7 @@ DEFECTS = (
         "order",
         "report/profile/recording.py",
         "a part's backward is that of nobody where the next part was given its very result",
-        "[x for x in given if not self._returned(x)]",
+        "[x for x in given if not self._met(x)]",
         "given",
         ("tests/report/test_profile_of_modules.py::test_operations_by_part",),
     ),
