@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import kernels, rounding
+from helpers import kernels, spread
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,13 +46,13 @@ def plain(x, layer, cos, sin, keys, values, seats):
     """One sequence and head at a time, and the keys and values that are stored."""
     rows, stored = [], []
     for i, (row, start) in enumerate(zip(seats.rows.tolist(), seats.starts.tolist())):
-        token = rounding.exact(x[i])
-        n = rounding.normed(token, layer.norm, layer.eps)
+        token = spread.exact(x[i])
+        n = spread.normed(token, layer.norm, layer.eps)
         q, k, v = (
-            rounding.linear(n, each.weight, each.bias).view(-1, layer.size) for each in (layer.q, layer.k, layer.v)
+            spread.linear(n, each.weight, each.bias).view(-1, layer.size) for each in (layer.q, layer.k, layer.v)
         )
         q, k = (
-            [turned(head if norm is None else rounding.normed(head, norm, layer.eps), cos[i], sin[i]) for head in heads]
+            [turned(head if norm is None else spread.normed(head, norm, layer.eps), cos[i], sin[i]) for head in heads]
             for heads, norm in ((q, layer.q_norm), (k, layer.k_norm))
         )
         v = list(v)
@@ -61,20 +61,20 @@ def plain(x, layer, cos, sin, keys, values, seats):
         heads = []
         for head, query in enumerate(q):
             g = head // (len(q) // len(k))
-            past_keys = rounding.joined([rounding.exact(keys[row, g, seen]), k[g][None]])
-            past_values = rounding.joined([rounding.exact(values[row, g, seen]), v[g][None]])
-            scores = rounding.product(past_keys, query)
-            odds = rounding.softmax(scores * rounding.exact(torch.tensor(layer.size**-0.5, dtype=torch.float64)))
-            heads.append(rounding.product(past_values.mT, odds))
-        rows.append(token + rounding.linear(rounding.joined(heads), layer.o.weight, layer.o.bias))
-    return (rounding.stacked(rows) if rows else rounding.exact(x)), stored
+            past_keys = spread.joined([spread.exact(keys[row, g, seen]), k[g][None]])
+            past_values = spread.joined([spread.exact(values[row, g, seen]), v[g][None]])
+            scores = spread.product(past_keys, query)
+            odds = spread.softmax(scores * spread.exact(torch.tensor(layer.size**-0.5, dtype=torch.float64)))
+            heads.append(spread.product(past_values.mT, odds))
+        rows.append(token + spread.linear(spread.joined(heads), layer.o.weight, layer.o.bias))
+    return (spread.stacked(rows) if rows else spread.exact(x)), stored
 
 
 def turned(head, cos, sin):
     """A head by its position: its first half and its second one are pairs."""
     half = len(cos)
-    cos, sin, minus = rounding.exact(cos), rounding.exact(sin), rounding.exact(-sin)
-    return rounding.joined([head[:half] * cos + head[half:] * minus, head[:half] * sin + head[half:] * cos])
+    cos, sin, minus = spread.exact(cos), spread.exact(sin), spread.exact(-sin)
+    return spread.joined([head[:half] * cos + head[half:] * minus, head[:half] * sin + head[half:] * cos])
 
 
 def check(using, given_):
@@ -84,10 +84,10 @@ def check(using, given_):
     found = decoder_attention(*given_, using=using)
     assert found.dtype == x.dtype
     roundings = ROUNDINGS[x.dtype] * torch.finfo(x.dtype).eps
-    rounding.assert_near(found, wanted, roundings)
+    spread.assert_near(found, wanted, roundings)
     for row, start, both in zip(seats.rows.tolist(), seats.starts.tolist(), stored):
         for cache, old, new in zip((keys, values), before, both):
-            rounding.assert_near(cache[row, :, start], rounding.stacked(new), roundings)
+            spread.assert_near(cache[row, :, start], spread.stacked(new), roundings)
             old[row, :, start] = cache[row, :, start]
     for cache, old in zip((keys, values), before):  # and nothing else was written
         torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)

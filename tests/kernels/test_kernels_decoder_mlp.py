@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import kernels, rounding
+from helpers import kernels, spread
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -35,31 +35,31 @@ def with_experts(width, inner, experts, count, renormalises, dtype, seed):
 
 def swiglu(x, gate, up, down):
     """Of a vector; each of the three a weight and a bias."""
-    return rounding.linear(rounding.silu(rounding.linear(x, *gate)) * rounding.linear(x, *up), *down)
+    return spread.linear(spread.silu(spread.linear(x, *gate)) * spread.linear(x, *up), *down)
 
 
 def plain(x, layer):
     """One token at a time, in float64, and the least distance between logits of experts that were and were not chosen."""
     rows, gap = [], float("inf")
-    for token in map(rounding.exact, x):
-        normed = rounding.normed(token, layer.norm, layer.eps)
+    for token in map(spread.exact, x):
+        normed = spread.normed(token, layer.norm, layer.eps)
         if layer.choice is None:
             three = [(part.weight, part.bias) for part in (layer.gate, layer.up, layer.down)]
             rows.append(token + swiglu(normed, *three))
             continue
         router, count, renormalises = layer.choice
-        logits = rounding.linear(normed, router, None)
+        logits = spread.linear(normed, router, None)
         best = logits.value.sort(descending=True)
         if count < len(router):
             gap = min(gap, float(best.values[count - 1] - best.values[count]))
         taken = best.indices[:count]
-        odds = rounding.softmax(logits[taken]) if renormalises else rounding.softmax(logits)[taken]
+        odds = spread.softmax(logits[taken]) if renormalises else spread.softmax(logits)[taken]
         y = token
         for place, expert in enumerate(taken):
             gate, up = layer.gate.weight[expert].chunk(2)
             y = y + odds[place] * swiglu(normed, (gate, None), (up, None), (layer.down.weight[expert], None))
         rows.append(y)
-    return (rounding.stacked(rows) if rows else rounding.exact(x)), gap
+    return (spread.stacked(rows) if rows else spread.exact(x)), gap
 
 
 def check(by, x, layer):
@@ -73,7 +73,7 @@ def check(by, x, layer):
     assert found.dtype == x.dtype
     # The weights of experts are in fp32, whatever the dtype.
     dtype = torch.float32 if layer.choice and x.dtype == torch.float64 else x.dtype
-    rounding.assert_near(found, wanted, ROUNDINGS[dtype] * torch.finfo(dtype).eps)
+    spread.assert_near(found, wanted, ROUNDINGS[dtype] * torch.finfo(dtype).eps)
 
 
 SIZES = {"tokens": st.integers(0, 20), "width": st.integers(2, 70), "inner": st.integers(1, 70)}
