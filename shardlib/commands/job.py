@@ -68,6 +68,8 @@ class Job:
         self.config = replace(config, dropout=0.0, moe=config.moe and replace(config.moe, load=0.0, z=0.0))
         if args.remat == "auto":
             raise WrongArguments("--remat auto is for shardlib plan, with --device-memory: give --remat device or host")
+        if args.vocab < 256:
+            raise WrongArguments(f"--vocab {args.vocab}: the text's tokens are bytes, 256 of them: give 256 or more")
         with wrong_arguments():
             self.train, self.validation = split(load_bytes(args.data))
             first = self.batch(0)
@@ -131,7 +133,8 @@ class Job:
         if self.plan.stages.axes:  # with one token at a time stages would only wait for each other
             params = gpt.from_blocks(unshard(params))
         (new,) = generate(self.config, params, [list(prompt)], length, temperature=0.7)
-        return bytes([*prompt, *new.tolist()]).decode("utf-8", errors="replace")
+        # Tokens beyond the bytes are shown as 255 is, which is no part of any UTF-8.
+        return bytes([*prompt, *new.clamp(max=255).tolist()]).decode("utf-8", errors="replace")
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """This rank's share of a step's batch."""

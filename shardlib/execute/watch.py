@@ -18,11 +18,12 @@ from shardlib.execute.slicing import SlicedHandle
 
 
 class Watch(TorchFunctionMode):
-    """A mode that refuses attention within this rank's part of the sequence, and parts of its share of a layer's outputs.
+    """A mode that refuses attention within this rank's part of the sequence, and parts and sums of its share of a layer's
+    outputs.
 
     In such attention no position ever sees those of other ranks. It is known by the shapes of queries and keys: the batch and
     the part of a sequence that entered. And where a layer is two in one (gate and up of Phi-3), the first half of a rank's
-    share is not its share of the first half.
+    share is not its share of the first half. A softmax or a norm of a share knows no outputs of other ranks.
 
     Args:
         leaves: path -> what the function is given for each parameter.
@@ -48,6 +49,8 @@ class Watch(TorchFunctionMode):
             self._look_for_attention(self._parts, func, given)
         if func in _HALVING and isinstance(args[0], torch.Tensor) and (path := self._slices.layer_of(args[0])):
             self._refuse_halves(path, args[0], _HALVING[func](*args, **(kwargs or {})))
+        if args and func in _SUMMING and isinstance(args[0], torch.Tensor) and (path := self._slices.layer_of(args[0])):
+            self._refuse_sums(path, args[0], func, _SUMMING[func](*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
     def _look_for_attention(self, parts: SequenceParts, func: Any, given: list[Any]) -> None:
@@ -73,6 +76,16 @@ class Watch(TorchFunctionMode):
                 "after it, or 'replicated' for both; where the parts are heads, give their number: sl.column(heads=...)"
             )
 
+    def _refuse_sums(self, path: str, share: torch.Tensor, func: Any, over_last: bool) -> None:
+        """Raise if ``func`` sums ``share`` over its outputs, of which other ranks have more."""
+        style, axis = self._styles[path], self._styles[path].axis
+        if over_last and self._slices.mesh.shape[axis] > 1:
+            raise HandleError(
+                f"{func.__name__} takes all outputs of {path} together, and this rank has {share.shape[-1]} of them ({style} "
+                f"over axis {axis!r}): the result would be wrong. Give sl.column(gather=True) for it and sl.row(split=True) "
+                "for the layer after it, or 'replicated' for both"
+            )
+
 
 def _chunks(x: torch.Tensor, chunks: Any, dim: int = 0) -> int:
     return chunks if isinstance(chunks, int) and dim % x.dim() == x.dim() - 1 else 1
@@ -91,6 +104,16 @@ def _halves(x: torch.Tensor, index: Any) -> int:
     return 2 if last.indices(size) in ((0, size // 2, 1), (size // 2, size, 1)) else 1
 
 
+def _last(x: torch.Tensor, dim: Any = None, *args: Any, **options: Any) -> bool:
+    """Whether the last dimension is among ``dim``."""
+    dims = dim if isinstance(dim, (tuple, list)) else [dim]
+    return any(isinstance(each, int) and each % x.dim() == x.dim() - 1 for each in dims)
+
+
+def _last_of_norm(x: torch.Tensor, p: Any = 2, dim: Any = 1, *args: Any, **options: Any) -> bool:
+    return _last(x, dim)
+
+
 _LAYERS = {F.linear, torch.addmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
 _ATTENTION = {F.scaled_dot_product_attention}
 _SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
@@ -102,6 +125,14 @@ _HALVING: dict[Any, Callable[..., int]] = {
     torch.Tensor.tensor_split: _chunks,
     torch.Tensor.__getitem__: _halves,
     F.glu: _glu,
+}
+# Function -> whether a call sums its first argument over the last dimension.
+_SUMMING: dict[Any, Callable[..., bool]] = {
+    **dict.fromkeys((*_SOFTMAX, F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax), _last),
+    **dict.fromkeys((torch.logsumexp, torch.Tensor.logsumexp, torch.cumsum, torch.Tensor.cumsum), _last),
+    **dict.fromkeys((torch.mean, torch.Tensor.mean, torch.sum, torch.Tensor.sum), _last),
+    **dict.fromkeys((F.normalize, torch.norm, torch.Tensor.norm, torch.linalg.vector_norm), _last_of_norm),
+    **dict.fromkeys((F.layer_norm, F.rms_norm), lambda *args, **options: True),
 }
 
 

@@ -145,6 +145,13 @@ def test_plan_and_train_with_experts(text, tmp_path, capsys, monkeypatch):
     assert float(last["loss"]) - float(last["validation/loss"]) == pytest.approx(5, abs=0.5)
 
 
+def test_tokens_beyond_the_bytes_have_no_text(text, tmp_path, capsys):
+    """Of 4096 tokens a model that has learned nothing draws hardly a byte."""
+    options = ["--vocab", "4096", "--data", str(text), "--out", str(tmp_path), "--steps", "1"]
+    assert cli.main(["train", *SIZES, *options]) == 0
+    assert "\ufffd" * 3 in capsys.readouterr().out.partition("A sample:")[2]
+
+
 @pytest.mark.parametrize("params", [[], ["--offload-params"]], ids=["", "parameters"])
 @pytest.mark.parametrize("memory", ["host", "disk"])
 def test_train_with_offload(text, tmp_path, capsys, monkeypatch, memory, params):
@@ -364,6 +371,7 @@ def files(tmp_path, monkeypatch):
             "shardlib profile: the mesh data=2 has 2 ranks and 1 process runs; start it with torchrun",
         ),
         ("profile --remat auto", "shardlib profile: --remat auto is for shardlib plan"),
+        ("profile --data middle.txt --vocab 255", "shardlib profile: --vocab 255: the text's tokens are bytes, 256 of"),
         ("profile --data middle.txt --clip -1", "shardlib profile: clip_by_global_norm(max_norm=-1.0)"),
         ("generate . --prompt a --mesh data=2", "shardlib generate: the mesh data=2 has 2 ranks"),
         ("lr-range-test --data nofile", "shardlib lr-range-test: no file or folder of text at nofile"),

@@ -55,6 +55,36 @@ def test_parts_of_a_share_are_refused(loss_fn):
         sl.simulate(lambda mesh: sl.value_and_grad(loss_fn)(sl.shard(PARAMS, mesh, plan), X), mesh={"model": 2})
 
 
+TOGETHER = {
+    "softmax": lambda y: y.softmax(-1),
+    "log_softmax": lambda y: F.log_softmax(y, dim=2),
+    "mean": lambda y: y - y.mean((0, -1), keepdim=True),
+    "norm": lambda y: y / y.norm(dim=-1, keepdim=True),
+    "normalize": lambda y: F.normalize(y, dim=-1),
+    "layer_norm": lambda y: F.layer_norm(y, y.shape[-1:]),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_sums_over_a_share_are_refused(name):
+    """All shapes fit, and every rank would train with a norm of its own. Along an axis of one rank nothing is missing."""
+    rules = sl.tensor_slicing({"up": "column", "down": "row"})
+
+    def loss_fn(params, x):
+        return after(params, TOGETHER[name](up(params, x)), "down")
+
+    def run(mesh):
+        return sl.value_and_grad(loss_fn)(sl.shard(PARAMS, mesh, rules), X)[0]
+
+    with pytest.raises(HandleError, match=rf"{name} takes all outputs of up/weight together(.|\n)*gather=True"):
+        sl.simulate(run, mesh={"model": 2})
+    torch.testing.assert_close(sl.simulate(run, mesh={"model": 1})[0], loss_fn(PARAMS, X))
+
+
+def normed_over_positions(params, x):
+    return after(params, F.normalize(up(params, x), dim=1).softmax(dim=1), "down")
+
+
 def in_heads(params, x):
     """Heads of four, each one chunk."""
     y = up(params, x)
@@ -75,6 +105,7 @@ RIGHT = {
     "heads": (in_heads, {"up": sl.column(heads=4), "down": sl.row(heads=4)}),
     "interleaved": (interleaved, {"up": "column", "half": "row"}),
     "positions": (along_another_dimension, {"up": "column", "down": "row"}),
+    "sums over positions": (normed_over_positions, {"up": "column", "down": "row"}),
     "gathered": (chunked, {"up": sl.column(gather=True), "half": sl.row(split=True)}),
 }
 
