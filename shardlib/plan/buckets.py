@@ -313,7 +313,7 @@ class Bucket:
             else:
                 columns.append(self._cut(leaf, chunk))
         if self.alone:
-            return columns[0].to(dtype).view(-1)
+            return columns[0].to(dtype).contiguous().view(-1)  # the gradient of a sum has the stride 0
         if torch.is_grad_enabled() or any(column.dtype != columns[0].dtype for column in columns):
             return torch.cat([column.to(dtype) for column in columns], dim=1).view(-1)
         out = torch.empty((self.ways, self.owned), dtype=dtype, device=columns[0].device)

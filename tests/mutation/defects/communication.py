@@ -361,4 +361,13 @@ DEFECTS = (
         "flat[0] if",
         ("tests/execute/test_messages.py::test_a_tensor_alone_of_its_dtype_is_sent_contiguous",),
     ),
+    Defect(
+        "a gradient sent as it lies",
+        "bytes",
+        "plan/buckets.py",
+        "the gradient of a sum, in the memory of one number, goes to a transport that refuses it",
+        "columns[0].to(dtype).contiguous()",
+        "columns[0].to(dtype)",
+        ("tests/optim/test_consumed_schedules.py::test_both_drive_an_optimizer_on_a_mesh",),
+    ),
 )
