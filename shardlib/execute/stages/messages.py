@@ -64,7 +64,7 @@ class Link:
             return torch.empty(numel, dtype=dtype, device=self.mesh.device)
 
     def packed(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Tensors of one dtype as one message. Copies unless single."""
+        """Tensors of one dtype as one message. Copies unless single and contiguous."""
         with naming(self.about):
             flat = [tensor.reshape(-1) for tensor in tensors]
             return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
@@ -109,8 +109,8 @@ def send_tree(link: Link, tree: Tree, tag: int, expected: Sequence[Facts] = (), 
 
 
 def send_tensors(link: Link, tensors: Sequence[torch.Tensor], tag: int, *, scalars: bool = False) -> list[Sent]:
-    """Send tensors whose `Facts` the receiver knows, for `IncomingTensors`: one message per dtype. Copies unless single and
-    contiguous. ``scalars``: see `Traffic`."""
+    """Send tensors whose `Facts` the receiver knows, for `IncomingTensors`: one message per dtype. ``scalars``: see
+    `Traffic`."""
     sent = []
     for number, group in enumerate(_by_dtype(tensors)):
         packed = link.packed([tensors[index] for index in group])

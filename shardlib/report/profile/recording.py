@@ -81,7 +81,7 @@ class Recording:
 
     @cached_property
     def median(self) -> int:
-        """Which of the steps is of median length: one for all ranks, by what it took them together."""
+        """The number of the step of median length: one for all ranks, by what it took them together."""
         taken = [sum(step.seconds for step in together) for together in zip(*self.ranks, strict=True)]
         return sorted(range(len(taken)), key=taken.__getitem__)[len(taken) // 2]
 
