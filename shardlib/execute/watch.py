@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +13,7 @@ from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
 from shardlib.collectives.styles.slices import Slices
 from shardlib.errors import HandleError, LossError, listing
+from shardlib.execute.last_dimension import HALVING, NUMBER_BY_NUMBER, SOFTMAX, SUMMING
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import SlicedHandle
 
@@ -44,14 +45,20 @@ class Watch(TorchFunctionMode):
         self._layers: list[str] = []  # the paths of the last layers that are not sliced, since the last attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [*args, *(kwargs or {}).values()]
+        kwargs = kwargs or {}
+        given = [*args, *kwargs.values()]
         if self._parts is not None:
             self._look_for_attention(self._parts, func, given)
-        if func in _HALVING and isinstance(args[0], torch.Tensor) and (path := self._slices.layer_of(args[0])):
-            self._refuse_halves(path, args[0], _HALVING[func](*args, **(kwargs or {})))
-        if args and func in _SUMMING and isinstance(args[0], torch.Tensor) and (path := self._slices.layer_of(args[0])):
-            self._refuse_sums(path, args[0], func, _SUMMING[func](*args, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+        shares = {id(x): path for x in given if isinstance(x, torch.Tensor) and (path := self._slices.layer_of(x))}
+        if args and (path := shares.get(id(args[0]))):
+            if func in HALVING:
+                self._refuse_halves(path, args[0], HALVING[func](*args, **kwargs))
+            if func in SUMMING:
+                self._refuse_sums(path, args[0], func, SUMMING[func](*args, **kwargs))
+        result = func(*args, **kwargs)
+        if shares and getattr(func, "__name__", "").strip("_") in NUMBER_BY_NUMBER:
+            self._slices.hand_on(next(iter(shares.values())), result)
+        return result
 
     def _look_for_attention(self, parts: SequenceParts, func: Any, given: list[Any]) -> None:
         if func in _LAYERS:
@@ -61,7 +68,7 @@ class Watch(TorchFunctionMode):
             if all(isinstance(x, torch.Tensor) and x.dim() == 4 and parts.is_part(x, 2) for x in given[:2]):
                 _refuse(parts.kind, self._layers)
             self._layers.clear()
-        elif func in _SOFTMAX and given[0].dim() == 4 and all(parts.is_part(given[0], dim) for dim in (2, 3)):
+        elif func in SOFTMAX and given[0].dim() == 4 and all(parts.is_part(given[0], dim) for dim in (2, 3)):
             _refuse(parts.kind, self._layers)
 
     def _refuse_halves(self, path: str, share: torch.Tensor, cuts: int) -> None:
@@ -83,57 +90,12 @@ class Watch(TorchFunctionMode):
             raise HandleError(
                 f"{func.__name__} takes all outputs of {path} together, and this rank has {share.shape[-1]} of them ({style} "
                 f"over axis {axis!r}): the result would be wrong. Give sl.column(gather=True) for it and sl.row(split=True) "
-                "for the layer after it, or 'replicated' for both"
+                "for the layer after it, or 'replicated' for both; a number to look at can be taken of the share's detach()"
             )
-
-
-def _chunks(x: torch.Tensor, chunks: Any, dim: int = 0) -> int:
-    return chunks if isinstance(chunks, int) and dim % x.dim() == x.dim() - 1 else 1
-
-
-def _glu(x: torch.Tensor, dim: int = -1) -> int:
-    return _chunks(x, 2, dim)
-
-
-def _halves(x: torch.Tensor, index: Any) -> int:
-    """2 for either half along the last dimension."""
-    last = index[-1] if isinstance(index, tuple) and len(index) in (x.dim(), 2) and len(index) > 1 else None
-    if not isinstance(last, slice) or (len(index) < x.dim() and index[0] is not Ellipsis):
-        return 1
-    size = x.shape[-1]
-    return 2 if last.indices(size) in ((0, size // 2, 1), (size // 2, size, 1)) else 1
-
-
-def _last(x: torch.Tensor, dim: Any = None, *args: Any, **options: Any) -> bool:
-    """Whether the last dimension is among ``dim``."""
-    dims = dim if isinstance(dim, (tuple, list)) else [dim]
-    return any(isinstance(each, int) and each % x.dim() == x.dim() - 1 for each in dims)
-
-
-def _last_of_norm(x: torch.Tensor, p: Any = 2, dim: Any = 1, *args: Any, **options: Any) -> bool:
-    return _last(x, dim)
 
 
 _LAYERS = {F.linear, torch.addmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
 _ATTENTION = {F.scaled_dot_product_attention}
-_SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
-# Function -> into how many equal parts a call cuts its first argument along the last dimension.
-_HALVING: dict[Any, Callable[..., int]] = {
-    torch.chunk: _chunks,
-    torch.Tensor.chunk: _chunks,
-    torch.tensor_split: _chunks,
-    torch.Tensor.tensor_split: _chunks,
-    torch.Tensor.__getitem__: _halves,
-    F.glu: _glu,
-}
-# Function -> whether a call sums its first argument over the last dimension.
-_SUMMING: dict[Any, Callable[..., bool]] = {
-    **dict.fromkeys((*_SOFTMAX, F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax), _last),
-    **dict.fromkeys((torch.logsumexp, torch.Tensor.logsumexp, torch.cumsum, torch.Tensor.cumsum), _last),
-    **dict.fromkeys((torch.mean, torch.Tensor.mean, torch.sum, torch.Tensor.sum), _last),
-    **dict.fromkeys((F.normalize, torch.norm, torch.Tensor.norm, torch.linalg.vector_norm), _last_of_norm),
-    **dict.fromkeys((F.layer_norm, F.rms_norm), lambda *args, **options: True),
-}
 
 
 def _refuse(kind: SequenceKind, layers: list[str]) -> NoReturn:

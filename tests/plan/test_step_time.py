@@ -67,6 +67,36 @@ def test_stage_3_hides_gathers_behind_the_unit_before(prefetch):
     assert found.total == pytest.approx(12.0 + waits)
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return dy @ weight.T, x.T @ dy
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_that_come_late_are_waited_for_once_more(stage):
+    """At stage 3 the biases' gradients are on their way when a function of the user's returns those of the weights."""
+    params = {"blocks": [{"w": torch.zeros(4, 4), "b": torch.zeros(4)} for _ in range(UNITS)]}
+
+    def loss_fn(params, x):
+        for p in params["blocks"]:
+            x = Product.apply(x, p["w"]) + p["b"]
+        return x.square().mean()
+
+    mesh = sl.abstract_mesh(data=2)
+    plan = sl.make_plan(params, mesh, stage=stage, loss_fn=loss_fn, batch=torch.zeros(2, 4))
+    usual = sl.make_plan(params, mesh, stage=stage).payload()["data"]
+    found = sl.report.predict_step(plan, 0.0, {"data": 1.0})
+    assert found.total == found.links["data"] == plan.payload()["data"]
+    assert plan.payload()["data"] == (usual if stage < 3 else usual * 4 // 3)
+
+
 def test_accumulation_reduces_once_or_each_time():
     def busy(sync):
         return predicted(sl.chain(sl.zero(2), sl.accumulate(3, sync=sync)), 0.0, 1.0).total / (UNITS * SHARE)

@@ -62,16 +62,31 @@ TOGETHER = {
     "norm": lambda y: y / y.norm(dim=-1, keepdim=True),
     "normalize": lambda y: F.normalize(y, dim=-1),
     "layer_norm": lambda y: F.layer_norm(y, y.shape[-1:]),
+    "std": lambda y: y / y.std(),
+    "vector_norm": lambda y: y / torch.linalg.vector_norm(y),
+    "amax": lambda y: y - torch.amax(y, dim=-1, keepdim=True),
+    "topk": lambda y: y - y.topk(1)[0],
+    "sort": lambda y: y.sort().values * y,
+}
+# What stands between a layer and what takes its outputs together.
+BETWEEN = {
+    "nothing": lambda y: y,
+    "activation": lambda y: F.silu(y) * y,
+    "operators": lambda y: 1 - 2 / (3 + y.exp()) ** 2,
+    "in place": lambda y: y.mul(2).add_(1).clamp_(min=0),
+    "where": lambda y: torch.where(y > 0, y, 0.1 * y).to(torch.float64),
 }
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_sums_over_a_share_are_refused(name):
+@pytest.mark.parametrize(
+    ("name", "between"), [*((name, "nothing") for name in TOGETHER), *(("norm", way) for way in BETWEEN)]
+)
+def test_sums_over_a_share_are_refused(name, between):
     """All shapes fit, and every rank would train with a norm of its own. Along an axis of one rank nothing is missing."""
     rules = sl.tensor_slicing({"up": "column", "down": "row"})
 
     def loss_fn(params, x):
-        return after(params, TOGETHER[name](up(params, x)), "down")
+        return after(params, TOGETHER[name](BETWEEN[between](up(params, x))), "down")
 
     def run(mesh):
         return sl.value_and_grad(loss_fn)(sl.shard(PARAMS, mesh, rules), X)[0]
@@ -81,8 +96,30 @@ def test_sums_over_a_share_are_refused(name):
     torch.testing.assert_close(sl.simulate(run, mesh={"model": 1})[0], loss_fn(PARAMS, X))
 
 
+@pytest.mark.parametrize("first", ["value", "gate"])
+def test_a_share_is_known_after_another_layers(first):
+    """Both of two layers that are given the same input are known, whichever ran last."""
+    params = {**PARAMS, "gate": {"weight": PARAMS["up"]["weight"].flip(0)}}
+    rules = sl.tensor_slicing({"up": "column", "gate": "column", "down": "row"})
+
+    def loss_fn(params, x):
+        gate, value = F.linear(x, params["gate"]["weight"]), up(params, x)
+        y = gate.sigmoid() * (value / value.norm(dim=-1, keepdim=True) if first == "value" else value)
+        return after(params, y / (1 if first == "value" else gate.norm(dim=-1, keepdim=True)), "down")
+
+    with pytest.raises(HandleError, match=f"norm takes all outputs of {'up' if first == 'value' else 'gate'}/weight"):
+        sl.simulate(lambda mesh: sl.value_and_grad(loss_fn)(sl.shard(params, mesh, rules), X), mesh={"model": 2})
+
+
 def normed_over_positions(params, x):
     return after(params, F.normalize(up(params, x), dim=1).softmax(dim=1), "down")
+
+
+def looked_at(params, x):
+    """A number that changes nothing."""
+    y = F.relu(up(params, x))
+    assert float(y.detach().norm()) > 0
+    return after(params, torch.max(y, 2 * y), "down")
 
 
 def in_heads(params, x):
@@ -106,6 +143,7 @@ RIGHT = {
     "interleaved": (interleaved, {"up": "column", "half": "row"}),
     "positions": (along_another_dimension, {"up": "column", "down": "row"}),
     "sums over positions": (normed_over_positions, {"up": "column", "down": "row"}),
+    "looked at": (looked_at, {"up": "column", "down": "row"}),
     "gathered": (chunked, {"up": sl.column(gather=True), "half": sl.row(split=True)}),
 }
 

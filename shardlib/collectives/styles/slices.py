@@ -35,7 +35,8 @@ class Slices:
         self._last: dict[str, tuple[weakref.ref[torch.Tensor], tuple[int, bool], torch.Tensor]] = {}
         # Path -> description of the share of a layer's outputs, of layers since the last `leave`.
         self._shares: dict[str, str] = {}
-        self._last_share: tuple[weakref.ref[torch.Tensor], str] | None = None  # and its layer's path
+        # Identity of a share of outputs, or of what was made of one number by number -> it, and its layer's path.
+        self._parts: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
     def cuts_sequence(self, axis: str) -> bool:
         """Whether activations outside the slices over ``axis`` are parts of the sequence."""
@@ -84,11 +85,16 @@ class Slices:
 
     def note_share(self, path: str, axis: str, y: torch.Tensor, outputs: int) -> None:
         self._shares[path] = f"{y.shape[-1]} of {outputs} outputs (axis {axis!r} of size {self.mesh.shape[axis]})"
-        self._last_share = weakref.ref(y), path
+        self.hand_on(path, y)
+
+    def hand_on(self, path: str, y: torch.Tensor) -> None:
+        """Remember ``y`` as a share of the outputs of a layer, whose weight has this path."""
+        self._parts[id(y)] = weakref.ref(y), path
 
     def layer_of(self, y: torch.Tensor) -> str | None:
-        """The path of the layer's weight, if ``y`` is what the last layer returned as this rank's share of its outputs."""
-        return self._last_share[1] if self._last_share is not None and self._last_share[0]() is y else None
+        """The path of the layer's weight, if ``y`` is this rank's share of its outputs, as known by `hand_on`."""
+        part, path = self._parts.get(id(y), (None, None))
+        return path if part is not None and part() is y else None
 
     def explain(self, error: Exception) -> HandleError | None:
         """An error to raise for ``error``, if it is about a shape that may not fit because layers returned shares of
@@ -108,7 +114,7 @@ class Slices:
     def clear(self) -> None:
         self.let_go()
         self._shares.clear()
-        self._last_share = None
+        self._parts.clear()
 
     def _with_sequence(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() < 3:

@@ -271,9 +271,12 @@ class Rank:
             self._read[unit] = self.send("read", sum(sizes), asked) if sum(sizes) else 0.0
 
     def _reduce(self, plan: PlanValue, unit: str, last: bool) -> None:
+        (stage,) = plan.local_stages
+        again = plan.traces[stage].again if plan.traces else ()
         for bucket in () if unit in plan.left_out else plan.trained_in.get(unit, ()):
             route = plan.routes[bucket.name]
-            done = self.along(route.reductions if last else route.each, self.now)
+            exchanges = route.reductions if last else route.each
+            done = self.along([*exchanges, *exchanges] if bucket.name in again else exchanges, self.now)
             self.reduced, self.flown = max(self.reduced, done), max(self.flown, done)
             if bucket.memory.optimizer != "device" and (last or plan.lands_each(bucket)):
                 self._land(plan, bucket, done)
