@@ -469,6 +469,16 @@ def test_a_tied_leaf_with_two_styles():
         ({"w": "column"}, lambda p, x: F.embedding(x.long(), p["w"]).sum(), "looked up and has the style column"),
         ({"w": "vocab"}, lambda p, x: F.embedding(x.long(), p["w"], max_norm=1.0).sum(), "max_norm"),
         ({"b": "column"}, lambda p, x: F.linear(x, p["w"], p["b"]).sum(), "b is sliced and its weight"),
+        (
+            {"w": "column"},
+            lambda p, x: F.linear(x, p["w"], p["b"]).sum(),
+            r"gets a bias of 4; give both the same rule\nraised",
+        ),
+        (
+            {"l/w": "column"},
+            lambda p, x: F.linear(x, p["l"]["w"], p["l"]["b"]).sum(),
+            "l/w has .* gets a bias of 4; give both the same rule: a rule for 'l' is one",
+        ),
         ({"w": "column"}, lambda p, x: torch.addmm(p["b"], x, p["w"], alpha=2).sum(), "alpha=1"),
         (
             {"w": "column"},
@@ -478,7 +488,7 @@ def test_a_tied_leaf_with_two_styles():
     ],
 )
 def test_a_use_that_would_be_wrong_is_refused(rules, loss, message):
-    params = {"w": torch.ones(4, 4), "b": torch.ones(4)}
+    params = {"w": torch.ones(4, 4), "b": torch.ones(4), "l": {"w": torch.ones(4, 4), "b": torch.ones(4)}}
 
     def run(mesh):
         sl.value_and_grad(loss)(sl.shard(params, mesh, sl.tensor_slicing(rules)), torch.ones(2, 4))

@@ -10,6 +10,7 @@ import torch
 from shardlib.collectives.styles.base import Compute
 from shardlib.collectives.styles.layer import LayerStyle
 from shardlib.collectives.styles.slices import Slice
+from shardlib.errors import HandleError
 from shardlib.mesh.specs import P
 
 
@@ -48,6 +49,13 @@ class Column(LayerStyle):
         return super().misfit(shape if self.transposed else shape[: 2 + self.experts], ways)
 
     def outputs(self, weight: Slice, x: torch.Tensor, bias: torch.Tensor | None, compute: Compute) -> torch.Tensor:
-        outputs = weight.window.shape[self.dim(weight.window.shape)]
+        outputs, held = (shape[self.dim(shape)] for shape in (weight.window.shape, weight.local.shape))
+        if bias is not None and bias.dim() and bias.shape[-1] not in (1, held):
+            layer = weight.path.rpartition("/")[0]
+            rule = f": a rule for {layer!r} is one" if layer else ""
+            raise HandleError(
+                f"{weight.path} has the style column and {held} outputs on this rank, but gets a bias of {bias.shape[-1]}; "
+                f"give both the same rule{rule}"
+            )
         y = compute(weight.enter(x), weight.local, bias)
         return weight.whole_outputs(y, outputs) if self.gather else weight.share(y, outputs)
