@@ -95,7 +95,7 @@ class Phases:
             if self._inside or graph_task() != -1:  # a block within a block, or one that is recomputed
                 return runner(fn, args, kwargs) if runner else fn(*args, **kwargs)
             self._number += 1
-            number, given = self._number, leaves_of((args[1:], kwargs))
+            number, held, given = self._number, leaves_of(args[:1]), leaves_of((args[1:], kwargs))
             # Its backward ends where the gradients of what it was given are there; if a block has returned that, its
             # backward begins there. What several blocks are given is the first one's: its gradient is there last.
             before = (
@@ -111,11 +111,12 @@ class Phases:
                 result = runner(fn, args, kwargs) if runner else fn(*args, **kwargs)
             finally:
                 self._inside = False
+            returned = leaves_of(result)
             self._forward = Phase(False, "of what follows", number)
             self._backward = self._forward._replace(backward=True)
             self.turned()
-            self._at_gradient(made_of(result, (args, kwargs)), Phase(True, "of", number))
-            self._meet(leaves_of(result))
+            self._at_gradient(made_of(returned, [*held, *given]), Phase(True, "of", number))
+            self._meet(returned)
             return result
 
         return run
@@ -128,15 +129,15 @@ class Phases:
         found = self._values.get(id(leaf))
         return found is not None and found() is leaf
 
-    def _at_gradient(self, tree: Any, phase: Phase) -> None:
-        """Begin a phase of backward when the gradient of a value in ``tree`` has been computed."""
+    def _at_gradient(self, leaves: Sequence[Any], phase: Phase) -> None:
+        """Begin a phase of backward when the gradient of one of ``leaves`` has been computed."""
 
         def begin(gradient: torch.Tensor) -> None:
             if self._backward != phase:
                 self._backward = phase
                 self.turned()
 
-        for leaf in leaves_of(tree):
+        for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Handle) and leaf.grad_fn is not None:
                 leaf.register_hook(begin)
 
@@ -165,11 +166,11 @@ class Phases:
         return computed
 
 
-def made_of(result: Any, given: Any) -> list[Any]:
-    """The leaves of a result, but for those that were given and are handed on: their gradients are there when the backward
-    of what made them begins."""
-    handed_on = set(map(id, leaves_of(given)))
-    return [leaf for leaf in leaves_of(result) if id(leaf) not in handed_on]
+def made_of(returned: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """The leaves that are returned, but for those that were given and are handed on: their gradients are there when the
+    backward of what made them begins."""
+    handed_on = set(map(id, given))
+    return [leaf for leaf in returned if id(leaf) not in handed_on]
 
 
 # The phases of the function that runs, where a trace or a profile follows it; and what makes them for an executor.

@@ -17,7 +17,7 @@ from shardlib.report.profile.timeline import Part, Timeline
 MESSAGES = ("send", "recv")
 
 
-@dataclass
+@dataclass(slots=True)
 class Exchange:
     """One exchange, as one rank made it.
 
@@ -100,19 +100,27 @@ class Heard:
         return self._traffic.payload.get(self._axis, 0), self._traffic.scalars.get(self._axis, 0)
 
     def _begun(self, op: str, start: Callable[[], Work], peer: int | None = None, tag: int = 0) -> Work:
+        # All of this runs with caches full of tensors, so that each function it calls costs: context managers are too much.
+        timeline, axis, name = self._timeline, self._axis, here().path
         # The caller has counted this exchange, and nothing else since the one before.
-        sent, name = self._sent(), here().path
-        payload, scalars = (after - before for after, before in zip(sent, self._before))
+        (payload, scalars), (payload_before, scalars_before) = sent, _ = self._sent(), self._before
         self._before = sent
-        made = Exchange(op, self._axis, name, payload, scalars, peer, tag, time.perf_counter())
+        made = Exchange(
+            op, axis, name, payload - payload_before, scalars - scalars_before, peer, tag, time.perf_counter()
+        )
         self._exchanges.append(made)
-        with self._timeline.within(Part("communication", self._axis, name)):
+        place = timeline.open(Part("communication", axis, name))
+        try:
             work = start()
+        finally:
+            timeline.close(place)
 
         def finish() -> None:
-            began = time.perf_counter()
-            with self._timeline.within(Part("wait", self._axis, name)):
+            began, place = time.perf_counter(), timeline.open(Part("wait", axis, name))
+            try:
                 work.wait()
+            finally:
+                timeline.close(place)
             made.end = time.perf_counter()
             made.waited = made.end - began
 

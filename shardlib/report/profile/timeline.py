@@ -55,6 +55,7 @@ class Timeline:
 
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type == "cpu" else device
+        self._mark = time.perf_counter if self._device is None else self._event
         self._spans: list[list[object]] = []  # part, first mark, last mark, depth
         self._open: list[int] = []
         self.began = time.perf_counter()
@@ -82,8 +83,9 @@ class Timeline:
     def close(self, place: int) -> None:
         """End the part at a place, and what is open within it."""
         mark = self._mark()
-        while len(self._open) >= place:
-            self._spans[self._open.pop()][2] = mark
+        opened = self._open
+        while len(opened) >= place:
+            self._spans[opened.pop()][2] = mark
 
     @contextmanager
     def within(self, part: Part) -> Iterator[None]:
@@ -111,9 +113,7 @@ class Timeline:
         found += [(part, self._since(first), self._since(end), depth) for part, first, end, depth in self._spans]  # type: ignore[misc]
         return _with_own(found)
 
-    def _mark(self) -> object:
-        if self._device is None:
-            return time.perf_counter()
+    def _event(self) -> object:
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
