@@ -60,4 +60,4 @@ def _rank(mesh: sl.Mesh, config: Config, stage: int, rounds: int) -> Times:
     return interleave({_RECORDED: recorded, _PLAIN: plain}, rounds, warm=WARM, barrier=dist.barrier)
 
 
-CASE = Case("profile", "what recording a step costs", {CPU: 40}, measure)
+CASE = Case("profile", "what recording a step costs", {CPU: 100}, measure)
