@@ -12,19 +12,17 @@ from torch.overrides import TorchFunctionMode
 from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
 from shardlib.collectives.styles.slices import Slices
-from shardlib.errors import HandleError, LossError, listing
-from shardlib.execute.last_dimension import HALVING, NUMBER_BY_NUMBER, SOFTMAX, SUMMING
+from shardlib.errors import LossError, listing
+from shardlib.execute.output_shares import OutputShares
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import SlicedHandle
 
 
 class Watch(TorchFunctionMode):
-    """A mode that refuses attention within this rank's part of the sequence, and parts and sums of its share of a layer's
-    outputs.
+    """A mode that refuses attention within this rank's part of the sequence, and what `OutputShares` refuses.
 
     In such attention no position ever sees those of other ranks. It is known by the shapes of queries and keys: the batch and
-    the part of a sequence that entered. And where a layer is two in one (gate and up of Phi-3), the first half of a rank's
-    share is not its share of the first half. A softmax or a norm of a share knows no outputs of other ranks.
+    the part of a sequence that entered.
 
     Args:
         leaves: path -> what the function is given for each parameter.
@@ -40,25 +38,15 @@ class Watch(TorchFunctionMode):
         parts: SequenceParts | None,
     ) -> None:
         super().__init__()
-        self._styles, self._slices, self._parts = styles, slices, parts
+        self._shares, self._parts = OutputShares(styles, slices), parts
         self._paths = {id(leaf): path for path, leaf in leaves.items()}
         self._layers: list[str] = []  # the paths of the last layers that are not sliced, since the last attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [*args, *kwargs.values()]
         if self._parts is not None:
-            self._look_for_attention(self._parts, func, given)
-        shares = {id(x): path for x in given if isinstance(x, torch.Tensor) and (path := self._slices.layer_of(x))}
-        if args and (path := shares.get(id(args[0]))):
-            if func in HALVING:
-                self._refuse_halves(path, args[0], HALVING[func](*args, **kwargs))
-            if func in SUMMING:
-                self._refuse_sums(path, args[0], func, SUMMING[func](*args, **kwargs))
-        result = func(*args, **kwargs)
-        if shares and getattr(func, "__name__", "").strip("_") in NUMBER_BY_NUMBER:
-            self._slices.hand_on(next(iter(shares.values())), result)
-        return result
+            self._look_for_attention(self._parts, func, [*args, *kwargs.values()])
+        return self._shares.call(func, args, kwargs)
 
     def _look_for_attention(self, parts: SequenceParts, func: Any, given: list[Any]) -> None:
         if func in _LAYERS:
@@ -68,34 +56,13 @@ class Watch(TorchFunctionMode):
             if all(isinstance(x, torch.Tensor) and x.dim() == 4 and parts.is_part(x, 2) for x in given[:2]):
                 _refuse(parts.kind, self._layers)
             self._layers.clear()
-        elif func in SOFTMAX and given[0].dim() == 4 and all(parts.is_part(given[0], dim) for dim in (2, 3)):
+        elif func in _SOFTMAX and given[0].dim() == 4 and all(parts.is_part(given[0], dim) for dim in (2, 3)):
             _refuse(parts.kind, self._layers)
-
-    def _refuse_halves(self, path: str, share: torch.Tensor, cuts: int) -> None:
-        """Raise if ``cuts`` equal parts of a share are taken and are not its heads."""
-        style, axis = self._styles[path], self._styles[path].axis
-        heads = getattr(style, "heads", 0) // self._slices.mesh.shape[axis]
-        if cuts > 1 and cuts != heads:
-            raise HandleError(
-                f"{path} is sliced ({style} over axis {axis!r}), and the model takes its {share.shape[-1]} outputs on this "
-                f"rank in {cuts} parts: where a layer is several in one (gate and up), a rank's parts are outputs of others. "
-                "Make them leaves of their own, or give sl.column(gather=True) for it and sl.row(split=True) for the layer "
-                "after it, or 'replicated' for both; where the parts are heads, give their number: sl.column(heads=...)"
-            )
-
-    def _refuse_sums(self, path: str, share: torch.Tensor, func: Any, over_last: bool) -> None:
-        """Raise if ``func`` sums ``share`` over its outputs, of which other ranks have more."""
-        style, axis = self._styles[path], self._styles[path].axis
-        if over_last and self._slices.mesh.shape[axis] > 1:
-            raise HandleError(
-                f"{func.__name__} takes all outputs of {path} together, and this rank has {share.shape[-1]} of them ({style} "
-                f"over axis {axis!r}): the result would be wrong. Give sl.column(gather=True) for it and sl.row(split=True) "
-                "for the layer after it, or 'replicated' for both; a number to look at can be taken of the share's detach()"
-            )
 
 
 _LAYERS = {F.linear, torch.addmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
 _ATTENTION = {F.scaled_dot_product_attention}
+_SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 
 
 def _refuse(kind: SequenceKind, layers: list[str]) -> NoReturn:

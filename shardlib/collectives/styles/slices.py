@@ -35,7 +35,7 @@ class Slices:
         self._last: dict[str, tuple[weakref.ref[torch.Tensor], tuple[int, bool], torch.Tensor]] = {}
         # Path -> description of the share of a layer's outputs, of layers since the last `leave`.
         self._shares: dict[str, str] = {}
-        # Identity of a share of outputs, or of what was made of one number by number -> it, and its layer's path.
+        # Identity of a share of outputs -> it, and its layer's path.
         self._parts: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
     def cuts_sequence(self, axis: str) -> bool:
@@ -85,14 +85,10 @@ class Slices:
 
     def note_share(self, path: str, axis: str, y: torch.Tensor, outputs: int) -> None:
         self._shares[path] = f"{y.shape[-1]} of {outputs} outputs (axis {axis!r} of size {self.mesh.shape[axis]})"
-        self.hand_on(path, y)
-
-    def hand_on(self, path: str, y: torch.Tensor) -> None:
-        """Remember ``y`` as a share of the outputs of a layer, whose weight has this path."""
         self._parts[id(y)] = weakref.ref(y), path
 
     def layer_of(self, y: torch.Tensor) -> str | None:
-        """The path of the layer's weight, if ``y`` is this rank's share of its outputs, as known by `hand_on`."""
+        """The path of the layer's weight, if ``y`` is what a layer returned as this rank's share of its outputs."""
         part, path = self._parts.get(id(y), (None, None))
         return path if part is not None and part() is y else None
 
