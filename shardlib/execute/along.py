@@ -5,6 +5,7 @@ Dimensions are counted from the end, from −1 on. A function gets the arguments
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -99,21 +100,34 @@ TOGETHER: dict[Any, Callable[..., frozenset[int]]] = _table(
 # --- in pieces
 
 
-def _equal(size: int, count: int) -> list[Piece]:
-    each = math.ceil(size / count)
-    return [Piece(start, min(each, size - start)) for start in range(0, size, each)]
+def _bounded(bounds: Sequence[int]) -> list[Piece]:
+    return [Piece(start, stop - start) for start, stop in itertools.pairwise(bounds)]
 
 
-def _chunks(x: torch.Tensor, along: int, chunks: Any, dim: int = 0) -> list[Piece]:
-    return _equal(x.shape[along], chunks) if isinstance(chunks, int) and _from_end(x, dim) == along else []
+def _in_steps(size: int, each: int) -> list[Piece]:
+    return _bounded([*range(0, size, each), size])
+
+
+def _chunks(x: torch.Tensor, along: int, chunks: int, dim: int = 0) -> list[Piece]:
+    size = x.shape[along]
+    return _in_steps(size, math.ceil(size / chunks)) if _from_end(x, dim) == along else []
+
+
+def _sections(x: torch.Tensor, along: int, sections: Any, dim: int = 0) -> list[Piece]:
+    if _from_end(x, dim) != along or isinstance(sections, torch.Tensor):
+        return []
+    size = x.shape[along]
+    if isinstance(sections, int):  # the first ones are one larger
+        return _bounded([number * (size // sections) + min(number, size % sections) for number in range(sections + 1)])
+    return _bounded([0, *sections, size])
 
 
 def _split(x: torch.Tensor, along: int, split_size: Any, dim: int = 0) -> list[Piece]:
     if _from_end(x, dim) != along:
         return []
     if isinstance(split_size, int):
-        return _equal(x.shape[along], math.ceil(x.shape[along] / split_size))
-    return [Piece(sum(split_size[:number]), size) for number, size in enumerate(split_size)]
+        return _in_steps(x.shape[along], split_size)
+    return _bounded([0, *itertools.accumulate(split_size)])
 
 
 def _narrow(x: torch.Tensor, along: int, dim: int, start: int, length: int) -> list[Piece]:
@@ -156,7 +170,8 @@ def _walk(x: torch.Tensor, index: Any) -> list[tuple[int | None, Any]] | None:
 
 # Function -> the pieces that a call makes along a dimension, which is its second argument; none if it cuts others.
 PIECES: dict[Any, Callable[..., list[Piece]]] = _table(
-    (_named("chunk", "tensor_split"), _chunks),
+    (_named("chunk"), _chunks),
+    (_named("tensor_split"), _sections),
     ([F.glu], lambda x, along, dim=-1: _chunks(x, along, 2, dim)),
     (_named("split"), _split),
     (_named("narrow"), _narrow),

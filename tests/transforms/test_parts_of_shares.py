@@ -45,14 +45,71 @@ def cut_by_torch(params, x):
     return after(params, gate * value)
 
 
-@pytest.mark.parametrize("loss_fn", [chunked, sliced, by_glu, cut_by_torch])
-def test_parts_of_a_share_are_refused(loss_fn):
-    plan = sl.tensor_slicing({"up": "column", "half": "row"})
-    message = (
-        r"up/weight is sliced \(column over axis 'model'\), .* takes its 8 outputs .* in 2 parts(.|\n)*gather=True"
-    )
+def narrowed(params, x):
+    y = up(params, x)
+    size = y.shape[-1] // 2
+    return after(params, y.narrow(2, 0, size) * y.narrow(-1, size, size))
+
+
+def split(params, x):
+    y = up(params, x)
+    gate, value = y.split(y.shape[-1] // 2, -1)
+    return after(params, gate * value)
+
+
+def split_after_an_activation(params, x):
+    y = F.gelu(up(params, x)).transpose(1, 2)
+    gate, value = torch.split(y, [y.shape[1] // 2] * 2, 1)
+    return after(params, (gate * value).mT)
+
+
+def by_its_first(params, x):
+    y = up(params, x)
+    return after(params, y * y[..., 0, None], "down")
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "taken"),
+    [
+        *((loss_fn, "8 outputs .* in 2 parts") for loss_fn in (chunked, by_glu, cut_by_torch, split)),
+        *((loss_fn, "outputs 0 to 3 of the 8") for loss_fn in (sliced, narrowed)),
+        (split_after_an_activation, "8 outputs .* in 2 parts"),
+        (by_its_first, "outputs 0 to 0 of the 8"),
+    ],
+)
+def test_parts_of_a_share_are_refused(loss_fn, taken):
+    plan = sl.tensor_slicing({"up": "column", "half": "row", "down": "row"})
+    message = rf"up/weight is sliced \(column over axis 'model'\), .* takes its {taken}(.|\n)*gather=True"
     with pytest.raises(HandleError, match=message):
         sl.simulate(lambda mesh: sl.value_and_grad(loss_fn)(sl.shard(PARAMS, mesh, plan), X), mesh={"model": 2})
+
+
+# Four heads of four, as code that fixes their number makes them: of a rank's share, four of two.
+FIXED = {
+    "view": lambda y: y.view(2, 3, 4, -1),
+    "reshape": lambda y: y.exp().reshape((2, 3, 4, -1)),
+    "unflatten": lambda y: y.unflatten(-1, (4, -1)),
+    "transposed": lambda y: y.transpose(1, 2).unflatten(1, (4, -1)).permute(0, 3, 1, 2),
+    "without others": lambda y: y.view(6, 4, -1).view(2, 3, 4, -1),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("style", ["column", sl.column(heads=4)])
+def test_as_many_groups_as_all_ranks_have_are_refused(name, style):
+    """All shapes fit: attention would see heads of half the size."""
+    rules = sl.tensor_slicing({"up": style, "down": "row"})
+
+    def loss_fn(params, x):
+        heads = FIXED[name](up(params, x)).transpose(1, 2)
+        return after(params, F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2), "down")
+
+    def run(mesh):
+        return sl.value_and_grad(loss_fn)(sl.shard(PARAMS, mesh, rules), X)[0]
+
+    with pytest.raises(HandleError, match=r"puts its 8 outputs on this rank in 4 groups of 2: .*view\(..., -1, 4\)"):
+        sl.simulate(run, mesh={"model": 2})
+    torch.testing.assert_close(sl.simulate(run, mesh={"model": 1})[0], loss_fn(PARAMS, X))
 
 
 TOGETHER = {
@@ -67,6 +124,15 @@ TOGETHER = {
     "amax": lambda y: y - torch.amax(y, dim=-1, keepdim=True),
     "topk": lambda y: y - y.topk(1)[0],
     "sort": lambda y: y.sort().values * y,
+    "roll": lambda y: y.roll(1, -1),
+    "flip": lambda y: y.flip(-1),
+    "matmul": lambda y: y * (y @ y.mT).sum(-1, keepdim=True),
+    "linear": lambda y: y + F.linear(y, torch.ones(1, y.shape[-1], dtype=y.dtype)),
+    "einsum": lambda y: y * torch.einsum("btd, btd -> bt", y, y)[..., None],
+    "cosine_similarity": lambda y: y * F.cosine_similarity(y, y, dim=-1)[..., None],
+    "group_norm": lambda y: F.group_norm(y.mT, 4).mT,
+    "conv1d": lambda y: y + F.conv1d(y.mT, torch.ones(1, y.shape[-1], 1, dtype=y.dtype)).mT,
+    "scaled_dot_product_attention": lambda y: F.scaled_dot_product_attention(y, y, y),
 }
 # What stands between a layer and what takes its outputs together.
 BETWEEN = {
@@ -75,6 +141,10 @@ BETWEEN = {
     "operators": lambda y: 1 - 2 / (3 + y.exp()) ** 2,
     "in place": lambda y: y.mul(2).add_(1).clamp_(min=0),
     "where": lambda y: torch.where(y > 0, y, 0.1 * y).to(torch.float64),
+    "another norm": lambda y: F.normalize(y, dim=1),
+    "views": lambda y: y.view(6, -1).unsqueeze(0)[0, None].reshape(2, 3, -1),
+    "dimensions": lambda y: y.permute(2, 0, 1).transpose(0, 1).mT,
+    "heads and back": lambda y: y.unflatten(-1, (-1, 4)).mul(2).flatten(2),
 }
 
 
@@ -91,7 +161,7 @@ def test_sums_over_a_share_are_refused(name, between):
     def run(mesh):
         return sl.value_and_grad(loss_fn)(sl.shard(PARAMS, mesh, rules), X)[0]
 
-    with pytest.raises(HandleError, match=rf"{name} takes all outputs of up/weight together(.|\n)*gather=True"):
+    with pytest.raises(HandleError, match=rf"{name}.* takes all outputs of up/weight together(.|\n)*gather=True"):
         sl.simulate(run, mesh={"model": 2})
     torch.testing.assert_close(sl.simulate(run, mesh={"model": 1})[0], loss_fn(PARAMS, X))
 
@@ -122,6 +192,28 @@ def looked_at(params, x):
     return after(params, torch.max(y, 2 * y), "down")
 
 
+def attended(heads_of, size):
+    """Attention of heads with a norm of each, as models have it whose heads are as many as the share says."""
+
+    def loss_fn(params, x):
+        heads = F.normalize(heads_of(up(params, x)), dim=-1)
+        heads = torch.cat([-heads[..., size // 2 :], heads[..., : size // 2]], -1) + heads.softmax(-1)  # as rotary ones
+        heads = heads.permute(0, 2, 1, 3)
+        scores = (heads @ heads.transpose(-1, -2)).softmax(-1)
+        y = (scores @ heads).transpose(1, 2) + F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2)
+        y = torch.stack([y[:, :, head] for head in range(y.shape[2])], 2)
+        return after(params, y.reshape(*x.shape[:-1], -1) * 2, "down")
+
+    return loss_fn
+
+
+def by_channels(params, x):
+    """Each output by itself, over positions."""
+    y = up(params, x).transpose(1, 2)
+    y = F.conv1d(y, torch.ones(y.shape[1], 1, 3, dtype=y.dtype), padding=1, groups=y.shape[1]).flip(-1)
+    return after(params, torch.einsum("bdt,ts->bsd", y, torch.ones(3, 3, dtype=y.dtype)), "down")
+
+
 def in_heads(params, x):
     """Heads of four, each one chunk."""
     y = up(params, x)
@@ -143,6 +235,17 @@ RIGHT = {
     "interleaved": (interleaved, {"up": "column", "half": "row"}),
     "positions": (along_another_dimension, {"up": "column", "down": "row"}),
     "sums over positions": (normed_over_positions, {"up": "column", "down": "row"}),
+    "attention": (attended(lambda y: y.view(2, 3, -1, 4), 4), {"up": "column", "down": "row"}),
+    "attention of known heads": (
+        attended(lambda y: y.view(2, 3, y.shape[-1] // 4, -1), 4),
+        {"up": sl.column(heads=4), "down": sl.row(heads=4)},
+    ),
+    "attention of one head": (attended(lambda y: y.unflatten(-1, (-1, 8)), 8), {"up": "column", "down": "row"}),
+    "attention of what may be one head": (
+        attended(lambda y: y.view(2, 3, y.shape[-1] // 8, 8), 8),
+        {"up": "column", "down": "row"},
+    ),
+    "channels": (by_channels, {"up": "column", "down": "row"}),
     "looked at": (looked_at, {"up": "column", "down": "row"}),
     "gathered": (chunked, {"up": sl.column(gather=True), "half": sl.row(split=True)}),
 }
