@@ -54,6 +54,9 @@ def _last(x: Any, *args: Any, **options: Any) -> frozenset[int]:
     return frozenset((-1,))
 
 
+CONVOLUTIONS = [F.conv1d, F.conv2d, F.conv3d]
+
+
 def _convolved(
     x: torch.Tensor,
     weight: Any,
@@ -66,6 +69,9 @@ def _convolved(
     windows = range(2 - x.dim(), 0)  # of each channel, where it has a group of its own
     return frozenset(windows if groups == x.shape[1] else (1 - x.dim(), *windows))
 
+
+# Products with another matrix, which keep all dimensions but the last.
+_PRODUCTS = [*_named("matmul", "mm", "bmm"), torch.Tensor.__matmul__, F.linear]
 
 # Function -> the dimensions whose numbers a call takes together.
 TOGETHER: dict[Any, Callable[..., frozenset[int]]] = _table(
@@ -91,9 +97,9 @@ TOGETHER: dict[Any, Callable[..., frozenset[int]]] = _table(
     ([F.group_norm], lambda x, *args, **options: frozenset(range(1 - x.dim(), 0))),
     (_named("roll"), lambda x, shifts, dims=None, *args: _these(x, dims)),
     (_named("flip"), lambda x, *each, dims=None: _these(x, _listed(each, dims))),
-    ([*_named("matmul", "mm", "bmm", "cdist"), torch.Tensor.__matmul__, F.linear], _last),
+    ([*_PRODUCTS, *_named("cdist")], _last),
     ([F.scaled_dot_product_attention], _last),
-    ([F.conv1d, F.conv2d, F.conv3d], _convolved),
+    (CONVOLUTIONS, _convolved),
 )
 
 
@@ -142,8 +148,13 @@ def _unbind(x: torch.Tensor, along: int, dim: int = 0) -> list[Piece]:
     return _chunks(x, along, x.shape[along], dim)
 
 
+def item_along(x: torch.Tensor, along: int, index: Any) -> Any:
+    """What an index has for a dimension: a number or a slice; None where it has no plain ones."""
+    return dict(_walk(x, index) or ()).get(along)
+
+
 def _indexed(x: torch.Tensor, along: int, index: Any) -> list[Piece]:
-    item = dict(_walk(x, index) or ()).get(along)
+    item = item_along(x, along, index)
     if isinstance(item, int):
         return [Piece(item % x.shape[along], 1)]
     if not isinstance(item, slice):
@@ -256,6 +267,8 @@ MOVES: dict[Any, Callable[..., int | None]] = _table(
     (_named("permute"), _permuted),
     (_named("unsqueeze"), lambda x, along, dim: along if dim % (x.dim() + 1) <= x.dim() + along else along - 1),
     ([torch.Tensor.__getitem__], _kept),
+    (_PRODUCTS, lambda x, along, *args, **options: along if along < -1 else None),
+    ([F.embedding], lambda ids, along, *args, **options: along - 1),
 )
 
 

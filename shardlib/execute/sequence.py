@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -19,15 +21,19 @@ class SequenceParts:
     Args:
         done: a set to which the steps ("enter", "mix", "leave") that a loss function takes are added. A loss function that
             leaves one out is wrong: see `require_whole_loss`.
+
+    Attributes:
+        busy: whether one of these functions runs, which know that a part is one.
     """
 
     def __init__(self, kind: SequenceKind, mesh: Mesh, done: set[str]) -> None:
         self.kind, self._mesh = kind, mesh
         self._axis, self._size, self._rank = kind.axis, mesh.shape[kind.axis], mesh.coords[kind.axis]
         self._done = done
-        self._entered: set[tuple[int, int]] = (
-            set()
-        )  # batch and length of whole sequences of which this rank took its part
+        # Batch and length of whole sequences of which this rank took its part.
+        self._entered: set[tuple[int, int]] = set()
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # identity of a part -> it, and its dimension
+        self.busy = False
 
     def note(self, what: str) -> None:
         """Note that the loss function took the step ``what``."""
@@ -37,7 +43,22 @@ class SequenceParts:
         self.note("enter")
         self._entered.add((x.shape[0], x.shape[dim]))
         chunks = [x.narrow(dim, start, length) for start, length in self.chunks(x.shape[dim])]
-        return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
+        part = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
+        self._made[id(part)] = weakref.ref(part), dim if dim < 0 else dim - x.dim()
+        return part
+
+    def dim_of(self, x: torch.Tensor) -> int | None:
+        """The dimension of positions, counted from the end, of what `shard` has returned; None of other tensors."""
+        part, dim = self._made.get(id(x), (None, None))
+        return dim if part is not None and part() is x else None
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        before, self.busy = self.busy, True
+        try:
+            yield
+        finally:
+            self.busy = before
 
     def chunks(self, length: int) -> list[tuple[int, int]]:
         return self.kind.chunks(self._rank, self._size, length)
@@ -62,7 +83,8 @@ class SequenceParts:
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention) -> torch.Tensor:
         self.note("mix")
-        return self.kind.attention(q, k, v, how, plain_attention, self._mesh)
+        with self._inside():
+            return self.kind.attention(q, k, v, how, plain_attention, self._mesh)
 
     def loss(
         self,
@@ -83,11 +105,12 @@ class SequenceParts:
                 f"dimensions (batch, sequence), and x of shape {tuple(x.shape)} this rank's part of the sequence, 1 of "
                 f"{self._size}; pass targets that are not sharded, and x as (batch, sequence, width)"
             )
-        local_targets = self.shard(targets, 1)
-        if reduction == "none":
-            return self.gather(part(local_targets, "none"), 1)
-        total = self.sum(part(local_targets, "sum"))
-        return total if reduction == "sum" else total / (targets != ignore_index).sum()
+        with self._inside():
+            local_targets = self.shard(targets, 1)
+            if reduction == "none":
+                return self.gather(part(local_targets, "none"), 1)
+            total = self.sum(part(local_targets, "sum"))
+            return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
     def positions(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         """The position in the whole sequence of each element of dimension 1 of ``x``, and the whole sequence's length."""

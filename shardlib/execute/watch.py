@@ -13,13 +13,15 @@ from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
 from shardlib.collectives.styles.slices import Slices
 from shardlib.errors import LossError, listing
+from shardlib.execute.following import Following
 from shardlib.execute.output_shares import OutputShares
+from shardlib.execute.position_parts import PositionParts
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import SlicedHandle
 
 
 class Watch(TorchFunctionMode):
-    """A mode that refuses attention within this rank's part of the sequence, and what `OutputShares` refuses.
+    """A mode that refuses attention within this rank's part of the sequence, and what `OutputShares` and `PositionParts` do.
 
     In such attention no position ever sees those of other ranks. It is known by the shapes of queries and keys: the batch and
     the part of a sequence that entered.
@@ -38,7 +40,8 @@ class Watch(TorchFunctionMode):
         parts: SequenceParts | None,
     ) -> None:
         super().__init__()
-        self._shares, self._parts = OutputShares(styles, slices), parts
+        self._parts = parts
+        self._followed: list[Following] = [OutputShares(styles, slices), *([PositionParts(parts)] if parts else [])]
         self._paths = {id(leaf): path for path, leaf in leaves.items()}
         self._layers: list[str] = []  # the paths of the last layers that are not sliced, since the last attention
 
@@ -46,7 +49,11 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._parts is not None:
             self._look_for_attention(self._parts, func, [*args, *kwargs.values()])
-        return self._shares.call(func, args, kwargs)
+        follows = [follow for each in self._followed if (follow := each.look(func, args, kwargs))]
+        result = func(*args, **kwargs)
+        for follow in follows:
+            follow(result)
+        return result
 
     def _look_for_attention(self, parts: SequenceParts, func: Any, given: list[Any]) -> None:
         if func in _LAYERS:
