@@ -313,7 +313,7 @@ def grouped(func: Any, x: torch.Tensor, along: int, args: Sequence[Any], result:
         asked = _listed(args, None)
         known = len(asked) == len(shape) and all(isinstance(size, int) for size in asked)
         return _grouped(x, along, shape, asked) if known else None
-    if func in _UNFLATTEN and len(args) == 2 and all(type(size) is int for size in args[1]):
+    if func in _UNFLATTEN and len(args) == 2 and all(type(each) is int for each in (args[0], *args[1])):
         place = args[0] % x.dim()
         return _grouped(x, along, shape, [*x.shape[:place], *args[1], *x.shape[place + 1 :]])
     return _grouped(x, along, shape, shape) if func in _FLATTEN else None

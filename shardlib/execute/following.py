@@ -46,8 +46,8 @@ class Following:
         raise NotImplementedError
 
     def mark_of(self, x: Any) -> Mark | None:
-        """The mark of a tensor, if it has one."""
-        if not isinstance(x, torch.Tensor):
+        """The mark of a tensor, if it has one. One without elements has none."""
+        if not isinstance(x, torch.Tensor) or not x.numel():
             return None
         known, mark = self._known.get(id(x), (None, None))
         return mark if known is not None and known() is x else self._begins(x)

@@ -66,7 +66,7 @@ class OutputShares(Following):
         """Raise if pieces of a share are neither all of it nor its heads."""
         heads = self._heads(mark)
         each = size // heads if heads else 0
-        if all(piece.size == size or (piece.size == each and piece.start % each == 0) for piece in pieces):
+        if all(piece.size in (0, size) or (piece.size == each and piece.start % each == 0) for piece in pieces):
             return
         one = pieces[0]
         taken = f"{size} outputs on this rank in {len(pieces)} parts"

@@ -80,7 +80,7 @@ class PositionParts(Following):
         if x.shape[mark.dim] > 1 and (first_or_last or _open(item)):
             self._fail(
                 "an index that leaves out positions at an end of the part",
-                "Shift or cut the batch before sl.nn.shard_sequence, or use the whole sequence: sl.nn.gather_sequence",
+                "Shift or cut the batch before sl.nn.shard_sequence; sl.nn.gather_sequence is for what has no parameters",
             )
 
     def _fail(self, what: str, remedy: str = _BY_ATTENTION) -> NoReturn:

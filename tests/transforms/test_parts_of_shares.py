@@ -214,6 +214,14 @@ def by_channels(params, x):
     return after(params, torch.einsum("bdt,ts->bsd", y, torch.ones(3, 3, dtype=y.dtype)), "down")
 
 
+def with_nothing(params, x):
+    """Tensors without elements, as of a batch's share without rows."""
+    y = up(params, x)
+    none = [y[..., :0].exp().chunk(2, -1)[0], y.split([0, y.shape[-1]], -1)[0], y.unsqueeze(1)[..., 0:0].flatten(1, 2)]
+    rows = y[:0].reshape(0, 3, 2, y.shape[-1] // 2).unflatten(dim=2, sizes=(2, 1)).flatten(2)
+    return after(params, torch.cat([torch.cat([*none, y], -1), rows]), "down")
+
+
 def in_heads(params, x):
     """Heads of four, each one chunk."""
     y = up(params, x)
@@ -246,6 +254,7 @@ RIGHT = {
         {"up": "column", "down": "row"},
     ),
     "channels": (by_channels, {"up": "column", "down": "row"}),
+    "nothing": (with_nothing, {"up": "column", "down": "row"}),
     "looked at": (looked_at, {"up": "column", "down": "row"}),
     "gathered": (chunked, {"up": sl.column(gather=True), "half": sl.row(split=True)}),
 }
