@@ -107,7 +107,8 @@ def test_gradients_leave_while_backward_goes_on(on_rig):
 
     without, with_offload = on_rig(run)
     assert without >= 12  # in units of one layer's gradient
-    assert with_offload <= 4
+    # Two that leave, one that has left and one that is computed; and the activations of two rows in all twelve layers.
+    assert with_offload <= 4 + 12 * 2 / 64
 
 
 def test_two_processes_update_their_shards_on_the_host(rigs):
