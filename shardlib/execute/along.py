@@ -21,7 +21,12 @@ class Piece(NamedTuple):
     size: int
 
 
-def _named(*names: str) -> list[Any]:
+def name_of(func: Any) -> str:
+    """The name of a function, or of an operator or a method in place."""
+    return getattr(func, "__name__", "").strip("_")
+
+
+def named(*names: str) -> list[Any]:
     """The functions and methods of tensors that have these names."""
     return [getattr(owner, name) for name in names for owner in (torch, torch.Tensor) if hasattr(owner, name)]
 
@@ -71,33 +76,33 @@ def _convolved(
 
 
 # Products with another matrix, which keep all dimensions but the last.
-_PRODUCTS = [*_named("matmul", "mm", "bmm"), torch.Tensor.__matmul__, F.linear]
+_PRODUCTS = [*named("matmul", "mm", "bmm"), torch.Tensor.__matmul__, F.linear]
 
 # Function -> the dimensions whose numbers a call takes together.
 TOGETHER: dict[Any, Callable[..., frozenset[int]]] = _table(
     (
         [
             *(
-                *_named("sum", "mean", "prod", "std", "var", "logsumexp", "cumsum", "cumprod", "logcumsumexp"),
+                *named("sum", "mean", "prod", "std", "var", "logsumexp", "cumsum", "cumprod", "logcumsumexp"),
                 F.softmax,
             ),
-            *(*_named("softmax", "log_softmax", "max", "min", "amax", "amin", "argmax", "argmin"), F.log_softmax),
+            *(*named("softmax", "log_softmax", "max", "min", "amax", "amin", "argmax", "argmin"), F.log_softmax),
         ],
         lambda x, dim=None, *args, **options: _these(x, dim),
     ),
-    (_named("sort", "argsort"), lambda x, dim=-1, *args, **options: _these(x, dim)),
-    (_named("topk"), lambda x, k, dim=-1, *args, **options: _these(x, dim)),
+    (named("sort", "argsort"), lambda x, dim=-1, *args, **options: _these(x, dim)),
+    (named("topk"), lambda x, k, dim=-1, *args, **options: _these(x, dim)),
     (
-        [*_named("norm"), torch.linalg.norm, torch.linalg.vector_norm],
+        [*named("norm"), torch.linalg.norm, torch.linalg.vector_norm],
         lambda x, p=2, dim=None, *args, **options: _these(x, dim),
     ),
     ([F.normalize], lambda x, p=2, dim=1, *args, **options: _these(x, dim)),
     ([F.cosine_similarity], lambda x, other, dim=1, *args, **options: _these(x, dim)),
     ([F.layer_norm, F.rms_norm], lambda x, shape, *args, **options: frozenset(range(-len(shape), 0))),
     ([F.group_norm], lambda x, *args, **options: frozenset(range(1 - x.dim(), 0))),
-    (_named("roll"), lambda x, shifts, dims=None, *args: _these(x, dims)),
-    (_named("flip"), lambda x, *each, dims=None: _these(x, _listed(each, dims))),
-    ([*_PRODUCTS, *_named("cdist")], _last),
+    (named("roll"), lambda x, shifts, dims=None, *args: _these(x, dims)),
+    (named("flip"), lambda x, *each, dims=None: _these(x, _listed(each, dims))),
+    ([*_PRODUCTS, *named("cdist")], _last),
     ([F.scaled_dot_product_attention], _last),
     (CONVOLUTIONS, _convolved),
 )
@@ -181,13 +186,13 @@ def _walk(x: torch.Tensor, index: Any) -> list[tuple[int | None, Any]] | None:
 
 # Function -> the pieces that a call makes along a dimension, which is its second argument; none if it cuts others.
 PIECES: dict[Any, Callable[..., list[Piece]]] = _table(
-    (_named("chunk"), _chunks),
-    (_named("tensor_split"), _sections),
+    (named("chunk"), _chunks),
+    (named("tensor_split"), _sections),
     ([F.glu], lambda x, along, dim=-1: _chunks(x, along, 2, dim)),
-    (_named("split"), _split),
-    (_named("narrow"), _narrow),
-    (_named("select"), _select),
-    (_named("unbind"), _unbind),
+    (named("split"), _split),
+    (named("narrow"), _narrow),
+    (named("select"), _select),
+    (named("unbind"), _unbind),
     ([torch.Tensor.__getitem__], _indexed),
 )
 
@@ -262,10 +267,10 @@ def _kept(x: torch.Tensor, along: int, index: Any) -> int | None:
 
 # Function -> where a call puts a dimension, which is its second argument; None if it is not there any more.
 MOVES: dict[Any, Callable[..., int | None]] = _table(
-    (_named("transpose", "swapaxes", "swapdims"), _swapped),
+    (named("transpose", "swapaxes", "swapdims"), _swapped),
     ([torch.Tensor.mT.__get__, torch.Tensor.T.__get__], lambda x, along: _swapped(x, along, -1, -2)),  # type: ignore[attr-defined]
-    (_named("permute"), _permuted),
-    (_named("unsqueeze"), lambda x, along, dim: along if dim % (x.dim() + 1) <= x.dim() + along else along - 1),
+    (named("permute"), _permuted),
+    (named("unsqueeze"), lambda x, along, dim: along if dim % (x.dim() + 1) <= x.dim() + along else along - 1),
     ([torch.Tensor.__getitem__], _kept),
     (_PRODUCTS, lambda x, along, *args, **options: along if along < -1 else None),
     ([F.embedding], lambda ids, along, *args, **options: along - 1),
@@ -319,8 +324,8 @@ def grouped(func: Any, x: torch.Tensor, along: int, args: Sequence[Any], result:
     return _grouped(x, along, shape, shape) if func in _FLATTEN else None
 
 
-_VIEWS, _FLATTEN = {*_named("view", "reshape")}, {*_named("flatten")}
-_UNFLATTEN = {*_named("unflatten")}
+_VIEWS, _FLATTEN = {*named("view", "reshape")}, {*named("flatten")}
+_UNFLATTEN = {*named("unflatten")}
 
 
 def summed(equation: str, place: int, along: int) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlib.execute.along import MOVES, NUMBER_BY_NUMBER, TOGETHER, Grouping, grouped
+from shardlib.execute.along import MOVES, NUMBER_BY_NUMBER, TOGETHER, Grouping, grouped, name_of
 from shardlib.execute.slicing import SlicedHandle
 
 
@@ -26,31 +27,30 @@ class Mark(NamedTuple):
     groups: bool = False
 
 
-class Following:
+class Following(ABC):
     """Marks of tensors, and of what activations, views, products and the like make of them. A subclass says where marks come
     from, and what is refused."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Mark]] = {}  # by identity
+        self._known: MutableMapping[torch.Tensor, Mark] = WeakTensorKeyDictionary()
 
+    @abstractmethod
     def _begins(self, x: torch.Tensor) -> Mark | None:
         """The mark of a tensor that no function was seen to make of marked ones."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _refuse(self, mark: Mark, func: Any, x: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Raise if a call with a marked tensor as its first argument is wrong."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _grouped(self, mark: Mark, x: torch.Tensor, result: torch.Tensor, group: Grouping) -> Mark | None:
         """The mark of a tensor in another shape. It may be refused."""
-        raise NotImplementedError
 
     def mark_of(self, x: Any) -> Mark | None:
         """The mark of a tensor, if it has one. One without elements has none."""
         if not isinstance(x, torch.Tensor) or not x.numel():
             return None
-        known, mark = self._known.get(id(x), (None, None))
-        return mark if known is not None and known() is x else self._begins(x)
+        return self._known.get(x) or self._begins(x)
 
     def look(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
         """Look at a call before it is made; returns what is to be given its result, if anything.
@@ -68,12 +68,12 @@ class Following:
         def follow(result: Any) -> None:
             if not isinstance(result, torch.Tensor) or isinstance(result, SlicedHandle):
                 return
-            if getattr(func, "__name__", "").strip("_") in NUMBER_BY_NUMBER:
+            if name_of(func) in NUMBER_BY_NUMBER:
                 found: Mark | None = marks[0]
             else:
                 found = self._moved(first, func, args[0], args[1:], kwargs, result) if first is not None else None
             if found is not None and found.dim >= -result.dim():
-                self._known[id(result)] = weakref.ref(result), found
+                self._known[result] = found
 
         return follow
 

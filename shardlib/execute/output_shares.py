@@ -10,7 +10,7 @@ import torch
 from shardlib.collectives.styles.base import Style
 from shardlib.collectives.styles.slices import Slices
 from shardlib.errors import HandleError
-from shardlib.execute.along import PIECES, TOGETHER, Grouping, Piece, summed
+from shardlib.execute.along import PIECES, TOGETHER, Grouping, Piece, name_of, summed
 from shardlib.execute.following import Following, Mark, asked
 
 
@@ -45,7 +45,7 @@ class OutputShares(Following):
         if func in PIECES and not mark.groups:
             self._refuse_pieces(mark, x.shape[mark.dim], asked(PIECES[func], x, mark.dim, *args, **kwargs) or [])
         if func in TOGETHER and mark.dim in (asked(TOGETHER[func], x, *args, **kwargs) or ()):
-            self._refuse_sum(mark, func.__name__.strip("_"), x)
+            self._refuse_sum(mark, name_of(func), x)
 
     def _refuse_einsum(self, equation: str, operands: Sequence[Any]) -> None:
         for place, x in enumerate(operands):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlib.errors import LossError
-from shardlib.execute.along import CONVOLUTIONS, NUMBER_BY_NUMBER, TOGETHER, Grouping, item_along
+from shardlib.execute.along import CONVOLUTIONS, NUMBER_BY_NUMBER, TOGETHER, Grouping, item_along, name_of, named
 from shardlib.execute.following import Following, Mark, asked
 from shardlib.execute.sequence import SequenceParts
 from shardlib.nn.functional import embedding
@@ -28,35 +28,32 @@ class PositionParts(Following):
     def __init__(self, parts: SequenceParts) -> None:
         super().__init__()
         self._parts = parts
-        self._sums: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # by identity, with the function that summed
+        self._sums: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()  # with the name of what summed
 
     def look(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
         if self._parts.busy:  # the library's own code
             return None
-        name = _name(func)
-        summed = next((by for x in (*args, *kwargs.values()) if (by := self._summed_by(x))), None)
-        if name in NUMBER_BY_NUMBER and summed and any(self.mark_of(x) for x in (*args, *kwargs.values())):
-            self._fail(f"{summed} over positions, whose result is used beside them,")
+        given, elementwise = (*args, *kwargs.values()), name_of(func) in NUMBER_BY_NUMBER
+        by = next((self._sums[x] for x in given if isinstance(x, torch.Tensor) and x in self._sums), None)
+        if elementwise and by and any(map(self.mark_of, given)):
+            self._fail(f"{by} over positions, whose result is used beside them,")
         follow = super().look(func, args, kwargs)
-        mark = self.mark_of(args[0]) if args else None
-        if mark is not None and func in TOGETHER and mark.dim in (asked(TOGETHER[func], *args, **kwargs) or ()):
-            summed = name
-        elif name not in NUMBER_BY_NUMBER:
-            summed = None
+        sums = name_of(func) if self._takes_positions(func, args, kwargs) else by if elementwise else None
 
         def followed(result: Any) -> None:
             if follow is not None:
                 follow(result)
             if func is embedding:
-                self._known[id(result)] = weakref.ref(result), Mark(_POSITIONS, -2)
-            if summed and isinstance(result, torch.Tensor):
-                self._sums[id(result)] = weakref.ref(result), summed
+                self._known[result] = Mark(_POSITIONS, -2)
+            if sums and isinstance(result, torch.Tensor):
+                self._sums[result] = sums
 
-        return followed if follow or summed or func is embedding else None
+        return followed if follow or sums or func is embedding else None
 
-    def _summed_by(self, x: Any) -> str | None:
-        known, name = self._sums.get(id(x), (None, None))
-        return name if known is not None and known() is x else None
+    def _takes_positions(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a call takes the positions of its first argument together."""
+        mark = self.mark_of(args[0]) if func in TOGETHER and args else None
+        return mark is not None and mark.dim in (asked(TOGETHER[func], *args, **kwargs) or ())
 
     def _begins(self, x: torch.Tensor) -> Mark | None:
         dim = self._parts.dim_of(x)
@@ -69,8 +66,8 @@ class PositionParts(Following):
         return mark._replace(dim=place - result.dim()) if kept else None
 
     def _refuse(self, mark: Mark, func: Any, x: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if func in _MIXING and mark.dim in (asked(TOGETHER[func], x, *args, **kwargs) or ()):
-            self._fail(f"{_name(func)} over positions")
+        if func in _MIXING and self._takes_positions(func, (x, *args), kwargs):
+            self._fail(f"{name_of(func)} over positions")
         if func is F.pad and _padded(mark.dim, *args, **kwargs):
             self._fail("F.pad along positions")
         item = item_along(x, mark.dim, args[0]) if func is torch.Tensor.__getitem__ else None
@@ -90,10 +87,6 @@ class PositionParts(Following):
         )
 
 
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", "").strip("_")
-
-
 def _open(item: Any) -> bool:
     """Whether a slice leaves out one end and is open at the other, as shifts are; pieces of a loop have both ends."""
     if not isinstance(item, slice) or item.step not in (None, 1):
@@ -105,13 +98,9 @@ def _padded(dim: int, pad: Sequence[int], *args: Any, **options: Any) -> bool:
     return any(pad[2 * (-1 - dim) : 2 * -dim])
 
 
-_SELECT = {torch.select, torch.Tensor.select}
+_SELECT = {*named("select")}
 # Functions that mix what they take together into results for each of it.
 _MIXING = {
     *(F.softmax, F.log_softmax, F.normalize, F.layer_norm, F.rms_norm, F.group_norm, *CONVOLUTIONS),
-    *(
-        getattr(owner, name)
-        for owner in (torch, torch.Tensor)
-        for name in ("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "roll", "flip")
-    ),
+    *named("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "roll", "flip"),
 }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlib.collectives import pairs, primitives
 from shardlib.collectives.sequence.base import Attention, SequenceKind
@@ -32,7 +32,7 @@ class SequenceParts:
         self._done = done
         # Batch and length of whole sequences of which this rank took its part.
         self._entered: set[tuple[int, int]] = set()
-        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # identity of a part -> it, and its dimension
+        self._made: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()  # part -> dimension of positions
         self.busy = False
 
     def note(self, what: str) -> None:
@@ -44,13 +44,12 @@ class SequenceParts:
         self._entered.add((x.shape[0], x.shape[dim]))
         chunks = [x.narrow(dim, start, length) for start, length in self.chunks(x.shape[dim])]
         part = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
-        self._made[id(part)] = weakref.ref(part), dim if dim < 0 else dim - x.dim()
+        self._made[part] = dim if dim < 0 else dim - x.dim()
         return part
 
     def dim_of(self, x: torch.Tensor) -> int | None:
         """The dimension of positions, counted from the end, of what `shard` has returned; None of other tensors."""
-        part, dim = self._made.get(id(x), (None, None))
-        return dim if part is not None and part() is x else None
+        return self._made.get(x)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

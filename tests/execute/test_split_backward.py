@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import training
 from helpers.measure import WatchStorages, count_payload
-from helpers.models import TINY, share, tiny_gpt, token_batches
+from helpers.models import TINY, OwnProduct, share, tiny_gpt, token_batches
 from helpers.trees import assert_close
 from oracle import one_device
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,20 +25,6 @@ MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
 # --- any use of a weight -------------------------------------------------------------------------------------------
-
-
-class Own(torch.autograd.Function):
-    """A user's own function, which is handed the parameter itself."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight.mT, x.flatten(0, 1).mT @ grad.flatten(0, 1)
 
 
 class Doubled(torch.autograd.Function):
@@ -87,7 +73,7 @@ WAYS = {
     "merged": (lambda p, x: F.linear(x, p["w"] + p["v"] @ p["v"].T), 1),
     "parameters alone": (lambda p, x: x + (p["w"] @ p["v"]).sum(), 0),
     "convolution": (lambda p, x: F.conv1d(x.mT, p["w"][..., None], p["b"]).mT, 0),
-    "own function": (lambda p, x: Own.apply(x, p["w"]), 0),
+    "own function": (lambda p, x: OwnProduct.apply(x, p["w"]), 0),
     "own function of a weight": (lambda p, x: x @ Doubled.apply(p["w"]), 1),
     "own checkpoint": (checkpointed, 0),
     "hooks": (hooked, 1),
@@ -149,7 +135,7 @@ def test_gradients_that_reach_handles_themselves():
     x = batches[0].requires_grad_()
 
     def fn(tree):
-        return (Own.apply(x, tree[3]["w"]).tanh() @ Doubled.apply(tree[4]["w"])).tanh() @ tree[4]["v"]
+        return (OwnProduct.apply(x, tree[3]["w"]).tanh() @ Doubled.apply(tree[4]["w"])).tanh() @ tree[4]["v"]
 
     def run(mesh):
         sharded = sl.shard(params, mesh, sl.chain(sl.zero(3), sl.pipeline("zb-v", 1, partition="count")))

@@ -85,3 +85,17 @@ class Linear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         return grad @ weight, grad.T @ x
+
+
+class OwnProduct(torch.autograd.Function):
+    """A user's own function ``x @ weight``, which is handed the parameter itself."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.mT, x.flatten(0, -2).mT @ grad.flatten(0, -2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.cuts import tiny_blocks
 from helpers.measure import CountingGroup, CountOperators, WatchGathered, WatchPeak, count_payload, stored_bytes
-from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
+from helpers.models import OwnProduct, mlp, regression_batch, share, tiny_gpt, token_batches
 from helpers.training import optimizer
 from oracle import plain
 
@@ -145,18 +145,6 @@ def test_payload_is_always_what_the_traced_plan_says(mesh, transform, tie):
         assert measured == [planned] * 3 and counted == measured
 
 
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        return dy @ weight, dy.T @ x
-
-
 @pytest.mark.parametrize(("mesh", "transform"), PAYLOAD_CASES[:6] + PAYLOAD_CASES[9:])
 def test_what_a_users_own_function_is_given_is_reduced_once_more(mesh, transform):
     """Its weights' gradients come when those of the biases are on their way: at stage 3, where units are gathered."""
@@ -166,7 +154,7 @@ def test_what_a_users_own_function_is_given_is_reduced_once_more(mesh, transform
     def loss_fn(params, batch):
         x, y = batch
         for p in params["layers"]:
-            x = (Product.apply(x, p["weight"]) + p["bias"]).tanh()
+            x = (OwnProduct.apply(x, p["weight"]) + p["bias"]).tanh()
         return (x - y).square().mean()
 
     planned = planned_payload(mesh, loss_fn, params, transform, batch)

@@ -166,6 +166,17 @@ def test_sums_over_a_share_are_refused(name, between):
     torch.testing.assert_close(sl.simulate(run, mesh={"model": 1})[0], loss_fn(PARAMS, X))
 
 
+def test_a_sum_over_heads_is_refused():
+    rules = sl.tensor_slicing({"up": sl.column(heads=4), "down": "row"})
+
+    def loss_fn(params, x):
+        heads = up(params, x).unflatten(-1, (-1, 4))
+        return after(params, (heads - heads.mean(2, keepdim=True)).flatten(2), "down")
+
+    with pytest.raises(HandleError, match="mean takes all heads or other groups of outputs of up/weight together"):
+        sl.simulate(lambda mesh: sl.value_and_grad(loss_fn)(sl.shard(PARAMS, mesh, rules), X), mesh={"model": 2})
+
+
 @pytest.mark.parametrize("first", ["value", "gate"])
 def test_a_share_is_known_after_another_layers(first):
     """Both of two layers that are given the same input are known, whichever ran last."""

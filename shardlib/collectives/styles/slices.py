@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlib.collectives import pairs
 from shardlib.collectives.sequence.base import SequenceKind
@@ -35,8 +37,7 @@ class Slices:
         self._last: dict[str, tuple[weakref.ref[torch.Tensor], tuple[int, bool], torch.Tensor]] = {}
         # Path -> description of the share of a layer's outputs, of layers since the last `leave`.
         self._shares: dict[str, str] = {}
-        # Identity of a share of outputs -> it, and its layer's path.
-        self._parts: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._parts: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()  # share of outputs -> layer's path
 
     def cuts_sequence(self, axis: str) -> bool:
         """Whether activations outside the slices over ``axis`` are parts of the sequence."""
@@ -85,12 +86,11 @@ class Slices:
 
     def note_share(self, path: str, axis: str, y: torch.Tensor, outputs: int) -> None:
         self._shares[path] = f"{y.shape[-1]} of {outputs} outputs (axis {axis!r} of size {self.mesh.shape[axis]})"
-        self._parts[id(y)] = weakref.ref(y), path
+        self._parts[y] = path
 
     def layer_of(self, y: torch.Tensor) -> str | None:
         """The path of the layer's weight, if ``y`` is what a layer returned as this rank's share of its outputs."""
-        part, path = self._parts.get(id(y), (None, None))
-        return path if part is not None and part() is y else None
+        return self._parts.get(y)
 
     def explain(self, error: Exception) -> HandleError | None:
         """An error to raise for ``error``, if it is about a shape that may not fit because layers returned shares of

@@ -60,8 +60,8 @@ DEFECTS = (
         "stale",
         "collectives/styles/slices.py",
         "the outputs of a layer are forgotten when the next one has run",
-        "self._parts[id(y)] = weakref.ref(y), path",
-        "self._parts = {id(y): (weakref.ref(y), path)}",
+        "self._parts[y] = path",
+        "self._parts.clear() or self._parts.update({y: path})",
         ("tests/transforms/test_parts_of_shares.py::test_a_share_is_known_after_another_layers",),
     ),
     Defect(
@@ -69,8 +69,8 @@ DEFECTS = (
         "reduction",
         "execute/position_parts.py",
         "a mean of a part of a sequence is subtracted from its positions as if it were that of all",
-        "if name in NUMBER_BY_NUMBER and summed and any(",
-        "if name in _MIXING and summed and any(",
+        "if elementwise and by and any(",
+        "if not elementwise and by and any(",
         ("tests/transforms/test_parts_of_sequences.py::test_what_mixes_positions_is_refused",),
     ),
     Defect(
