@@ -19,6 +19,7 @@ from shardlib.execute.inputs import Inputs, taken_together
 from shardlib.execute.losses import require_function
 from shardlib.execute.means import Results, is_mean, means, quotients, sum_means
 from shardlib.execute.stages.runner import runner_of
+from shardlib.nn.parts import evaluating
 from shardlib.shard import Lifting
 from shardlib.sharded.given import given_params, require_order
 from shardlib.sharded.reads import Reads
@@ -150,7 +151,8 @@ class EvalStep:
         return "", ""
 
     def _run(self, params: Sharded, *args: Any) -> Any:
-        return self._runner.evaluate(params, *(arriving(arg, self._plan, self._mesh) for arg in args))
+        with evaluating():
+            return self._runner.evaluate(params, *(arriving(arg, self._plan, self._mesh) for arg in args))
 
     def _current(self, params: Any, *others: Any) -> Sharded:
         if self._sharded:
@@ -168,6 +170,8 @@ _NONE = object()  # stands for "no batch"; None may be a batch
 
 def make_eval_step(fn: Callable[..., Any], params: Any) -> EvalStep:
     """Make ``eval_step(params, *args)``, which runs ``fn`` on sharded parameters without gradients.
+
+    Modules of `from_module` run in eval mode (without dropout, say), unless ``fn`` calls ``apply(..., training=True)``.
 
     Every `Mean` that ``fn`` returns, alone or in a pytree, becomes one number over all ranks' batches (NaN for a weight of 0,
     unless all weights are 0, which is an error); other results (samples, logits) are this rank's, and parameters among them

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # the same while the storage lives
 is_view = torch.Tensor._is_view
 read_backward_hooks = torch.Tensor._backward_hooks.__get__  # type: ignore[union-attr]
+post_accumulate_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 wrapper_subclass = torch.Tensor._make_wrapper_subclass
 graph_task = torch._C._current_graph_task_id  # of the backward that runs in this thread; −1 if none does
 flatten_dense_tensors, unflatten_dense_tensors = _flatten_dense_tensors, _unflatten_dense_tensors
@@ -134,6 +136,20 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def own_children(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """A module's own dictionary of children."""
+    return module._modules
+
+
+# Entries of a module's dictionary that are no attributes which its calls read.
+NO_ATTRIBUTES = frozenset(
+    (
+        *("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "_compiled_call_impl"),
+        *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    )
+)
+
+
 def with_children_of_its_own(module: Any) -> Any:
     """A shallow copy of a module, whose children can be replaced without changing the module."""
     made = copy.copy(module)
@@ -149,6 +165,27 @@ def pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
 def is_compiled(fn: Callable[..., Any]) -> bool:
     """Whether ``fn`` is a result of torch.compile."""
     return hasattr(fn, "_torchdynamo_orig_callable")
+
+
+def compiled_call(value: Any) -> Any:
+    """What a function that torch.compile returned calls; of a module, the function that `Module.compile` made; else None."""
+    if isinstance(value, torch.nn.Module):
+        return value.__dict__.get("_compiled_call_impl")
+    return value._torchdynamo_orig_callable if compiler_of(value) else None
+
+
+def compiler_of(value: Any) -> Callable[[Any], Any] | None:
+    """What compiles a function with the arguments with which ``value`` was compiled; None for what torch.compile did not
+    return, such as a function that wraps its result and has its attributes."""
+    if not isinstance(value, FunctionType) or getattr(value, "_torchdynamo_wrapper_id", None) != id(value):
+        return None
+    cells = dict(zip(value.__code__.co_freevars, value.__closure__ or ()))
+    return cells["self"].cell_contents if "self" in cells else None
+
+
+def is_compiler(value: Any) -> bool:
+    """Whether ``value`` belongs to torch's compiler, as what `compiler_of` returns does."""
+    return type(value).__module__.startswith("torch._dynamo") and not isinstance(value, torch.nn.Module)
 
 
 def factor_of_product(node: Any) -> Any:

@@ -27,10 +27,14 @@ def from_module(
 
     ``apply(params, *args, **kwargs)`` calls the module; with buffers ``apply(params, buffers, *args, **kwargs)``
     returns ``(output, buffers)``. ``params`` is a nested dictionary by module path in which a ModuleList or Sequential is a
-    list; it shares the module's tensors. Tied parameters stay tied. ``apply`` keeps the structure and mode (train or eval)
-    that the module has now. Writes of the module to its buffers in a call, in place or by assignment, appear in the returned
-    ``buffers`` only. Other attributes that it changes (``self.calls += 1``) are not state: each thread has its own copy of
-    the module, and checkpoints do not store them. `torch.utils.checkpoint` in the module works with
+    list; it shares the module's tensors. Tied parameters stay tied. ``apply`` runs a copy of the module, in which functions
+    that hold parts of it (closures, decorated methods) hold the copies, and keeps the module's structure. As long as the
+    module lives, what is done to it is done to its copies: ``module.eval()``, ``module.dropout.p = 0``, hooks.
+    ``apply(..., training=False)`` runs in eval mode, whatever the module's, as `make_eval_step` does.
+
+    Writes of the module to its buffers in a call, in place or by assignment, appear in the returned ``buffers`` only. Other
+    attributes that it changes (``self.calls += 1``) are not state: each thread has its own copy of the module, and
+    checkpoints do not store them. `torch.utils.checkpoint` in the module works with
     ``use_reentrant=False``: backward recomputes from what the call read, and does not write to buffers again.
 
     With ``blocks`` the result is ``(loss_fn, params)``: an `shardlib.sequential`, which `shardlib.pipeline` can cut into
@@ -91,17 +95,18 @@ def from_module(
     if isinstance(module, Blocks):
         return _in_sequence(module, skeletons), params, *last
 
+    takes_training = "training" in inspect.signature(module.forward).parameters
     if not buffers:
 
         def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
-            given = flat(params)
-            return skeletons.beside(given, args)(given, args, kwargs)
+            given, training = flat(params), None if takes_training else kwargs.pop("training", None)
+            return skeletons.beside(given, args)(given, args, kwargs, training)
 
         return apply, params, *last
 
     def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
-        given = flat(params)
-        return skeletons.beside(given, args).with_buffers(given, buffers, args, kwargs)
+        given, training = flat(params), None if takes_training else kwargs.pop("training", None)
+        return skeletons.beside(given, args).with_buffers(given, buffers, args, kwargs, training)
 
     fresh = {name: None if buffer is None else buffer.detach().clone() for name, buffer in held.items()}
     return apply_with_buffers, params, fresh, *last

@@ -6,19 +6,22 @@ runs a function that reads the module, long after the call and possibly during a
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from shardlib.common._compat import no_modes, own_buffers, own_parameters, version_of, watch_checkpoints
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
+from shardlib.models.copying import Copy
+from shardlib.models.originals import Original
+from shardlib.models.parameter_hooks import ParameterHooks, hooks_of
+from shardlib.models.placeholders import copy_with_placeholders
 from shardlib.models.refusals import require_copies
-from shardlib.nn.parts import following
+from shardlib.nn.parts import following, mode_of_modules
 from shardlib.nn.tiled_modules import current_modules
 from shardlib.tree import leaves_of
 
@@ -29,14 +32,17 @@ _calls = threading.local()  # ``under_way``: the running calls of this thread, o
 
 
 class Skeletons:
-    """Copies of a skeleton, one per thread and device, as a call puts tensors into the module itself."""
+    """Copies of a module, one per thread and device, as a call puts tensors into the module itself."""
 
     def __init__(self, module: nn.Module, buffers: Buffers) -> None:
-        self._pattern = hollow(module)  # never called, so that a thread can copy it while another one is in a call
+        # Never called, so that a thread can copy it while another one is in a call.
+        self._pattern = _copied_or_refused(module, copy_with_placeholders)
+        self._original = Original(module, self._pattern)
+        self._hooks = hooks_of(module, self._pattern.copier)
+        self._buffers = {
+            name: _copied(buffer) for name, buffer in buffers.items()
+        }  # the module's own may be written to
         self._local = threading.local()
-        for name, buffer in buffers.items():
-            owner, _, leaf = name.rpartition(".")
-            own_buffers(self._pattern.get_submodule(owner))[leaf] = None if buffer is None else buffer.detach().clone()
 
     def beside(self, parameters: Named, args: Any, name: str = "") -> Skeleton:
         """This thread's skeleton of the submodule ``name``, with buffers on the device of ``parameters`` or ``args``."""
@@ -49,21 +55,32 @@ class Skeletons:
             # Made outside of whatever surrounds the call: a trace on fake tensors, a recomputed block, inference mode.
             with no_modes(), torch.inference_mode(False):
                 if ("", device) not in made:
-                    pattern = _moved(self._pattern, device)
-                    made["", device] = Skeleton(copy.deepcopy(pattern), pattern, "")
-                whole = made["", device]
-                module, pattern = whole.module.get_submodule(name), whole.pattern.get_submodule(name)
-                made[name, device] = Skeleton(module, pattern, name)
+                    copied = copy_with_placeholders(self._pattern.module)
+                    buffers = {name: None if b is None else b.to(device) for name, b in self._buffers.items()}
+                    made["", device] = Skeleton(
+                        copied.module, buffers, self._original.copied_again(copied), self._hooks
+                    )
+                made[name, device] = made["", device].part(name)
+        # A call in another one goes on with what the outer one began with, and compiled functions read no weak references.
+        if not torch.compiler.is_compiling() and not getattr(_calls, "under_way", ()):
+            made["", device].follow()
         return made[name, device]
 
 
-def _moved(module: nn.Module, device: torch.device | None) -> nn.Module:
-    """A copy of a hollow module with buffers on ``device``; the module itself if they are there already."""
-    buffers = list(module.buffers())
-    if device is None or all(buffer.device == device for buffer in buffers):
-        return module
-    memo: dict[int, Any] = {id(buffer): buffer.to(device) for buffer in buffers}
-    return copy.deepcopy(module, memo)
+T = TypeVar("T")
+
+
+def _copied_or_refused(module: nn.Module, copy_of: Callable[[nn.Module], T]) -> T:
+    """A copy of a module.
+
+    Raises:
+        TreeError: the module has attributes that cannot be copied.
+    """
+    try:
+        return copy_of(module)
+    except Exception:
+        require_copies(module)
+        raise
 
 
 def hollow(module: nn.Module) -> nn.Module:
@@ -73,11 +90,7 @@ def hollow(module: nn.Module) -> nn.Module:
         TreeError: the module has attributes that cannot be copied.
     """
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
-    try:
-        return copy.deepcopy(module, memo)
-    except Exception:
-        require_copies(module)
-        raise
+    return _copied_or_refused(module, Copy(module.modules(), dict(module.named_parameters()), memo))
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -93,7 +106,10 @@ class Skeleton:
     """A module of one thread, to be called with any parameters and buffers.
 
     Args:
-        pattern: an equal module, from which buffers are restored when a call has written to them.
+        module: a copy that is called here alone.
+        buffers: those of the module, by name.
+        original: the module that was copied.
+        hooks: those of its parameters.
         name: the name of the module in a larger one; "" if it is not part of one.
 
     Attributes:
@@ -101,8 +117,16 @@ class Skeleton:
         paths: of the parameters.
     """
 
-    def __init__(self, module: nn.Module, pattern: nn.Module, name: str) -> None:
-        self.module, self.pattern = module, pattern
+    def __init__(
+        self,
+        module: nn.Module,
+        buffers: Buffers,
+        original: Original | None = None,
+        hooks: ParameterHooks | None = None,
+        name: str = "",
+    ) -> None:
+        self.module, self.hooks = module, hooks or ParameterHooks({}, {})
+        self._buffers, self._original = dict(buffers), original
         self.by_path = {
             f"{name}.{inside}".strip(".").replace(".", "/"): submodule for inside, submodule in module.named_modules()
         }
@@ -114,14 +138,46 @@ class Skeleton:
             if parameter is not None
         }
         self.paths = tuple(f"{name}.{key}".strip(".").replace(".", "/") for key in self._parameters)
+        self._renew()
 
-    def __call__(self, parameters: Named, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def part(self, name: str) -> Skeleton:
+        """The skeleton of a submodule."""
+        inside = {
+            key.removeprefix(f"{name}."): each for key, each in self._buffers.items() if key.startswith(f"{name}.")
+        }
+        return Skeleton(self.module.get_submodule(name), inside, None, self.hooks.part(name), name) if name else self
+
+    def follow(self) -> None:
+        """Carry over what was done to the original."""
+        if self._original is not None and (changed := self._original.follow()):
+            device = next((buffer.device for buffer in self._buffers.values() if buffer is not None), None)
+            self._buffers |= {name: None if b is None else b.detach().to(device) for name, b in changed.items()}
+            self._renew()
+
+    @contextmanager
+    def in_mode(self, training: bool | None) -> Iterator[None]:
+        """A context in which all of the module's parts are in train or eval mode; None leaves each in its own."""
+        changed = [] if training is None else [each for each in self._modules.values() if each.training is not training]
+        for each in changed:
+            each.training = training is True
+        try:
+            yield
+        finally:
+            for each in changed:
+                each.training = not training
+
+    def __call__(
+        self, parameters: Named, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None
+    ) -> Any:
         """The module's output with ``parameters`` and the buffers it has.
+
+        Args:
+            training: whether the module runs in train mode; by default as `mode_of_modules` says.
 
         Raises:
             TreeError: the call changed a buffer (which is restored) or a parameter, or the parameters have other names.
         """
-        call = _Call(self, parameters, buffers_of(self.module))
+        call = _Call(self, parameters, buffers_of(self.module), training)
         try:
             out = call.run(args, kwargs)
         finally:
@@ -135,10 +191,15 @@ class Skeleton:
         return out
 
     def with_buffers(
-        self, parameters: Named, buffers: Buffers, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        parameters: Named,
+        buffers: Buffers,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        training: bool | None = None,
     ) -> tuple[Any, dict[str, torch.Tensor | None]]:
         """The module's output with ``parameters`` and copies of ``buffers``, and the buffers after the call."""
-        call = _Call(self, parameters, buffers, fresh=True)
+        call = _Call(self, parameters, buffers, training, fresh=True)
         out = call.run(args, kwargs)
         return out, call.after
 
@@ -178,12 +239,12 @@ class Skeleton:
             )
 
     def _renew(self) -> None:
-        """Restores all buffers from the pattern, as writes of batch_norm do not change a buffer's version."""
+        """Give the module copies of its buffers, as writes of batch_norm do not change a buffer's version."""
         with no_modes(), torch.inference_mode(False):
-            fresh = {id(buffer): buffer.clone() for buffer in self.pattern.buffers()}
-            for name, owner in self.pattern.named_modules(remove_duplicate=False):
-                for leaf, buffer in own_buffers(owner).items():
-                    own_buffers(self._modules[name])[leaf] = None if buffer is None else fresh[id(buffer)]
+            fresh = {id(buffer): _copied(buffer) for buffer in self._buffers.values()}
+            for name, buffer in self._buffers.items():
+                prefix, _, leaf = name.rpartition(".")
+                own_buffers(self._modules[prefix])[leaf] = fresh[id(buffer)]
 
     def require_names(self, parameters: Named, buffers: Buffers) -> None:
         """Refuses parameters and buffers of other names than the module's.
@@ -209,6 +270,7 @@ class _Call:
     """One call of a skeleton.
 
     Args:
+        training: whether the module runs in train mode; None if as it is set, or as those around it say.
         fresh: whether the call runs on copies of the buffers.
 
     Attributes:
@@ -216,9 +278,17 @@ class _Call:
         changed: the names of buffers that the call wrote to, replaced or added.
     """
 
-    def __init__(self, skeleton: Skeleton, parameters: Named, buffers: Buffers, fresh: bool = False) -> None:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        parameters: Named,
+        buffers: Buffers,
+        training: bool | None = None,
+        fresh: bool = False,
+    ) -> None:
         skeleton.require_names(parameters, buffers)
-        self._skeleton, self._parameters, self._given = skeleton, parameters, buffers
+        self._skeleton, self._parameters, self._given = skeleton, skeleton.hooks.on(parameters), buffers
+        self._training = mode_of_modules() if training is None else training
         # A compiled function reads no context: a plan with tiles refuses a loss in which no module ran in them.
         self._fresh, self._tiles = fresh, None if torch.compiler.is_compiling() else current_modules.get()
         self._held = {name: _copied(buffer) for name, buffer in buffers.items()} if fresh else dict(buffers)
@@ -232,6 +302,7 @@ class _Call:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with (
             self._skeleton.holding(self._parameters, self._held),
+            self._skeleton.in_mode(self._training),
             self._under_way(),
             self._in_tiles(),
             self._followed(),
@@ -270,7 +341,12 @@ class _Call:
             buffers = dict(self._given) | seen
             written = self._written(buffers, self.changed) if self._over else set(buffers)
             buffers |= {name: _copied(buffers[name]) for name in written & buffers.keys()}
-            with self._skeleton.holding(self._parameters, buffers), self._under_way(), self._in_tiles():
+            with (
+                self._skeleton.holding(self._parameters, buffers),
+                self._skeleton.in_mode(self._training),
+                self._under_way(),
+                self._in_tiles(),
+            ):
                 yield
 
         return again

@@ -56,7 +56,7 @@ def state_dict(
     held = buffers_of(copied) | dict(buffers or {})
     if any(buffer is not None and buffer.is_meta for buffer in held.values()):
         held |= reset_buffers(module)
-    skeleton = Skeleton(copied, copied, "")
+    skeleton = Skeleton(copied, {})
     skeleton.require_names(named, held)
     with skeleton.holding(named, held), torch.no_grad():
         return copied.state_dict()

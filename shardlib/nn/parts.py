@@ -1,9 +1,11 @@
-"""The parts of a module that runs as a function of its parameters, for what follows it by their names."""
+"""What a module that runs as a function of its parameters is told by those around it: who follows its parts by their names,
+and whether it trains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -14,3 +16,25 @@ Follow = Callable[[nn.Module, Mapping[str, torch.Tensor]], AbstractContextManage
 
 # What follows the parts of modules. A profile sets it for the duration of a loss.
 following: ContextVar[Follow | None] = ContextVar("following", default=None)
+
+
+class _Mode(threading.local):  # no ContextVar, which compiled functions cannot read
+    training: bool | None = None
+
+
+_mode = _Mode()
+
+
+@contextmanager
+def evaluating() -> Iterator[None]:
+    """A context in which modules run in eval mode."""
+    before, _mode.training = _mode.training, False
+    try:
+        yield
+    finally:
+        _mode.training = before
+
+
+def mode_of_modules() -> bool | None:
+    """Whether modules run in train mode (True), in eval mode (False), or as each of them is set (None)."""
+    return _mode.training

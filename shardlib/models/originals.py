@@ -1,0 +1,213 @@
+"""The module that was copied: what is done to it afterwards is done to its copies, as long as it lives.
+
+``module.eval()``, ``module.dropout.p = 0``, a hook or a changed configuration are seen by the next call of a copy. Parameters
+are not followed: those of a call are its arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib.common._compat import (
+    NO_ATTRIBUTES,
+    own_buffers,
+    own_children,
+    own_parameters,
+    read_backward_hooks,
+    version_of,
+)
+from shardlib.errors import TreeError, listing
+from shardlib.models.copying import Copy
+from shardlib.models.placeholders import Copied
+
+_MISSING = object()
+
+
+class Original:
+    """A module that was copied, known by weak references.
+
+    Args:
+        copied: the copy.
+    """
+
+    def __init__(self, module: nn.Module, copied: Copied) -> None:
+        self._placeholders = copied.placeholders
+        paths = {id(part): name for name, part in module.named_modules()}
+        self._objects = [
+            _Copied(reference, made, _State(value), paths.get(id(value), type(value).__name__))
+            for value, made in copied.copier.pairs
+            if (reference := _weak(value)) is not None
+        ]
+
+    def copied_again(self, copied: Copied) -> Original:
+        """The same module as the original of another copy, which was made of the first one."""
+        again = copy.copy(self)
+        again._placeholders = copied.placeholders
+        again._objects = [
+            _Copied(each.original, copied.copier(each.copy), each.seen, each.path) for each in self._objects
+        ]
+        return again
+
+    def follow(self) -> dict[str, torch.Tensor | None]:
+        """Carry over to the copy what was done to the module since; returns the buffers that changed, by name.
+
+        Raises:
+            TreeError: submodules, parameters, their ``requires_grad`` or their hooks changed.
+        """
+        living = [(value, each) for each in self._objects if (value := each.original()) is not None]
+        changed = [(value, each) for value, each in living if each.seen.differs(value)]
+        if not changed:
+            return {}
+        _require_same_parts(changed)
+        modules = {each.path: value for value, each in living if isinstance(value, nn.Module)}
+        tensors = {
+            _joined(path, name): tensor
+            for path, module in modules.items()
+            for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items())
+            if tensor is not None
+        }
+        known: dict[int, Any] = {id(value): each.copy for value, each in living}
+        known |= {id(tensors[name]): each for name, each in self._placeholders.items() if name in tensors}
+        copier = Copy(modules.values(), tensors, known)
+        buffers: dict[str, torch.Tensor | None] = {}
+        for value, each in changed:
+            each.carry(value, copier)
+            buffers |= {_joined(each.path, name): own_buffers(value)[name] for name in each.seen.written(value)}
+            each.seen = _State(value)
+        return buffers
+
+
+class _Copied:
+    """An object with attributes in the original, and its copy."""
+
+    __slots__ = ("copy", "original", "path", "seen")
+
+    def __init__(self, original: weakref.ref[Any], copy: Any, seen: _State, path: str) -> None:
+        self.original, self.copy, self.seen, self.path = original, copy, seen, path
+
+    def carry(self, value: Any, copier: Copy) -> None:
+        """Give the copy the attributes that the original was given, or that were changed in place."""
+        mine, theirs = vars(self.copy), vars(value)
+        for key in self.seen.changed(value):
+            if key not in theirs:
+                mine.pop(key, None)
+            elif not (isinstance(theirs[key], torch.Tensor) and theirs[key].grad_fn):  # a result of a call
+                mine[key] = copier(theirs[key])
+
+
+class _State:
+    """What an object held at some time, by identity.
+
+    Values that could be replaced by others of the same identity are kept alive, or are watched by weak references.
+    """
+
+    __slots__ = ("_alive", "_buffers", "_containers", "_died", "_ids", "_inside", "parts")
+
+    def __init__(self, value: Any) -> None:
+        held = vars(value)
+        self._died = False
+        self._ids = dict(zip(held, map(id, held.values())))
+        self._containers = tuple(
+            key for key, inside in held.items() if isinstance(inside, dict | list) and key not in NO_ATTRIBUTES
+        )
+        self._inside = self._elements(held)
+        self.parts, self._buffers = _parts(value), _versions(value)
+        self._alive = [self._kept(each) for each in held.values()]
+
+    def _kept(self, value: Any) -> Any:
+        if isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | None):
+            return value
+        try:
+            return weakref.ref(value, self._forget)
+        except TypeError:
+            return None
+
+    def _forget(self, _: Any) -> None:
+        self._died = True
+
+    def _elements(self, held: dict[str, Any]) -> list[Any]:
+        return [_ids(held[key]) for key in self._containers]
+
+    def differs(self, value: Any) -> bool:
+        """Whether the object holds something else now. This runs in every call for every submodule."""
+        held = vars(value)
+        return (
+            self._died
+            or len(held) != len(self._ids)
+            or [*map(id, held.values())] != [*self._ids.values()]
+            or self._elements(held) != self._inside
+            or (self.parts is not None and (_parts(value), _versions(value)) != (self.parts, self._buffers))
+        )
+
+    def changed(self, value: Any) -> list[str]:
+        """The names of attributes that are others now, were changed in place, or are gone."""
+        held = vars(value)
+        names = [key for key in held.keys() | self._ids.keys() if self._ids.get(key) != id(held.get(key, _MISSING))]
+        names += [
+            key for key, inside in zip(self._containers, self._inside) if key in held and _ids(held[key]) != inside
+        ]
+        return [key for key in names if key not in NO_ATTRIBUTES]
+
+    def written(self, value: Any) -> list[str]:
+        """The names of the module's own buffers that were written to or are others now."""
+        now = _versions(value)
+        return [key for key, version in now.items() if self._buffers.get(key) != version]
+
+
+def _weak(value: Any) -> weakref.ref[Any] | None:
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return None
+
+
+def _ids(container: Any) -> Any:
+    if len(container) > 64:  # a table, such as a vocabulary
+        return len(container)
+    return [*map(id, container.values() if isinstance(container, dict) else container)]
+
+
+def _parts(value: Any) -> Any:
+    """Of a module: its children, and of its own parameters whether each is trained and has hooks."""
+    if not isinstance(value, nn.Module):
+        return None
+    held = own_parameters(value)
+    return _ids(own_children(value)), {
+        name: None if leaf is None else (leaf.requires_grad, _ids(read_backward_hooks(leaf) or {}))
+        for name, leaf in held.items()
+    }
+
+
+def _versions(value: Any) -> dict[str, tuple[int, int]]:
+    """Of a module: which its own buffers are, and how often each was written to."""
+    held = own_buffers(value) if isinstance(value, nn.Module) else {}
+    return {
+        name: (id(leaf), 0 if leaf is None or leaf.is_inference() else version_of(leaf)) for name, leaf in held.items()
+    }
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _require_same_parts(changed: Iterable[tuple[Any, _Copied]]) -> None:
+    failures = []
+    for value, each in changed:
+        if isinstance(value, nn.Module):
+            (before, trained), (now, trained_now) = each.seen.parts, _parts(value)
+            if before != now or trained.keys() != trained_now.keys():
+                failures.append(f"{each.path or '(top)'}: its submodules or parameters")
+            else:
+                names = [name for name in trained if trained[name] != trained_now[name]]
+                failures += [f"{_joined(each.path, name)}: its requires_grad or its hooks" for name in names]
+    if failures:
+        raise TreeError(
+            f"the module was changed after from_module:\n{listing(failures)}\nCall sl.from_module(module) again; a plan says "
+            "what is trained, by sl.freeze"
+        )
