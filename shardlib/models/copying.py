@@ -138,10 +138,9 @@ class Copy:
             if hasattr(made, "__setstate__"):
                 made.__setstate__(state)
             else:
-                of_dict, of_slots = state if isinstance(state, tuple) else (state, None)
-                vars(made).update(of_dict or {})
-                for name, item in (of_slots or {}).items():
-                    setattr(made, name, item)
+                for held in state if isinstance(state, tuple) else (state,):  # of its dictionary, then of its slots
+                    for name, item in (held or {}).items():
+                        setattr(made, name, item)
         for item in items or ():
             made.append(self(item))
         for key, item in entries or ():

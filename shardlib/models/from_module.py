@@ -30,7 +30,8 @@ def from_module(
     list; it shares the module's tensors. Tied parameters stay tied. ``apply`` runs a copy of the module, in which functions
     that hold parts of it (closures, decorated methods) hold the copies, and keeps the module's structure. As long as the
     module lives, what is done to it is done to its copies: ``module.eval()``, ``module.dropout.p = 0``, hooks.
-    ``apply(..., training=False)`` runs in eval mode, whatever the module's, as `make_eval_step` does.
+    ``apply(..., training=False)`` runs in eval mode, whatever the module's, as `make_eval_step` does, and
+    ``apply(..., method="encode")`` calls another method than forward.
 
     Writes of the module to its buffers in a call, in place or by assignment, appear in the returned ``buffers`` only. Other
     attributes that it changes (``self.calls += 1``) are not state: each thread has its own copy of the module, and
@@ -95,18 +96,19 @@ def from_module(
     if isinstance(module, Blocks):
         return _in_sequence(module, skeletons), params, *last
 
-    takes_training = "training" in inspect.signature(module.forward).parameters
+    # How a module is called, unless its forward has arguments of these names.
+    how = {"training", "method"} - inspect.signature(module.forward).parameters.keys()
     if not buffers:
 
         def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
-            given, training = flat(params), None if takes_training else kwargs.pop("training", None)
-            return skeletons.beside(given, args)(given, args, kwargs, training)
+            given, called = flat(params), {name: kwargs.pop(name) for name in how & kwargs.keys()}
+            return skeletons.beside(given, args)(given, args, kwargs, **called)
 
         return apply, params, *last
 
     def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
-        given, training = flat(params), None if takes_training else kwargs.pop("training", None)
-        return skeletons.beside(given, args).with_buffers(given, buffers, args, kwargs, training)
+        given, called = flat(params), {name: kwargs.pop(name) for name in how & kwargs.keys()}
+        return skeletons.beside(given, args).with_buffers(given, buffers, args, kwargs, **called)
 
     fresh = {name: None if buffer is None else buffer.detach().clone() for name, buffer in held.items()}
     return apply_with_buffers, params, fresh, *last

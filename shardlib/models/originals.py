@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Original:
         self._objects = [
             _Copied(reference, made, _State(value), paths.get(id(value), type(value).__name__))
             for value, made in copied.copier.pairs
-            if (reference := _weak(value)) is not None
+            if (reference := _reference(value, copied.copier)) is not None
         ]
 
     def copied_again(self, copied: Copied) -> Original:
@@ -88,7 +88,7 @@ class _Copied:
 
     __slots__ = ("copy", "original", "path", "seen")
 
-    def __init__(self, original: weakref.ref[Any], copy: Any, seen: _State, path: str) -> None:
+    def __init__(self, original: Callable[[], Any], copy: Any, seen: _State, path: str) -> None:
         self.original, self.copy, self.seen, self.path = original, copy, seen, path
 
     def carry(self, value: Any, copier: Copy) -> None:
@@ -160,11 +160,12 @@ class _State:
         return [key for key, version in now.items() if self._buffers.get(key) != version]
 
 
-def _weak(value: Any) -> weakref.ref[Any] | None:
+def _reference(value: Any, copier: Copy) -> Callable[[], Any] | None:
+    """What returns an object as long as it lives; of one that knows no weak references, if it keeps no weights alive."""
     try:
         return weakref.ref(value)
     except TypeError:
-        return None
+        return None if copier.holds_parts(value) else lambda: value
 
 
 def _ids(container: Any) -> Any:

@@ -24,43 +24,33 @@ class ParameterHooks:
 
     Args:
         hooks: by the parameters' names.
-        shapes: of these parameters.
     """
 
-    def __init__(self, hooks: Mapping[str, Sequence[Hook]], shapes: Mapping[str, torch.Size]) -> None:
-        self._hooks, self._shapes = hooks, shapes
+    def __init__(self, hooks: Mapping[str, Sequence[Hook]]) -> None:
+        self._hooks = hooks
         self._linear: set[Hook] = set()
 
     def part(self, name: str) -> ParameterHooks:
         """Those of a submodule's parameters, by their names in it."""
-        inside = {key.removeprefix(f"{name}."): key for key in self._hooks if key.startswith(f"{name}.")}
-        return ParameterHooks(
-            {short: self._hooks[key] for short, key in inside.items()},
-            {short: self._shapes[key] for short, key in inside.items()},
-        )
+        inside = [key for key in self._hooks if key.startswith(f"{name}.")]
+        return ParameterHooks({key.removeprefix(f"{name}."): self._hooks[key] for key in inside})
 
     def on(self, parameters: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The parameters of a call, those with hooks as views on which these run.
 
         Raises:
-            TreeError: this rank has a slice of one alone. In backward: a hook is not linear.
+            HandleError: this rank has a slice of one alone.
+            TreeError: in backward: a hook is not linear.
         """
         if not self._hooks or not torch.is_grad_enabled():
             return parameters
         views: dict[int, torch.Tensor] = {}  # by the parameter's identity, so that tied ones stay one
         for name, hooks in self._hooks.items():
             parameter = parameters[name]
-            if id(parameter) in views or not parameter.requires_grad:
-                continue
-            views[id(parameter)] = view = parameter.view_as(parameter)  # which gathers it
-            if view.shape != self._shapes[name]:
-                raise TreeError(
-                    f"{name} has a hook, for whole gradients of {tuple(self._shapes[name])}, and this rank has a slice of "
-                    f"{tuple(view.shape)}. Leave the parameter out of the slicing rules, or mask in the loss: mask * weight "
-                    "+ (~mask * weight).detach()"
-                )
-            for hook in hooks:
-                view.register_hook(partial(self._run, name, hook))
+            if id(parameter) not in views and parameter.requires_grad:
+                views[id(parameter)] = view = parameter.view_as(parameter)  # which gathers it
+                for hook in hooks:
+                    view.register_hook(partial(self._run, name, hook))
         return {name: views.get(id(parameter), parameter) for name, parameter in parameters.items()}
 
     def _run(self, name: str, hook: Hook, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -86,7 +76,7 @@ def hooks_of(module: nn.Module, copier: Copy) -> ParameterHooks:
             "here, not attributes: let the optimizer do it, sl.optim.chain(...), or use parameter.register_hook"
         )
     hooks = {name: copier([*held.values()]) for name, leaf in named.items() if (held := read_backward_hooks(leaf))}
-    return ParameterHooks(hooks, {name: named[name].shape for name in hooks})
+    return ParameterHooks(hooks)
 
 
 def _require_linear(name: str, hook: Hook, gradient: torch.Tensor) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -136,3 +137,34 @@ def require_no_renorm(module: nn.Module) -> None:
             "embedding.register_forward_hook(lambda module, inputs, rows: rows * (max_norm / rows.norm(dim=-1, "
             "keepdim=True).clamp(min=max_norm)).detach())"
         )
+
+
+@contextmanager
+def explained(module: nn.Module) -> Iterator[None]:
+    """A context for a module's call in which torch's errors about what no pure function does say what to do instead.
+
+    Raises:
+        TreeError: the module has no forward, sets ``requires_grad`` of a parameter, or computes with an earlier call's.
+    """
+    try:
+        yield
+    except NotImplementedError as error:
+        if getattr(module.forward, "__func__", None) is not nn.Module.forward:
+            raise
+        raise TreeError(
+            f"{type(module).__name__} has no forward. Name the method to call: apply(params, x, method='encode')"
+        ) from error
+    except RuntimeError as error:
+        for text, meant in _MEANT.items():
+            if text in str(error):
+                raise TreeError(f"{str(error).partition('. ')[0]}. {meant}") from error
+        raise
+
+
+# What torch says -> what to do in a module's call.
+_MEANT = {
+    "requires_grad flags of leaf": "Parameters are inputs of a pure function: a plan says what is trained, "
+    "sl.freeze(globs), and for one call torch.no_grad() or weight.detach() does",
+    "is a view and its base or another view of its base has been modified inplace": "If it is of a parameter, and was "
+    "kept from an earlier call (self.cached = self.weight.t()), compute it in each call",
+}

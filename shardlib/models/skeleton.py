@@ -20,7 +20,7 @@ from shardlib.models.copying import Copy
 from shardlib.models.originals import Original
 from shardlib.models.parameter_hooks import ParameterHooks, hooks_of
 from shardlib.models.placeholders import copy_with_placeholders
-from shardlib.models.refusals import require_copies
+from shardlib.models.refusals import explained, require_copies
 from shardlib.nn.parts import following, mode_of_modules
 from shardlib.nn.tiled_modules import current_modules
 from shardlib.tree import leaves_of
@@ -125,7 +125,7 @@ class Skeleton:
         hooks: ParameterHooks | None = None,
         name: str = "",
     ) -> None:
-        self.module, self.hooks = module, hooks or ParameterHooks({}, {})
+        self.module, self.hooks = module, hooks or ParameterHooks({})
         self._buffers, self._original = dict(buffers), original
         self.by_path = {
             f"{name}.{inside}".strip(".").replace(".", "/"): submodule for inside, submodule in module.named_modules()
@@ -167,9 +167,14 @@ class Skeleton:
                 each.training = not training
 
     def __call__(
-        self, parameters: Named, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None
+        self,
+        parameters: Named,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        training: bool | None = None,
+        method: str = "__call__",
     ) -> Any:
-        """The module's output with ``parameters`` and the buffers it has.
+        """The output of the module's ``method`` with ``parameters`` and the buffers it has.
 
         Args:
             training: whether the module runs in train mode; by default as `mode_of_modules` says.
@@ -179,7 +184,7 @@ class Skeleton:
         """
         call = _Call(self, parameters, buffers_of(self.module), training)
         try:
-            out = call.run(args, kwargs)
+            out = call.run(method, args, kwargs)
         finally:
             if call.changed:
                 self._renew()
@@ -197,10 +202,11 @@ class Skeleton:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         training: bool | None = None,
+        method: str = "__call__",
     ) -> tuple[Any, dict[str, torch.Tensor | None]]:
         """The module's output with ``parameters`` and copies of ``buffers``, and the buffers after the call."""
         call = _Call(self, parameters, buffers, training, fresh=True)
-        out = call.run(args, kwargs)
+        out = call.run(method, args, kwargs)
         return out, call.after
 
     @contextmanager
@@ -299,16 +305,17 @@ class _Call:
         self.changed: set[str] = set()
         self._over = False
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with (
             self._skeleton.holding(self._parameters, self._held),
             self._skeleton.in_mode(self._training),
             self._under_way(),
             self._in_tiles(),
             self._followed(),
+            explained(self._skeleton.module),
         ):
             try:
-                return self._skeleton.module(*args, **kwargs)
+                return getattr(self._skeleton.module, method)(*args, **kwargs)
             finally:
                 self.after = buffers_of(self._skeleton.module)
                 self.changed = self._changed(self.after)

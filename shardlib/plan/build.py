@@ -20,7 +20,7 @@ from shardlib.plan.bucketing import buckets_of
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.check_axes import check_axes
 from shardlib.plan.claims import LeafInfo
-from shardlib.plan.placement import check_dtypes, check_frozen
+from shardlib.plan.placement import check_dtypes, check_parameters
 from shardlib.plan.placing import Splits, in_bucket, padded_slices, placed, second_level, splits_of
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import OptimizerNeeds, Shape, StepPlan
@@ -72,7 +72,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     units = unit_names(params)
     draft = [placed(info, units[index], resolved, splits) for info, index in zip(infos, aliases, strict=True)]
     check_dtypes(draft, resolved)
-    check_frozen({paths[owner]: leaves[owner] for owner in aliases}, resolved)
+    check_parameters({paths[owner]: leaves[owner] for owner in aliases}, resolved)
     numbers = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
     buckets = buckets_of(draft, resolved, splits, batch_axes, stages, numbers)
     bucket_of = {path: bucket for bucket in buckets for path in bucket.paths}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.collectives.styles.base import Style
+from shardlib.common._compat import post_accumulate_hooks, read_backward_hooks
 from shardlib.errors import TreeError, listing
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.resolved import Resolved
@@ -57,16 +58,24 @@ def check_dtypes(placements: Sequence[Placement], resolved: Resolved) -> None:
         )
 
 
-def check_frozen(leaves: Mapping[str, torch.Tensor], resolved: Resolved) -> None:
-    """Refuse leaves that are `torch.nn.Parameter` objects with ``requires_grad=False``, unless they are frozen here too."""
-    failures = [
+def check_parameters(leaves: Mapping[str, torch.Tensor], resolved: Resolved) -> None:
+    """Refuse leaves that are `torch.nn.Parameter` objects with ``requires_grad=False``, or tensors with hooks on their
+    gradients, unless they are frozen here too."""
+    trained = {path: leaf for path, leaf in leaves.items() if resolved.use(path).trainable is not False}
+    still = [
         path
-        for path, leaf in leaves.items()
+        for path, leaf in trained.items()
         if isinstance(leaf, torch.nn.Parameter) and leaf.is_floating_point() and not leaf.requires_grad
-        if resolved.use(path).trainable is not False
     ]
-    if failures:
+    if still:
         raise TreeError(
-            f"{len(failures)} leaves are parameters with requires_grad=False, and would be trained:\n{listing(failures)}\n"
+            f"{len(still)} leaves are parameters with requires_grad=False, and would be trained:\n{listing(still)}\n"
             "Add sl.freeze(paths) to the plan, or give leaf.detach(), or call leaf.requires_grad_(True)"
+        )
+    hooked = [path for path, leaf in trained.items() if read_backward_hooks(leaf) or post_accumulate_hooks(leaf)]
+    if hooked:
+        raise TreeError(
+            f"{len(hooked)} leaves have hooks on their gradients, which would not run:\n{listing(hooked)}\nMask in the loss, "
+            "mask * weight + (~mask * weight).detach(), or let the optimizer do it, sl.optim.chain(...); hooks on a module's "
+            "parameters run if sl.from_module is given the module"
         )
