@@ -392,13 +392,14 @@ def test_compiled_parts_stay_compiled(how):
             return self.layer(x).relu()
 
     def hold(net):
-        net.block = Block(net.a)
+        block = Block(net.a)
         if how == "a module's call":
-            net.block.compile(backend=backend)
+            block.compile(backend=backend)
         else:
-            block = net.block if how == "a module" else lambda x, layer=net.a: layer(x).relu()
-            net.block = torch.compile(block, backend=backend)
-        net.first = lambda x: net.block(x)
+            block = torch.compile(
+                block if how == "a module" else lambda x, layer=net.a: layer(x).relu(), backend=backend
+            )
+        net.block, net.first = block, lambda x: net.block(x)
 
     net, x = module_of(hold), batches()[0][0]
     apply, params = sl.from_module(net)
