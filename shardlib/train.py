@@ -21,7 +21,8 @@ from shardlib.optim.undone import gives_back
 from shardlib.optim.updates import Updates
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import with_owner
-from shardlib.rng import Key
+from shardlib.plan.loss_scale import LossScale
+from shardlib.rng import Key, restore_generators, states_of_generators
 from shardlib.shard import Lifting, lift
 from shardlib.sharded.checksum import checksums
 from shardlib.sharded.given import given_params, require_order
@@ -39,6 +40,10 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
     ``grads`` are `Sharded` in the optimizer's layout, ready for ``tx.update``, or a plain pytree. ``step`` is the number of
     the step and ``rng`` its key, for plans that leave out parts of layers (`progressive_layer_drop`).
 
+    Under ``precision("fp16")`` the loss is scaled before backward and the gradients are divided by the scale. Where they
+    overflow, loss and gradients are computed again with lower scales, down to the least; the next call begins with what was
+    found. Gradients that are not finite at any scale are returned as they are.
+
     Raises:
         LossError: a loss that is not a scalar or depends on no parameter, or losses of ranks or micro-batches that differ
             in form.
@@ -51,6 +56,7 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
     (7.0, tensor([3., 4.]))
     """
     bound: list[tuple[Any, LossStep]] = []
+    scales: list[LossScale | None] = []  # of the next call
     lifting = Lifting()
 
     def grad_fn(
@@ -59,21 +65,39 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
         require_order("value_and_grad's function", "params, batch", params, batch)
         params = given_params("value_and_grad's function", params)
         lifted = lifting(params)
-        if not bound or bound[0][0] != (lifted.plan, buffers is not None):
-            bound[:] = [
-                ((lifted.plan, buffers is not None), LossStep(loss_fn, lifted.plan, lifted.mesh, buffers is not None))
-            ]
+        bound_to = lifted.plan, buffers is not None
+        if not bound or bound[0][0] != bound_to:
+            bound[:] = [(bound_to, LossStep(loss_fn, lifted.plan, lifted.mesh, buffers is not None))]
+            scales[:] = [lifted.plan.step.loss_scale]
         if lifted.plan.residuals:
             raise IllegalComposition(
                 "gradients are compressed with error feedback, whose residuals are in a TrainState: use sl.make_train_step, "
                 "or feedback=False in onebit() and quantize()"
             )
-        evaluation = bound[0][1](lifted, batch, buffers, rng, step=step, comm={}, equal={"rng": rng, "step": step})
+        scale, draws = scales[0], states_of_generators(lifted.mesh.device)
+        while True:
+            evaluation = bound[0][1](
+                lifted,
+                batch,
+                buffers,
+                rng,
+                1.0 if scale is None else scale.value,
+                step=step,
+                comm={},
+                equal={"rng": rng, "step": step, "loss scale": repr(scale)},
+            )
+            evaluation.landing.wait_for_all()
+            lower = scale.lower() if scale is not None and not evaluation.finite else None
+            if lower is None or scale is None or lower.value == scale.value or not evaluation.loss.isfinite():
+                break
+            scale = lower
+            restore_generators(draws)
+        if scale is not None and evaluation.finite:
+            scales[0] = scale.after(True)
         factor = evaluation.scale
         flat = evaluation.grads
-        evaluation.landing.wait_for_all()
         if factor is not None:
-            flat = {name: grad.mul_(factor) if evaluation.weight else grad.zero_() for name, grad in flat.items()}
+            flat = {name: _times(grad, factor) if evaluation.weight else grad.zero_() for name, grad in flat.items()}
         grads = Sharded(lifted.plan, lifted.mesh, "grad", flat)
         value: Any = evaluation.loss if evaluation.aux is None else (evaluation.loss, evaluation.aux)
         if buffers is not None:
@@ -81,6 +105,11 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
         return value, grads if isinstance(params, Sharded) else grads.tree
 
     return grad_fn
+
+
+def _times(grad: torch.Tensor, factor: float) -> torch.Tensor:
+    """``grad * factor``, in fp32 for fp16, which cannot hold gradients without their loss scale."""
+    return (grad.float() if grad.dtype is torch.float16 else grad).mul_(factor)
 
 
 def make_train_step(

@@ -51,7 +51,9 @@ graph_task = torch._C._current_graph_task_id  # of the backward that runs in thi
 flatten_dense_tensors, unflatten_dense_tensors = _flatten_dense_tensors, _unflatten_dense_tensors
 asks_device = torch.ops.prim.device.default  # dispatched wherever torch reads the device of a fake tensor
 add_to_each_ = torch._foreach_add_
-writes: Callable[[Any], bool] = attrgetter("_schema.is_mutable")  # whether an operator writes to its arguments
+writes: Callable[[Any], bool] = attrgetter(
+    "_schema.is_mutable"
+)  # whether an operator says that it writes to its arguments
 
 # As torch.compiler.disable, but the compiler, which takes seconds to import, is imported by the first call.
 outside_of_graphs = torch._disable_dynamo
@@ -160,6 +162,15 @@ def with_children_of_its_own(module: Any) -> Any:
 def pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
     """The hooks that are called before a module's forward."""
     return list(module._forward_pre_hooks.values())
+
+
+def arguments_of(operator: Any) -> list[tuple[str, bool]]:
+    """The name of each argument of an operator, and whether the operator says that it writes to it.
+
+    Nothing for operators of a higher order, whose arguments are functions.
+    """
+    schema = getattr(operator, "_schema", None)
+    return [(a.name, a.alias_info is not None and a.alias_info.is_write) for a in schema.arguments] if schema else []
 
 
 def is_compiled(fn: Callable[..., Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.units import BucketState, UnitState
-from shardlib.execute.watch import Watch
+from shardlib.execute.watch import FirstRun
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import block_runner
 from shardlib.nn.tiled_modules import TiledModules
@@ -101,11 +101,11 @@ class Executor:
         store = store_of(plan.step.remat, mesh, self.host, lambda: self.record.order is None)
         self._keeper = Keeper(plan.step.remat, store, self._in_parameters, self._saved.innermost)
         self.blocks = Blocks(plan, trained, self._surroundings, self.record, self._slices, mesh.device)
+        self._first = FirstRun(self._buckets, plan.styles, self._slices, parts)
         self._halves: Halves | None = None
         self._phases: Phases | None = None  # of the micro-batch, where somebody follows it
         self._units_of: dict[int, str] = {}  # identity of the storage of whole parameters -> their unit, for names
         self._on_disk: BuffersOnDisk | None = None  # this step's parameters, if they are there
-        self._called = False  # whether the function has returned once
         self._held: frozenset[int] = frozenset()  # the storages of all of this rank's parameters
 
     @property
@@ -305,7 +305,7 @@ class Executor:
             self.blocks.layers.know(in_order)
             if self._phases is not None:
                 self._phases.knows(leaves)
-            with self._watched(leaves):
+            with self._first.call(leaves):
                 result = fn(unflatten(self.plan.shape.treedef, in_order))
             require_unwritten(self._buckets, self.gathers)
             self.blocks.layers.require_all()
@@ -318,16 +318,6 @@ class Executor:
             if explained:
                 raise explained from error
             raise
-
-    @contextmanager
-    def _watched(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """The context of the function's first call."""
-        if self._called or not (self._surroundings.parts or self.plan.styles):
-            yield
-            return
-        with Watch(leaves, self.plan.styles, self._slices, self._surroundings.parts):
-            yield
-        self._called = True
 
     def _leaves(self) -> dict[str, torch.Tensor]:
         """Path -> what the function is given for each parameter of this rank's stage."""

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from shardlib.common._compat import no_torch_function, pytree, read_backward_hooks, wrapper_subclass
+from shardlib.common.writes import written
 from shardlib.errors import HandleError
 
 
@@ -69,10 +70,7 @@ class Handle(torch.Tensor):
         if kind == "special":
             return _SPECIAL[func](*args, **(kwargs or {}))
         if kind == "in-place" and isinstance(args[0], Handle):
-            raise HandleError(
-                f"{func.__name__} writes to parameter {args[0]._path} inside the loss; parameters are inputs of a pure "
-                "function. Return the change as an output (buffers=), or work on a copy: p.clone()"
-            )
+            raise written(func.__name__, args[0]._path)
         kwargs = kwargs or {}
         if kwargs.get("max_norm") is not None and func in _LOOK_UPS:
             refuse_max_norm(*args, *kwargs.values())
@@ -111,18 +109,9 @@ def used_elsewhere(label: str) -> HandleError:
 
 def refuse_max_norm(*values: Any) -> NoReturn:
     """Raise for a look-up with ``max_norm``, which would write to the parameter among ``values``."""
-    paths = [value._path for value in values if isinstance(value, Handle)]
-    raise HandleError(
-        f"max_norm= writes to parameter {', '.join(paths)} inside the loss; parameters are inputs of a pure function. "
-        f"{MAX_NORM}"
-    )
+    raise written("max_norm=", *(value._path for value in values if isinstance(value, Handle)))
 
 
-# The remedy for max_norm.
-MAX_NORM = (
-    "Instead of using an embedding's max_norm, scale what is looked up: "
-    "rows * (max_norm / rows.norm(dim=-1, keepdim=True).clamp(min=max_norm)).detach()."
-)
 _LOOK_UPS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from shardlib.common._compat import func_transform
+from shardlib.common.writes import written
 from shardlib.errors import HandleError
-from shardlib.execute.handles import MAX_NORM
 from shardlib.execute.units import BucketState
 
 
@@ -24,13 +24,12 @@ def require_unwritten(states: Sequence[BucketState], gathers: bool, error: Excep
     """
     for state in states:
         state.note_writes()
-    written = [path for state in states if state.written for path in state.bucket.paths]
-    if written and not isinstance(error, HandleError):
-        whole = "" if gathers else " This state holds what was written: go on from another."
-        raise HandleError(
-            f"the function writes in place to a parameter, one of {', '.join(written)}; parameters are inputs of a pure "
-            f"function. Return the change as an output (buffers=), or work on a copy: p.clone(). {MAX_NORM}{whole}"
-        ) from error
+    paths = [path for state in states if state.written for path in state.bucket.paths]
+    if paths and not isinstance(error, HandleError):
+        refused = written("the function", *paths)
+        if not gathers:
+            refused.args = (f"{refused}. This state holds what was written: go on from another",)
+        raise refused from error
 
 
 def refuse_func(unit: str) -> None:

@@ -1,8 +1,10 @@
-"""A look at a loss function's first run, for uses of sliced activations that train and are wrong, as all shapes fit."""
+"""A look at a loss function's first run, for what trains and is wrong: uses of sliced activations, as all shapes fit, and
+writes to parameters that no version counts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -12,12 +14,71 @@ from torch.overrides import TorchFunctionMode
 from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
 from shardlib.collectives.styles.slices import Slices
+from shardlib.common.writes import Observer, owner_of, place_of, written
 from shardlib.errors import LossError, listing
 from shardlib.execute.following import Following
+from shardlib.execute.handles import Handle
 from shardlib.execute.output_shares import OutputShares
 from shardlib.execute.position_parts import PositionParts
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import SlicedHandle
+from shardlib.execute.units import BucketState
+
+
+class FirstRun:
+    """The context of a function's calls. All of the first one's operations are looked at, and all calls for assignments to
+    ``.data``.
+
+    Args:
+        states: the buckets of the parameters.
+        styles, slices, parts: see `Watch`.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[BucketState],
+        styles: Mapping[str, Style],
+        slices: Slices,
+        parts: SequenceParts | None,
+    ) -> None:
+        self._states, self._styles, self._slices, self._parts = states, styles, slices, parts
+        self._over = False
+
+    @contextmanager
+    def call(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """A context for one call. ``leaves``: path -> what the function is given for each parameter.
+
+        Raises:
+            HandleError: the function writes to a parameter; names it.
+        """
+        places = {path: place_of(leaf) for path, leaf in leaves.items() if not isinstance(leaf, Handle)}
+        with nullcontext() if self._over else self._watched(leaves):
+            yield
+        self._over = True
+        assigned = [path for path, place in places.items() if place_of(leaves[path]) != place]
+        if assigned:
+            raise written("an assignment to .data", *assigned)
+
+    @contextmanager
+    def _watched(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(Observer(self._refuse_write))
+            if self._styles or self._parts:
+                stack.enter_context(Watch(leaves, self._styles, self._slices, self._parts))
+            yield
+
+    def _refuse_write(self, tensor: torch.Tensor, operator: str) -> None:
+        if (path := self._path_of(tensor)) is not None:
+            raise written(operator, path)
+
+    def _path_of(self, tensor: torch.Tensor) -> str | None:
+        """The path of the parameter in whose memory, as the function sees it, a tensor lies."""
+        if isinstance(tensor, Handle):
+            return tensor._path
+        for state in self._states:
+            if state.whole is not None and owner_of(tensor, [("", state.whole)]) is not None:
+                return owner_of(tensor, zip(state.bucket.paths, state.bucket.leaves(state.whole)))
+        return None
 
 
 class Watch(TorchFunctionMode):

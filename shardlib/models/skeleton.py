@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from shardlib.common._compat import no_modes, own_buffers, own_parameters, version_of, watch_checkpoints
+from shardlib.common.writes import place_of
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
 from shardlib.models.copying import Copy
+from shardlib.models.observed import FirstCalls
 from shardlib.models.originals import Original
 from shardlib.models.parameter_hooks import ParameterHooks, hooks_of
 from shardlib.models.placeholders import copy_with_placeholders
@@ -115,6 +117,7 @@ class Skeleton:
     Attributes:
         by_path: path of a submodule's parameters -> submodule.
         paths: of the parameters.
+        first: looks at the first calls.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class Skeleton:
             f"{name}.{inside}".strip(".").replace(".", "/"): submodule for inside, submodule in module.named_modules()
         }
         self._modules = dict(module.named_modules(remove_duplicate=False))
+        self.first = FirstCalls(list(self._modules.values()))
         self._parameters = {
             f"{prefix}.{leaf}" if prefix else leaf: (owner, leaf)
             for prefix, owner in self._modules.items()
@@ -246,6 +250,7 @@ class Skeleton:
 
     def _renew(self) -> None:
         """Give the module copies of its buffers, as writes of batch_norm do not change a buffer's version."""
+        self.first.forget()
         with no_modes(), torch.inference_mode(False):
             fresh = {id(buffer): _copied(buffer) for buffer in self._buffers.values()}
             for name, buffer in self._buffers.items():
@@ -301,6 +306,8 @@ class _Call:
         # Tensors made in inference mode or in compiled functions have no versions.
         self._versioned = not fresh or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
         self._versions = {name: version_of(b) for name, b in self._held.items() if b is not None and self._versioned}
+        self._seen: set[str] = set()  # the names of buffers that it was seen to write to, as versions do not show
+        self._places = {} if torch.compiler.is_compiling() else _places(self._held)
         self.after: dict[str, torch.Tensor | None] = {}
         self.changed: set[str] = set()
         self._over = False
@@ -313,12 +320,13 @@ class _Call:
             self._in_tiles(),
             self._followed(),
             explained(self._skeleton.module),
+            self._skeleton.first.call(self._parameters, self._held, self._seen),
         ):
             try:
                 return getattr(self._skeleton.module, method)(*args, **kwargs)
             finally:
                 self.after = buffers_of(self._skeleton.module)
-                self.changed = self._changed(self.after)
+                self.changed = self._changed(self.after) | self._seen
                 self._over = True
 
     def _changed(self, now: Buffers) -> set[str]:
@@ -326,16 +334,13 @@ class _Call:
             name
             for name, buffer in now.items()
             if buffer is not self._held.get(name)
+            or (name in self._places and place_of(buffer) != self._places[name])
             or (buffer is not None and name in self._versions and version_of(buffer) != self._versions[name])
         }
 
     def _written(self, buffers: Buffers, changed: set[str]) -> set[str]:
-        """Names of buffers that may have been written to, when those of ``changed`` show it: batch_norm's do not."""
-        if not self._versioned:
-            return set(buffers)
-        if not self._fresh or not changed:
-            return changed
-        return changed | {name for name, buffer in buffers.items() if buffer is not None and buffer.is_floating_point()}
+        """Names of buffers that may have been written to, when those of ``changed`` show it."""
+        return changed | self._seen if self._versioned else set(buffers)
 
     def remember(self) -> Callable[[], Any]:
         """A context to recompute in, for a checkpointed segment of the call that begins now."""
@@ -377,6 +382,10 @@ class _Call:
             yield
         finally:
             _calls.under_way = outer
+
+
+def _places(buffers: Buffers) -> dict[str, Any]:
+    return {name: place_of(b) for name, b in buffers.items() if b is not None and b.layout is torch.strided}
 
 
 def _copied(buffer: torch.Tensor | None) -> torch.Tensor | None:

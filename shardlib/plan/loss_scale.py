@@ -57,6 +57,10 @@ class LossScale:
             )
         if self.tolerance > 1:
             return replace(self, finite_steps=0, tolerance=self.tolerance - 1)
+        return self.lower()
+
+    def lower(self) -> LossScale:
+        """The next lower scale, if there is one."""
         return replace(self, value=max(self.value / self.factor, self.minimum), finite_steps=0)
 
     def resumed(self, earlier: LossScale) -> LossScale:

@@ -238,3 +238,35 @@ def test_a_16_bit_loss_over_three_ranks_or_micro_batches(transform):
 
     for grads in sl.simulate(run, mesh={"data": 3}):
         torch.testing.assert_close(grads, wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("size", [1e-7, 1.0, 6e3])
+def test_gradients_by_value_and_grad_are_scaled_and_unscaled(stage, size, reduce_dtype):
+    """Small ones would be 0 in fp16 without a scale, and large ones overflow with the first; calls go on from the last."""
+    slope = torch.tensor([1.0, -2.0, 3.0, 0.5]) * size
+
+    def run(mesh):
+        transform = sl.chain(sl.zero(stage), sl.precision("fp16", reduce_dtype=reduce_dtype))
+        params, calls = sl.shard({"w": torch.ones(4)}, mesh, transform), []
+
+        def loss_fn(params, batch):
+            calls.append(batch)
+            return (params["w"].float() * slope).sum() * batch.float()
+
+        grad_fn = sl.value_and_grad(loss_fn)
+        for _ in range(2):
+            before = len(calls)
+            loss, grads = grad_fn(params, torch.ones(()))
+            assert float(loss) == pytest.approx(float(slope.sum()), rel=1e-6)
+            torch.testing.assert_close(sl.unshard(grads)["w"].float(), slope, rtol=1e-3, atol=0)
+        assert len(calls) == before + 1
+
+    sl.simulate(run, mesh={"data": 2})
+
+
+def test_gradients_that_no_scale_makes_finite_are_returned():
+    params = sl.shard({"w": torch.ones(1)}, sl.make_mesh(), sl.precision("fp16"))
+    _, grads = sl.value_and_grad(lambda params, batch: (params["w"].float() * 1e30).sum())(params, torch.ones(()))
+    assert not sl.unshard(grads)["w"].isfinite().any()

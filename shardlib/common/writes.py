@@ -1,0 +1,115 @@
+"""Writes of a function to its inputs, those that no version counter sees among them: what sees them, and the error.
+
+A tensor's version counts the writes to its memory, but neither those through ``.data``, nor those of operators that do not
+say that they write (batch_norm's, to running statistics). An operation's operands show them all. What is written by
+assignment to ``.data`` is no operation: `place_of` shows it, and is cheap enough for every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from shardlib.common._compat import TorchDispatchMode, arguments_of, asks_device, storage_id, taken_apart
+from shardlib.errors import HandleError
+
+
+class Observer(TorchDispatchMode):
+    """A mode that shows each operand that an operation is about to write to: ``writes(tensor, name of the operator)``."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether what is compiled runs, and is compiled, within the mode."""
+        return True
+
+    def __init__(self, writes: Callable[[torch.Tensor, str], None]) -> None:
+        super().__init__()
+        self._writes = writes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is asks_device:
+            return func(*args)
+        kwargs = kwargs or {}
+        if (result := taken_apart(self, func, args, kwargs)) is not NotImplemented:
+            return result
+        self.look(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def look(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look at an operation before it runs; all operations and all of their operands pass here."""
+        for tensor in _targets(func, args, kwargs):
+            self._writes(tensor, func.__name__.partition(".")[0])
+
+
+def _targets(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The operands that an operator writes to."""
+    positions, names, training = _writes_to(func)
+    if not names:
+        return
+
+    def given(name: str) -> Any:
+        return kwargs[name] if name in kwargs else args[positions[name]] if positions[name] < len(args) else None
+
+    frozen = training and not given(training)
+    for name in names:
+        value = None if frozen and name in _STATISTICS else given(name)
+        several = value if isinstance(value, (list, tuple)) else [value]
+        yield from (tensor for tensor in several if isinstance(tensor, torch.Tensor))
+
+
+@cache
+def _writes_to(func: Any) -> tuple[dict[str, int], list[str], str]:
+    """The positions of an operator's arguments, the names of those that it writes to, and that of the one which says whether
+    it updates statistics ("" if it does in any case)."""
+    arguments = arguments_of(func)
+    positions = {name: position for position, (name, _) in enumerate(arguments)}
+    updates = not func.__name__.partition(".")[0].endswith("backward")
+    written = [name for name, says in arguments if says or (updates and name in _STATISTICS)]
+    return positions, written, "training" if "training" in positions else ""
+
+
+# What operators of batch_norm write to, most of them without saying so.
+_STATISTICS = ("running_mean", "running_var")
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, int | torch.SymInt]:
+    """Where a tensor's elements begin: its memory, and how far into it. Assignment to ``.data`` changes it."""
+    return storage_id(tensor.untyped_storage()), tensor.storage_offset()
+
+
+def owner_of(tensor: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The name of the contiguous tensor in whose memory ``tensor`` begins; None if it begins in none of theirs."""
+    if tensor.layout is not torch.strided:
+        return None
+    memory, start = place_of(tensor)
+    for name, each in named:
+        begins = place_of(each)
+        if begins[0] == memory and 0 <= start - begins[1] < each.numel():
+            return name
+    return None
+
+
+def written(writer: str, *paths: str) -> HandleError:
+    """The error of a write to a parameter, one of ``paths``."""
+    which = f"parameter {paths[0]}" if len(paths) == 1 else f"a parameter, one of {', '.join(paths)}"
+    return HandleError(
+        f"{writer} writes to {which} inside a function, and parameters are inputs of a pure function. "
+        + (_MAX_NORM if writer in _RENORMS else _OUTPUTS)
+    )
+
+
+_RENORMS = ("max_norm=", "embedding_renorm_")
+_MAX_NORM = (
+    "Instead of using an embedding's max_norm, scale what is looked up: "
+    "rows * (max_norm / rows.norm(dim=-1, keepdim=True).clamp(min=max_norm)).detach()"
+)
+_OUTPUTS = (
+    "Return what changes as an output: an average of parameters (EMA targets, momentum encoders) among make_train_step's "
+    "buffers=, or after the step by sl.optim.ema; a module's statistics by from_module(buffers=True). Or work on a copy: "
+    "p.clone()"
+)
