@@ -18,7 +18,8 @@ from shardlib.errors import HandleError
 
 
 class Observer(TorchDispatchMode):
-    """A mode that shows each operand that an operation is about to write to: ``writes(tensor, name of the operator)``."""
+    """A mode that shows each operand that an operation is about to read, and each that it is about to write to:
+    ``reads(tensor)`` and ``writes(tensor, name of the operator)``."""
 
     supports_higher_order_operators = True
 
@@ -27,9 +28,11 @@ class Observer(TorchDispatchMode):
         """Whether what is compiled runs, and is compiled, within the mode."""
         return True
 
-    def __init__(self, writes: Callable[[torch.Tensor, str], None]) -> None:
+    def __init__(
+        self, writes: Callable[[torch.Tensor, str], None], reads: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
         super().__init__()
-        self._writes = writes
+        self._writes, self._reads = writes, reads
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is asks_device:
@@ -42,6 +45,11 @@ class Observer(TorchDispatchMode):
 
     def look(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Look at an operation before it runs; all operations and all of their operands pass here."""
+        if self._reads is not None:
+            for value in (*args, *kwargs.values()):
+                for each in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(each, torch.Tensor):
+                        self._reads(each)
         for tensor in _targets(func, args, kwargs):
             self._writes(tensor, func.__name__.partition(".")[0])
 

@@ -307,6 +307,7 @@ class Executor:
                 self._phases.knows(leaves)
             with self._first.call(leaves):
                 result = fn(unflatten(self.plan.shape.treedef, in_order))
+            self._first.require_own(result)
             require_unwritten(self._buckets, self.gathers)
             self.blocks.layers.require_all()
             if self._surroundings.modules is not None and self._trained:

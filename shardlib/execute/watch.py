@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
 from shardlib.collectives.styles.slices import Slices
+from shardlib.common.originals import differentiated
 from shardlib.common.writes import Observer, owner_of, place_of, written
 from shardlib.errors import LossError, listing
 from shardlib.execute.following import Following
@@ -42,7 +43,7 @@ class FirstRun:
         parts: SequenceParts | None,
     ) -> None:
         self._states, self._styles, self._slices, self._parts = states, styles, slices, parts
-        self._over = False
+        self._over = self._looked = False
 
     @contextmanager
     def call(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -66,6 +67,20 @@ class FirstRun:
             if self._styles or self._parts:
                 stack.enter_context(Watch(leaves, self._styles, self._slices, self._parts))
             yield
+
+    def require_own(self, result: Any) -> None:
+        """Refuse a function whose result is differentiated to the parameters of a module that from_module copied.
+
+        Raises:
+            LossError: see above.
+        """
+        if found := [] if self._looked else differentiated(result):
+            raise LossError(
+                f"parameters of a module itself, in whose place the function is given others, are differentiated:\n"
+                f"{listing(found)}\nCall apply(params, ...), and read params; where the module is to stay as it is (as a "
+                "teacher), call it in torch.no_grad()"
+            )
+        self._looked = True
 
     def _refuse_write(self, tensor: torch.Tensor, operator: str) -> None:
         if (path := self._path_of(tensor)) is not None:

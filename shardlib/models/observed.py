@@ -10,18 +10,26 @@ import torch
 from torch import nn
 
 from shardlib.common._compat import FakeTensor, version_of
+from shardlib.common.originals import Names, function_of_user
 from shardlib.common.writes import Observer, owner_of, place_of
 from shardlib.common.writes import written as written_to
+from shardlib.errors import TreeError
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)  # what stands for a parameter while it is elsewhere has no memory
 
 
 class FirstCalls:
     """The first calls of a module, one in each mode: what it writes to its inputs through ``.data``, or by operators that do
-    not say so. Later calls are taken to write to the same buffers."""
+    not say so, and whether it reads the parameters of the module that it is a copy of. Later calls are taken to write to the
+    same buffers.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+    Args:
+        modules: all of the module's parts.
+        originals: the names of the parameters that have others in their place.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], originals: Names) -> None:
+        self._modules, self._originals = modules, originals
         self._written: dict[tuple[bool, ...], set[str]] = {}  # by mode: names of buffers
 
     def call(
@@ -31,6 +39,7 @@ class FirstCalls:
 
         Raises:
             HandleError: the call writes to a parameter; names it.
+            TreeError: the call reads a parameter of the original; names it, and the function that does.
         """
         if torch.compiler.is_compiling():
             return nullcontext()
@@ -56,7 +65,14 @@ class FirstCalls:
             elif (name := owner_of(tensor, plain.items())) is not None:
                 raise written_to(operator, name)
 
-        with Observer(writes):
+        def reads(tensor: torch.Tensor) -> None:
+            if (name := self._originals.get(tensor)) is not None:
+                raise TreeError(
+                    f"{name} itself is used, not the parameter that is due, by {function_of_user()}. Reach it through the "
+                    "module or a closure, which a copy of the module follows, not through a global or a class"
+                )
+
+        with Observer(writes, reads if self._originals else None):
             yield
         if changed := [name for name, leaf in plain.items() if _state(leaf) != before[name][0]]:
             for name in changed:

@@ -22,6 +22,7 @@ from shardlib.common._compat import (
     read_backward_hooks,
     version_of,
 )
+from shardlib.common.originals import names_of
 from shardlib.errors import TreeError, listing
 from shardlib.models.copying import Copy
 from shardlib.models.placeholders import Copied
@@ -34,10 +35,13 @@ class Original:
 
     Args:
         copied: the copy.
+
+    Attributes:
+        names: of its parameters.
     """
 
     def __init__(self, module: nn.Module, copied: Copied) -> None:
-        self._placeholders = copied.placeholders
+        self._placeholders, self.names = copied.placeholders, names_of(module)
         paths = {id(part): name for name, part in module.named_modules()}
         self._objects = [
             _Copied(reference, made, _State(value), paths.get(id(value), type(value).__name__))

@@ -134,7 +134,7 @@ class Skeleton:
             f"{name}.{inside}".strip(".").replace(".", "/"): submodule for inside, submodule in module.named_modules()
         }
         self._modules = dict(module.named_modules(remove_duplicate=False))
-        self.first = FirstCalls(list(self._modules.values()))
+        self.first = FirstCalls(list(self._modules.values()), original.names if original else {})
         self._parameters = {
             f"{prefix}.{leaf}" if prefix else leaf: (owner, leaf)
             for prefix, owner in self._modules.items()
@@ -149,7 +149,8 @@ class Skeleton:
         inside = {
             key.removeprefix(f"{name}."): each for key, each in self._buffers.items() if key.startswith(f"{name}.")
         }
-        return Skeleton(self.module.get_submodule(name), inside, None, self.hooks.part(name), name) if name else self
+        module = self.module.get_submodule(name)
+        return Skeleton(module, inside, self._original, self.hooks.part(name), name) if name else self
 
     def follow(self) -> None:
         """Carry over what was done to the original."""

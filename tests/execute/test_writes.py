@@ -75,7 +75,8 @@ def test_writes_are_refused_by_name(stage, write, error, match):
         whole = sl.unshard(params)
         state, step = sl.make_train_step(apply, params, sl.optim.sgd(0.1))
         evaluate = sl.make_eval_step(apply, params)
-        for act in (lambda: step(state, X), lambda: evaluate(params, X)):
+        acts = (lambda: step(state, X), lambda: evaluate(params, X))
+        for act in acts if write is not normalised else acts[:1]:  # which an evaluation does not write
             with pytest.raises(error, match=match):
                 act()
         assert torch.equal(sl.unshard(state.params)["b"]["weight"], whole["b"]["weight"])  # the state is as it was

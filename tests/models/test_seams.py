@@ -13,7 +13,7 @@ from helpers.models import share
 from torch import nn
 
 import shardlib as sl
-from shardlib.errors import TreeError
+from shardlib.errors import LossError, TreeError
 
 STAGES = pytest.mark.parametrize("stage", [0, 3])
 
@@ -217,6 +217,36 @@ def test_a_parameter_outside_of_its_call_is_refused():
     apply(params, batches()[0][0])
     with pytest.raises(TreeError, match=r"a.weight is used outside of a call that has it"):
         KEPT.pop()()
+
+
+def a_global(x):
+    return F.linear(x, KEPT[0].a.weight).relu()
+
+
+def test_parameters_of_the_module_itself_are_refused():
+    """A global holds one, a loss reads the module beside its parameters: both would never be trained."""
+    KEPT.append(net := module_of(lambda net: setattr(net, "first", a_global)))
+    apply, params = sl.from_module(net)
+    with pytest.raises(TreeError, match=r"Net's a.weight itself is used.*by a_global.*, line \d+ of .*test_seams"):
+        apply(params, batches()[0][0])
+    KEPT.clear()
+
+    net = module_of(None)
+    apply, params = sl.from_module(net)
+    params = sl.shard(params, sl.make_mesh(), stage=3)
+    for outside in (lambda x: net(x), lambda x: net.a.weight):
+        with pytest.raises(LossError, match=r"(?s)a module itself.*Net's a.weight.*torch.no_grad"):
+            sl.value_and_grad(lambda p, x: apply(p, x).mean() + outside(x).mean())(params, batches()[0][0])  # noqa: B023
+    with torch.no_grad():
+        wanted = module_of(None)(batches()[0][0]).mean()
+
+    def distilled(p, x):
+        with torch.no_grad():
+            teacher = net(x)
+        return apply(p, x).mean() + teacher.mean()
+
+    loss, _ = sl.value_and_grad(distilled)(params, batches()[0][0])
+    assert loss.item() == pytest.approx(2 * wanted.item())
 
 
 def test_a_view_of_a_parameter_is_refused():
