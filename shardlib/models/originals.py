@@ -28,6 +28,7 @@ from shardlib.models.copying import Copy
 from shardlib.models.placeholders import Copied
 
 _MISSING = object()
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))  # compared as they are
 
 
 class Original:
@@ -111,21 +112,21 @@ class _State:
     Values that could be replaced by others of the same identity are kept alive, or are watched by weak references.
     """
 
-    __slots__ = ("_alive", "_buffers", "_containers", "_died", "_ids", "_inside", "parts")
+    __slots__ = ("_alive", "_buffers", "_containers", "_died", "_ids", "_inside", "_names", "parts")
 
     def __init__(self, value: Any) -> None:
         held = vars(value)
         self._died = False
-        self._ids = dict(zip(held, map(id, held.values())))
+        self._names, self._ids = [*held], [*map(id, held.values())]
         self._containers = tuple(
             key for key, inside in held.items() if isinstance(inside, dict | list) and key not in NO_ATTRIBUTES
         )
-        self._inside = self._elements(held)
+        self._inside = [_elements(held[key]) for key in self._containers]
         self.parts, self._buffers = _parts(value), _versions(value)
         self._alive = [self._kept(each) for each in held.values()]
 
     def _kept(self, value: Any) -> Any:
-        if isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | None):
+        if isinstance(value, _PLAIN):
             return value
         try:
             return weakref.ref(value, self._forget)
@@ -135,33 +136,30 @@ class _State:
     def _forget(self, _: Any) -> None:
         self._died = True
 
-    def _elements(self, held: dict[str, Any]) -> list[Any]:
-        return [_ids(held[key]) for key in self._containers]
-
     def differs(self, value: Any) -> bool:
-        """Whether the object holds something else now. This runs in every call for every submodule."""
+        """Whether the object holds something else now. This runs in every call for every submodule, hence the flat code."""
         held = vars(value)
         return (
             self._died
-            or len(held) != len(self._ids)
-            or [*map(id, held.values())] != [*self._ids.values()]
-            or self._elements(held) != self._inside
-            or (self.parts is not None and (_parts(value), _versions(value)) != (self.parts, self._buffers))
+            or [*map(id, held.values())] != self._ids
+            or [_elements(each) if each else () for each in map(held.get, self._containers)] != self._inside
+            or (self.parts is not None and _parts(value) != self.parts)
+            or (self._buffers != () and _versions(value) != self._buffers)
         )
 
     def changed(self, value: Any) -> list[str]:
         """The names of attributes that are others now, were changed in place, or are gone."""
         held = vars(value)
-        names = [key for key in held.keys() | self._ids.keys() if self._ids.get(key) != id(held.get(key, _MISSING))]
+        before = dict(zip(self._names, self._ids))
+        names = [key for key in held.keys() | before.keys() if before.get(key) != id(held.get(key, _MISSING))]
         names += [
-            key for key, inside in zip(self._containers, self._inside) if key in held and _ids(held[key]) != inside
+            key for key, inside in zip(self._containers, self._inside) if key in held and _elements(held[key]) != inside
         ]
         return [key for key in names if key not in NO_ATTRIBUTES]
 
     def written(self, value: Any) -> list[str]:
         """The names of the module's own buffers that were written to or are others now."""
-        now = _versions(value)
-        return [key for key, version in now.items() if self._buffers.get(key) != version]
+        return [version[0] for version in _versions(value) if version not in self._buffers]
 
 
 def _reference(value: Any, copier: Copy) -> Callable[[], Any] | None:
@@ -172,29 +170,31 @@ def _reference(value: Any, copier: Copy) -> Callable[[], Any] | None:
         return None if copier.holds_parts(value) else lambda: value
 
 
-def _ids(container: Any) -> Any:
-    if len(container) > 64:  # a table, such as a vocabulary
+def _elements(container: Any) -> Any:
+    """What a dictionary or list holds, by identity or as it is; of a large one, such as a vocabulary, the size."""
+    if len(container) > 64:
         return len(container)
-    return [*map(id, container.values() if isinstance(container, dict) else container)]
+    inside = (*container.keys(), *container.values()) if isinstance(container, dict) else container
+    return tuple(each if isinstance(each, _PLAIN) else id(each) for each in inside)
 
 
 def _parts(value: Any) -> Any:
     """Of a module: its children, and of its own parameters whether each is trained and has hooks."""
     if not isinstance(value, nn.Module):
         return None
-    held = own_parameters(value)
-    return _ids(own_children(value)), {
-        name: None if leaf is None else (leaf.requires_grad, _ids(read_backward_hooks(leaf) or {}))
+    children, held = own_children(value), own_parameters(value)
+    return _elements(children) if children else (), [
+        (name, leaf is not None and leaf.requires_grad, leaf is not None and _elements(read_backward_hooks(leaf) or ()))
         for name, leaf in held.items()
-    }
+    ]
 
 
-def _versions(value: Any) -> dict[str, tuple[int, int]]:
+def _versions(value: Any) -> tuple[tuple[str, int, int], ...]:
     """Of a module: which its own buffers are, and how often each was written to."""
     held = own_buffers(value) if isinstance(value, nn.Module) else {}
-    return {
-        name: (id(leaf), 0 if leaf is None or leaf.is_inference() else version_of(leaf)) for name, leaf in held.items()
-    }
+    return tuple(
+        (name, id(leaf), 0 if leaf is None or leaf.is_inference() else version_of(leaf)) for name, leaf in held.items()
+    )
 
 
 def _joined(path: str, name: str) -> str:
@@ -205,12 +205,14 @@ def _require_same_parts(changed: Iterable[tuple[Any, _Copied]]) -> None:
     failures = []
     for value, each in changed:
         if isinstance(value, nn.Module):
-            (before, trained), (now, trained_now) = each.seen.parts, _parts(value)
-            if before != now or trained.keys() != trained_now.keys():
+            (before, parameters), (now, parameters_now) = each.seen.parts, _parts(value)
+            if before != now or [name for name, *_ in parameters] != [name for name, *_ in parameters_now]:
                 failures.append(f"{each.path or '(top)'}: its submodules or parameters")
-            else:
-                names = [name for name in trained if trained[name] != trained_now[name]]
-                failures += [f"{_joined(each.path, name)}: its requires_grad or its hooks" for name in names]
+            failures += [
+                f"{_joined(each.path, name)}: its requires_grad or its hooks"
+                for (name, *was), (_, *is_now) in zip(parameters, parameters_now)
+                if was != is_now
+            ]
     if failures:
         raise TreeError(
             f"the module was changed after from_module:\n{listing(failures)}\nCall sl.from_module(module) again; a plan says "
