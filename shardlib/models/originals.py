@@ -184,7 +184,9 @@ def _parts(value: Any) -> Any:
         return None
     children, held = own_children(value), own_parameters(value)
     return _elements(children) if children else (), [
-        (name, leaf is not None and leaf.requires_grad, leaf is not None and _elements(read_backward_hooks(leaf) or ()))
+        (name, leaf.requires_grad, _elements(hooks) if (hooks := read_backward_hooks(leaf)) else ())
+        if leaf is not None
+        else (name, False, ())
         for name, leaf in held.items()
     ]
 
