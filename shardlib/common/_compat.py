@@ -76,6 +76,11 @@ clone_store: Callable[[dist.Store], dist.Store] = methodcaller("clone")  # anoth
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+def transformed() -> bool:
+    """Whether forward mode or torch.func is at work, so that a tensor may have a tangent, or be a batch of tensors."""
+    return func_transform() is not None or forward_level() >= 0
+
+
 _FIRST = 2**63  # above every sequence number that autograd assigns
 
 
