@@ -16,6 +16,7 @@ import torch
 
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import run_first, version_of
+from shardlib.common.boundaries import refuse_compiled
 from shardlib.errors import LossError
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle, used_elsewhere
@@ -41,8 +42,8 @@ class _Root(torch.autograd.Function):
         gradients, bucket = ctx.state.summing, ctx.state.bucket
         if gradients is None:
             raise LossError(
-                f"backward() inside the loss reaches parameters of {bucket.label}, and would add to the step's gradients. Take "
-                "the gradients that you need, (g,) = torch.autograd.grad(value, [x]), or value.backward(inputs=[x])"
+                f"backward() inside the loss reaches {bucket.label}, and would add to the step's gradients. Take those that "
+                "you need by (g,) = torch.autograd.grad(value, [x]), or call value.backward(inputs=[x])"
             )
         if whole is not None or gradients.added(bucket):
             gradients.add(bucket, whole)
@@ -341,6 +342,10 @@ class UnitState:
         return self._leaves
 
     def leaf(self, index: int) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            refuse_compiled(
+                f"a compiled function uses {self.buckets[0].bucket.label}, gathered or sliced as it is used"
+            )
         if self.gathers:
             self._touch(self)
         state, position = self._positions[index]

@@ -130,7 +130,9 @@ class _Put(torch.autograd.Function):
     """Writes a tile into its place, and returns a stand-in without memory for it."""
 
     @staticmethod
-    def forward(ctx: Any, tile: torch.Tensor, write: Callable[[torch.Tensor, int], torch.Size], number: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, tile: torch.Tensor, write: Callable[[torch.Tensor, int], torch.Size], number: int
+    ) -> torch.Tensor:
         ctx.shape = tile.shape
         return tile.new_zeros(()).expand(write(tile, number))
 

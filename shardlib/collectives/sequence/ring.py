@@ -21,7 +21,7 @@ from shardlib.collectives import primitives
 from shardlib.collectives.pairs import ACTIVATIONS
 from shardlib.collectives.sequence.base import Attend, Attention, SequenceKind
 from shardlib.common._compat import no_modes
-from shardlib.common.derivatives import Once
+from shardlib.common.boundaries import Once
 from shardlib.errors import SpecError
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Work

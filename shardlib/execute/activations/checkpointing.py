@@ -51,7 +51,8 @@ def checkpointed(
 
     tensors = [leaf for tensor, leaf in zip(seen, leaves) if tensor]
     del args, kwargs, leaves  # what is kept elsewhere must not be kept here
-    return checkpoint(call, others, *tensors, use_reentrant=False, preserve_rng_state=compiles, **_policy(how, names, compiles))
+    policy = _policy(how, names, compiles)
+    return checkpoint(call, others, *tensors, use_reentrant=False, preserve_rng_state=compiles, **policy)
 
 
 def _policy(how: Recompute, names: set[str], compiles: bool) -> dict[str, Any]:

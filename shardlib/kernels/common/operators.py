@@ -4,10 +4,9 @@ An operation is two opaque custom operators of `torch.library`, forward and back
 and never looks inside, `torch.func.vmap` calls them once per element of the batch. Each operator is called by an
 autograd.Function: the forward one's backward applies the backward one, whose own backward differentiates a plain-torch
 version of the backward pass. So first derivatives run kernels under `autograd.grad`, `torch.func.grad` and `torch.compile`
-alike, and higher ones are right, at the speed of plain torch. Forward mode transposes the plain backward pass, which is linear
-in the gradients. (`torch.library.register_autograd` does not support
-`torch.func.grad`. `torch.func.grad` inside a compiled function is refused here, since the compiler then drops the
-autograd.Function.)
+alike, and higher ones are right, at the speed of plain torch. Forward mode transposes the plain backward pass, which is
+linear in the gradients. (`torch.library.register_autograd` does not support `torch.func.grad`. `torch.func.grad` inside a
+compiled function is refused here, since the compiler then drops the autograd.Function.)
 """
 
 from __future__ import annotations
@@ -328,7 +327,7 @@ def _pushed(
     tangents: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor, ...]:
     """The tangents of outputs, from those of inputs; ``pull`` is linear, from gradients of outputs to those of inputs."""
-    known = []
+    known: list[torch.Tensor] = []
 
     def moving(*gradients: torch.Tensor) -> list[torch.Tensor]:
         pulled = [(each, tangent) for each, tangent in zip(pull(*gradients), tangents, strict=True) if each is not None]
@@ -336,4 +335,4 @@ def _pushed(
         return [each for each, _ in pulled]
 
     push = torch.func.vjp(moving, *map(torch.zeros_like, outputs))[1]
-    return tuple(push(known))
+    return tuple(tangent.contiguous() for tangent in push(known))  # laid out as outputs are
