@@ -12,6 +12,7 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.collectives.primitives import sum_over
+from shardlib.common.boundaries import untransformed
 from shardlib.errors import BatchError, LossError, TreeError, axes_named, listing
 from shardlib.execute.agreement import Agreement, agree
 from shardlib.execute.batches import arriving
@@ -41,6 +42,7 @@ class EvalStep:
         self._inputs = Inputs(lifted.plan, lifted.mesh, self._together)
         self._runner = runner_of(fn, lifted.plan, lifted.mesh, trained=False)
 
+    @untransformed("an eval step")
     def __call__(self, params: Any, *args: Any) -> Any:
         """The function's result for one batch, with each `Mean` as a number over all ranks' batches.
 
@@ -55,6 +57,7 @@ class EvalStep:
         results.add(self._run(current, *args))
         return self._reduced(results, reads)
 
+    @untransformed("an eval step")
     def over(self, params: Any, batches: Iterable[Any]) -> Any:
         """The function's means over several batches. Totals and weights are summed over batches first, then over ranks once.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
+from shardlib.common.boundaries import untransformed
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.execute.step import LossStep, require_usable
 from shardlib.mesh.transport.activity import in_step
@@ -59,6 +60,7 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
     scales: list[LossScale | None] = []  # of the next call
     lifting = Lifting()
 
+    @untransformed("value_and_grad's function")
     def grad_fn(
         params: Any, batch: Any, *, buffers: Any = None, rng: Key | None = None, step: int | None = None
     ) -> tuple[Any, Tree]:
@@ -196,6 +198,7 @@ def make_train_step(
         owns = optimizer.owns
         return (owns.axis,) if owns is not None and owns.unreduced(inner) else ()
 
+    @untransformed("a train step")
     @in_step
     @gives_back
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:

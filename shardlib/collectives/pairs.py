@@ -19,8 +19,8 @@ cotangents are equal). Duals: R↔P, V↔V, I↔I. Hence
     broadcast             V -> V      sum to the source
     ====================  ==========  ======================
 
-Every backward applies a Function of this table, so the pairs are right under `torch.autograd.grad`, double backward and
-`torch.func.grad`. (The types are those of meta-pytorch/spmd_types.)
+Every backward applies a Function of this table, and a tangent is exchanged as its tensor is, so the pairs are right under
+`torch.autograd.grad`, double backward, `torch.func.grad` and forward mode. (The types are those of meta-pytorch/spmd_types.)
 """
 
 from __future__ import annotations
@@ -252,6 +252,8 @@ class _Pair(torch.autograd.Function):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]  # else apply derives it in every call
+
+        cls.jvp = staticmethod(lambda ctx, tangent, *_: cls.apply(tangent, *ctx.static))  # type: ignore[method-assign]  # all are linear
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

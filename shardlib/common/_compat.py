@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree
 import torch.utils.checkpoint as checkpointing
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -69,6 +70,8 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 # Raises for a false condition, with a message: at once on the CPU, later on a device, for which nothing waits.
 require_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 func_transform = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func, or None
+of_func = torch._C._functorch.is_functorch_wrapped_tensor  # whether a tensor belongs to a level of torch.func
+without_func = temporarily_clear_interpreter_stack  # a context outside of torch.func's transforms
 forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)  # below 0 outside forward mode
 
 pytree = torch.utils._pytree
@@ -79,6 +82,12 @@ clone_store: Callable[[dist.Store], dist.Store] = methodcaller("clone")  # anoth
 # 2.13 renamed the single-tensor collectives and warns at each call of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def transformed() -> bool:
+    """Whether forward mode or torch.func is at work, so that a tensor may have a tangent, or be a batch of tensors."""
+    return func_transform() is not None or forward_level() >= 0
+
 
 _FIRST = 2**63  # above every sequence number that autograd assigns
 

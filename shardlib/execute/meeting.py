@@ -45,11 +45,18 @@ class _Met:
 
 class _MeetInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, meet: Callable[[], None]) -> torch.Tensor:
-        ctx.meet = meet
+    def forward(rows: torch.Tensor, meet: Callable[[], None]) -> torch.Tensor:
         return rows.view_as(rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.meet = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.meet()
         return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, rows: torch.Tensor, _: Any) -> torch.Tensor:
+        return rows.view_as(rows)

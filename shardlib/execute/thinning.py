@@ -294,11 +294,18 @@ def _ignoring(computed: Any, result: Any) -> Any:
 
 class _Ignoring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *computed: torch.Tensor) -> torch.Tensor:
-        ctx.like = [(each.shape, each.dtype, each.device) for each in computed]
+    def forward(x: torch.Tensor, *computed: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.like = [(each.shape, each.dtype, each.device) for each in inputs[1:]]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
         return grad, *zeros
+
+    @staticmethod
+    def jvp(ctx: Any, x: torch.Tensor | None, *_: Any) -> torch.Tensor | None:
+        return None if x is None else x.view_as(x)

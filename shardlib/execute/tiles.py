@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardlib.collectives.styles.slices import Slices
-from shardlib.common._compat import pytree, without_modes
+from shardlib.common._compat import pytree, transformed, without_modes
 from shardlib.errors import HandleError
 from shardlib.execute.activations.names import RECOMPUTE_MODES
 from shardlib.execute.handles import Handle, kind_of, materialise, refuse_max_norm
@@ -241,9 +241,12 @@ def _word_losses(x: torch.Tensor, tiles: TiledLeaf, targets: torch.Tensor, smoot
         wanted = scores.gather(-1, rows.where(here | (rows < 0), 0)[..., None])[..., 0].masked_fill(~here, 0)
         return scores.logsumexp(-1), wanted, scores.sum(-1) if smoothing else torch.zeros_like(wanted)
 
-    parts = [
-        checkpoint(of_tile, x, number, use_reentrant=False, preserve_rng_state=False) for number in range(tiles.count)
-    ]
+    def run(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if transformed():
+            return of_tile(x, number)
+        return checkpoint(of_tile, x, number, use_reentrant=False, preserve_rng_state=False)
+
+    parts = map(run, range(tiles.count))
     totals, wanted, sums = map(torch.stack, zip(*parts, strict=True))
     return totals.logsumexp(0) - (1 - smoothing) * wanted.sum(0) - smoothing / tiles.rows * sums.sum(0)
 

@@ -16,6 +16,8 @@ import torch
 
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import run_first, version_of
+from shardlib.common.boundaries import refuse_compiled
+from shardlib.errors import LossError
 from shardlib.execute.gradients import Gradients
 from shardlib.execute.handles import Handle, used_elsewhere
 from shardlib.execute.slicing import SlicedHandle
@@ -30,16 +32,22 @@ from shardlib.sharded.on_disk import BufferOnDisk
 
 class _Root(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, bucket: Bucket, gradients: Gradients) -> torch.Tensor:
-        ctx.bucket, ctx.gradients = bucket, gradients
+    def forward(ctx: Any, anchor: torch.Tensor, state: BucketState) -> torch.Tensor:
+        ctx.state = state
         ctx.set_materialize_grads(False)
-        return anchor.detach().expand(bucket.size(0))
+        return anchor.detach().expand(state.bucket.size(0))
 
     @staticmethod
-    def backward(ctx: Any, whole: torch.Tensor | None) -> tuple[None, None, None]:
-        if whole is not None or ctx.gradients.added(ctx.bucket):
-            ctx.gradients.add(ctx.bucket, whole)
-        return None, None, None
+    def backward(ctx: Any, whole: torch.Tensor | None) -> tuple[None, None]:
+        gradients, bucket = ctx.state.summing, ctx.state.bucket
+        if gradients is None:
+            raise LossError(
+                f"backward() inside the loss reaches {bucket.label}, and would add to the step's gradients. Take those that "
+                "you need by (g,) = torch.autograd.grad(value, [x]), or call value.backward(inputs=[x])"
+            )
+        if whole is not None or gradients.added(bucket):
+            gradients.add(bucket, whole)
+        return None, None
 
 
 class _Attach(torch.autograd.Function):
@@ -156,7 +164,7 @@ class BucketState:
         self._stand_ins = ()
         self._differentiated = gradients is not None
         if gradients is not None and self.bucket.trainable:
-            self.root = run_first(_Root.apply(self._anchor, self.bucket, gradients))
+            self.root = run_first(_Root.apply(self._anchor, self))
 
     def unbind(self) -> None:
         """Free the graph and the parameters of a finished micro-batch."""
@@ -334,6 +342,10 @@ class UnitState:
         return self._leaves
 
     def leaf(self, index: int) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            refuse_compiled(
+                f"a compiled function uses {self.buckets[0].bucket.label}, gathered or sliced as it is used"
+            )
         if self.gathers:
             self._touch(self)
         state, position = self._positions[index]

@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from shardlib.collectives.sequence.base import Attention
+from shardlib.common._compat import transformed
 from shardlib.errors import LossError
 from shardlib.nn.names import naming
 from shardlib.nn.sequence import Parts, current_parts
@@ -67,7 +68,8 @@ def tiled(fn: Callable[..., Any], x: torch.Tensor | tuple[torch.Tensor, ...], n:
             return context.copy().run(tile.run, fn, args)
 
         taken = [cut.take(number) for cut in cuts]
-        outputs = checkpoint(run, *taken, use_reentrant=False) if torch.is_grad_enabled() else run(*taken)
+        recomputes = torch.is_grad_enabled() and not transformed()
+        outputs = checkpoint(run, *taken, use_reentrant=False) if recomputes else run(*taken)
         single = not isinstance(outputs, tuple)
         outputs = [outputs] if single else list(outputs)
         results = results or [_Result(output, dim, length, view) for output in outputs]

@@ -1,4 +1,8 @@
-"""Tensors that are read, and made, tile by tile, so that of a whole tensor and of its gradient there is one copy each."""
+"""Tensors that are read, and made, tile by tile, so that of a whole tensor and of its gradient there is one copy each.
+
+Where a gradient is differentiated again (``create_graph``) each tile adds a tensor of the whole size to it. Forward mode and
+`torch.func` see plain views and copies.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from shardlib.common._compat import transformed
 
 # ``view(tensor, number)``: the tile of this number, as a view of a whole tensor. The views of all numbers cover the tensor.
 View = Callable[[torch.Tensor, int], torch.Tensor]
@@ -16,10 +21,12 @@ class Cut:
     """A tensor whose tiles are taken one by one. Their gradients are written into one tensor, as backward makes them."""
 
     def __init__(self, x: torch.Tensor, view: View) -> None:
-        self._x: torch.Tensor | None = x.detach()
+        plain = transformed()
+        self._x: torch.Tensor | None = x if plain else x.detach()
         # The graph keeps the sums, and must not keep what it is kept by, or the tensor, longer than a tile needs it.
         self._sum = _Sum(x, view)
-        self._stand_in = _Gradient.apply(x, self._sum) if x.requires_grad and torch.is_grad_enabled() else None
+        made = not plain and x.requires_grad and torch.is_grad_enabled()
+        self._stand_in = _Gradient.apply(x, self._sum) if made else None
 
     def take(self, number: int) -> torch.Tensor:
         assert self._x is not None
@@ -42,8 +49,17 @@ class _Sum:
 
     def put(self, grad: torch.Tensor, number: int) -> None:
         if self._gradient is None:
-            self._gradient = torch.zeros_like(self._like, device=self._device)
+            self._gradient = self._zeros()
         self.view(self._gradient, number).copy_(grad)
+
+    def alone(self, grad: torch.Tensor, number: int) -> torch.Tensor:
+        """What one tile adds to the gradient, in the graph."""
+        whole = self._zeros()
+        self.view(whole, number).copy_(grad)
+        return whole
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros_like(self._like, device=self._device)
 
     def take(self) -> torch.Tensor | None:
         gradient, self._gradient = self._gradient, None
@@ -60,9 +76,8 @@ class _Gradient(torch.autograd.Function):
         return x.new_zeros(()).expand(x.shape)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return ctx.total.take(), None
+    def backward(ctx: Any, alone: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return ctx.total.take() if alone is None else alone, None
 
 
 class _Take(torch.autograd.Function):
@@ -73,8 +88,9 @@ class _Take(torch.autograd.Function):
         return total.view(x, number)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        if grad is not None and torch.is_grad_enabled():
+            return ctx.total.alone(grad, ctx.number), None, None, None
         if grad is not None:
             ctx.total.put(grad, ctx.number)
         return None, None, None, None
@@ -90,27 +106,37 @@ class Join:
     def __init__(self, out: torch.Tensor, view: View) -> None:
         self.out, self.view = out, view
         self._stand_ins: list[torch.Tensor] = []
+        self._count = 0
 
     def put(self, tile: torch.Tensor) -> None:
         """Put the next tile, of as many elements as its view, into its place."""
-        self._stand_ins.append(_Put.apply(tile, self, len(self._stand_ins)))
+        number, self._count = self._count, self._count + 1
+        if transformed():
+            self._write(tile, number)
+        else:
+            self._stand_ins.append(_Put.apply(tile, self._write, number))
 
     def whole(self) -> torch.Tensor:
-        return _Whole.apply(self.out, self.view, *self._stand_ins)
+        return _Whole.apply(self.out, self.view, *self._stand_ins) if self._stand_ins else self.out
+
+    def _write(self, tile: torch.Tensor, number: int) -> torch.Size:
+        """Write a tile into its place; returns the place's shape."""
+        place = self.view(self.out, number)
+        place.copy_(tile.view(place.shape))
+        return place.shape
 
 
 class _Put(torch.autograd.Function):
     """Writes a tile into its place, and returns a stand-in without memory for it."""
 
     @staticmethod
-    def forward(ctx: Any, tile: torch.Tensor, join: Join, number: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, tile: torch.Tensor, write: Callable[[torch.Tensor, int], torch.Size], number: int
+    ) -> torch.Tensor:
         ctx.shape = tile.shape
-        place = join.view(join.out, number)
-        place.copy_(tile.view(place.shape))
-        return tile.new_zeros(()).expand(place.shape)
+        return tile.new_zeros(()).expand(write(tile, number))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grad.reshape(ctx.shape), None, None
 
@@ -123,6 +149,5 @@ class _Whole(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, *(ctx.view(grad, number) for number in range(ctx.count))

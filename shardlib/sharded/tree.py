@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardlib.common._compat import version_of
+from shardlib.common._compat import func_transform, of_func, version_of, without_func
 from shardlib.common.pages import cloned
 from shardlib.errors import DonatedStateError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
@@ -58,7 +58,8 @@ class Sharded:
         self._check()
         if self._held.tree is not None:
             return self._held.tree
-        tree = unflatten(self.plan.shape.treedef, self._leaves())
+        with without_func():  # what is kept must belong to no level of torch.func
+            tree = unflatten(self.plan.shape.treedef, self._leaves())
         if self.on_disk is None:  # what was read from disk is not kept
             self._held.tree = tree
         return tree
@@ -218,6 +219,11 @@ def _children(node: Sharded) -> tuple[Iterable[Any], Any]:
 def _build(static: Any, children: Iterable[Any]) -> Sharded:
     plan, mesh, role = static
     (tree,) = children
+    if func_transform() is not None and any(map(of_func, flatten(tree)[1])):
+        raise TreeError(
+            "torch.func is given a Sharded tree, whose leaves are this rank's shards. Take sl.value_and_grad(loss_fn), or "
+            "give it a plain tree, sl.unshard(params)"
+        )
     return Sharded(plan, mesh, role, tree=tree)
 
 

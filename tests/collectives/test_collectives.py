@@ -6,6 +6,7 @@ plain definition of each collective over a list of ranks' tensors.
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from helpers.measure import SCALARS, count_payload
 
 import shardlib as sl
@@ -88,6 +89,12 @@ def by_autograd(mesh, name):
     return y.detach(), first.detach(), second
 
 
+def by_forward_mode(mesh, name):
+    x = inputs()[mesh.rank]
+    y = CASES[name](forward_ad.make_dual(x, x.cos()))
+    return forward_ad.unpack_dual(y)
+
+
 def by_func_grad(mesh, name):
     x, fn = inputs()[mesh.rank], CASES[name]
 
@@ -105,6 +112,15 @@ def test_values_and_two_derivatives(how, name):
     for ours, theirs in zip(zip(*sl.simulate(how, name, mesh={"data": N})), oracle(name)):
         for a, b in zip(ours, theirs):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_tangent_is_exchanged_as_its_tensor_is(name):
+    with forward_ad.dual_level():  # of the process: simulated ranks share it
+        found = sl.simulate(by_forward_mode, name, mesh={"data": N})
+    tangents = DEFINITIONS[name]([x.cos() for x in inputs()])  # all are linear
+    for (_, tangent), wanted in zip(found, tangents, strict=True):
+        torch.testing.assert_close(tangent, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("how", [by_autograd, by_func_grad])

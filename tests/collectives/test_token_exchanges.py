@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -168,15 +169,19 @@ def test_one_is_the_transpose_of_the_other(case):
     torch.testing.assert_close(sum(there), sum(back), rtol=1e-12, atol=1e-12)
 
 
+def there_and_back(mesh, case, x):
+    coming, way = case.exchange.send(mesh, x, torch.tensor(case.counts[mesh.rank]), slots=case.slots)
+    here = coming.wait()
+    return case.exchange.back(mesh, here.sin(), way).wait()
+
+
 def by_func_grad(mesh, case):
-    counts = torch.tensor(case.counts[mesh.rank])
+    return torch.func.grad(lambda x: rank_loss(there_and_back(mesh, case, x), mesh.rank))(case.rows(mesh.rank))
 
-    def loss(x):
-        coming, way = case.exchange.send(mesh, x, counts, slots=case.slots)
-        here = coming.wait()
-        return rank_loss(case.exchange.back(mesh, here.sin(), way).wait(), mesh.rank)
 
-    return torch.func.grad(loss)(case.rows(mesh.rank))
+def by_forward_mode(mesh, case):
+    x = case.rows(mesh.rank)
+    return forward_ad.unpack_dual(there_and_back(mesh, case, forward_ad.make_dual(x, x + 1))).tangent
 
 
 @pytest.mark.parametrize("number", range(len(REAL)))
@@ -187,6 +192,12 @@ def test_torch_func(number):
         sent = sum(case.counts[rank])
         rank_loss(torch.cat([x[:sent].sin(), torch.zeros_like(x[sent:])]), rank).backward()
         torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-12)
+    with forward_ad.dual_level():  # of the process: simulated ranks share it
+        tangents = sl.simulate(by_forward_mode, case, mesh=case.mesh)
+    for rank, tangent in enumerate(tangents):
+        x, sent = case.rows(rank), sum(case.counts[rank])
+        wanted = torch.cat([x[:sent].cos() * (x[:sent] + 1), torch.zeros_like(x[sent:])])
+        torch.testing.assert_close(tangent, wanted, rtol=1e-12, atol=1e-12)
 
 
 def partly_needed(mesh, case, named):

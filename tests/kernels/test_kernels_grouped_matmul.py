@@ -189,13 +189,6 @@ def test_numbers_without_end_stay_in_their_rows():
     assert not found[5].any()
 
 
-def test_second_derivatives():
-    x, weight, offsets = drawn([2, 0, 3], 3, 2, torch.float64, spare=1)
-    leaves = [x.requires_grad_(), weight.requires_grad_(), torch.ones(3, 2, dtype=x.dtype, requires_grad=True)]
-    assert torch.autograd.gradcheck(lambda x, w, b: grouped_matmul(x, w, offsets, b), leaves)
-    assert torch.autograd.gradgradcheck(lambda x, w, b: grouped_matmul(x, w, offsets, b), leaves)
-
-
 def test_every_way_to_a_gradient_is_the_same():
     torch._dynamo.reset()
     x, weight, offsets = drawn([2, 0, 3], 7, 5, torch.float32)

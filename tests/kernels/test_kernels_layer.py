@@ -75,12 +75,6 @@ def test_threads_change_nothing(name):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 
 
-@pytest.mark.parametrize("name", layer_kernels.CASES)
-def test_second_derivatives(name):
-    values = layer_kernels.inputs(layer_kernels.CASES[name], (2, 5), torch.float64, "contiguous", 3)
-    assert torch.autograd.gradgradcheck(layer_kernels.CASES[name].kernel, [v.requires_grad_() for v in values])
-
-
 def scalar(function):
     def loss(*values):
         found = function(*values)

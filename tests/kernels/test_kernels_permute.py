@@ -132,14 +132,6 @@ def test_threads_change_nothing():
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_second_derivatives(weighted):
-    x, rows, weights, positions = drawn(4, 2, 3, torch.float64, 3)
-    inputs = [value.requires_grad_() for value in ((rows, weights.double()) if weighted else (x, rows))]
-    kernel, _ = functions(positions, len(rows), weighted)
-    assert torch.autograd.gradcheck(kernel, inputs) and torch.autograd.gradgradcheck(kernel, inputs)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
 def test_every_way_to_a_gradient_is_the_same(weighted):
     torch._dynamo.reset()
     x, rows, weights, positions = drawn(4, 2, 21, torch.float32, 3)

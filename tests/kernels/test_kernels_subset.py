@@ -82,13 +82,6 @@ def test_threads_change_nothing():
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
 
 
-def test_second_derivatives():
-    x, rows, index = drawn(2, 5, 3, 2, torch.float64, 3)
-    inputs = [value.requires_grad_() for value in (x, rows)]
-    for function in (lambda x, rows: take(x * x, index), lambda x, rows: put(x * x, index, rows * rows)):
-        assert torch.autograd.gradcheck(function, inputs) and torch.autograd.gradgradcheck(function, inputs)
-
-
 def test_every_way_to_a_gradient_is_the_same():
     torch._dynamo.reset()
     x, rows, index = drawn(2, 7, 3, 21, torch.float32, 3)

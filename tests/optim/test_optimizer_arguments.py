@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.models import mlp, regression_batch
+from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.errors import TreeError
@@ -138,6 +139,13 @@ def test_momentum_that_a_schedule_brings_to_zero_goes_on():
         moves, state = tx.update(grads, state, params)
         moved.append(moves["w"][0].item())
     assert moved == [-1.0, -1.5, -1.0, -1.5]
+
+
+@pytest.mark.parametrize("make", [opt.sgd, opt.rmsprop])
+def test_none_is_no_momentum_as_in_optax(make):
+    params = {"w": torch.ones(3)}
+    none, zero = ((tx := make(0.1, momentum=each)).update(params, tx.init(params), params) for each in (None, 0.0))
+    assert_same(none, zero)
 
 
 @pytest.mark.parametrize("make", [opt.sgd, opt.rmsprop])

@@ -21,7 +21,8 @@ from shardlib.collectives import primitives
 from shardlib.collectives.pairs import ACTIVATIONS
 from shardlib.collectives.sequence.base import Attend, Attention, SequenceKind
 from shardlib.common._compat import no_modes
-from shardlib.errors import LossError, SpecError
+from shardlib.common.boundaries import Once
+from shardlib.errors import SpecError
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Work
 from shardlib.mesh.transport.activity import naming
@@ -53,7 +54,7 @@ class Ring(SequenceKind):
 
         Raises:
             SpecError: keys and queries of different lengths, or of an odd length; a key mask, a layout or segments.
-            LossError: in backward, where a second derivative is asked for.
+            LossError: a second derivative, forward mode or torch.func.
         """
         if k.shape[2] != q.shape[2] or q.shape[2] % 2:
             raise SpecError(
@@ -69,7 +70,9 @@ class Ring(SequenceKind):
         return _Ring.apply(q, k, v, mesh, self.axis, how.causal, scale)
 
 
-class _Ring(torch.autograd.Function):
+class _Ring(Once):
+    what, remedy = "ring attention", "Take sequence(kind='ulysses'), which has them all"
+
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Mesh, axis: str, causal: bool, scale: float
@@ -83,10 +86,6 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise LossError(
-                "ring attention has no second derivative; for gradients of gradients use sequence(kind='ulysses')"
-            )
         mesh, axis, causal, scale = ctx.static
         q, k, v, out, total = ctx.saved_tensors
         return *_backward(q, k, v, out, total, grad, _Trip(mesh, axis, causal), scale), None, None, None, None

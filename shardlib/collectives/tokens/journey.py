@@ -39,10 +39,15 @@ class Journey:
         self._mesh, self.route, self._outward, self._packings, self._about = mesh, route, outward, packings, about
         self._packing = packings[0] if outward else packings[1]
         self.dual: Journey | None = None  # the journey of the gradients, while backward runs
+        self.twin: Journey | None = None  # the journey of the rows' tangents, in forward mode
 
     def reversed(self) -> Journey:
         """The journey of the gradients."""
         return Journey(self._mesh, self.route, not self._outward, self._packings, f"gradients of {self._about}")
+
+    def again(self) -> Journey:
+        """The journey of tangents."""
+        return Journey(self._mesh, self.route, self._outward, self._packings, f"tangents of {self._about}")
 
     def depart(self, rows: torch.Tensor) -> None:
         """Start with these rows."""
@@ -150,6 +155,11 @@ class _Depart(_Half):
         dual, ctx.journey.dual = ctx.journey.dual, None
         return _Arrive.apply(grad, dual), None, None
 
+    @staticmethod
+    def jvp(ctx: Any, rows: torch.Tensor, *_: Any) -> torch.Tensor:
+        ctx.journey.twin = twin = ctx.journey.again()
+        return _Depart.apply(rows, None, twin)
+
 
 class _Arrive(_Half):
     @staticmethod
@@ -160,3 +170,8 @@ class _Arrive(_Half):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         ctx.journey.dual = dual = ctx.journey.reversed()
         return _Depart.apply(grad, None, dual), None
+
+    @staticmethod
+    def jvp(ctx: Any, standing: torch.Tensor, _: Any) -> torch.Tensor:
+        twin, ctx.journey.twin = ctx.journey.twin, None
+        return _Arrive.apply(standing, twin)

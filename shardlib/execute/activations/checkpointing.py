@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardlib.common._compat import FUSED_ATTENTIONS, pytree
+from shardlib.common._compat import FUSED_ATTENTIONS, pytree, transformed
 from shardlib.execute.activations.decisions import decided_once
 from shardlib.execute.activations.draws import Draws
-from shardlib.execute.activations.names import RECOMPUTE_MODES, contexts
+from shardlib.execute.activations.names import RECOMPUTE_MODES, contexts, noting
 from shardlib.execute.handles import Handle
 from shardlib.plan.recompute import Recompute
 
@@ -29,7 +30,12 @@ def checkpointed(
 
     Args:
         names: the names of values, which are added to where the policy keeps some by name.
+
+    Forward mode and `torch.func` keep everything: a recomputation would have neither their tangents nor their levels.
     """
+    if transformed():
+        with noting(names):
+            return fn(*args, **kwargs)
     compiles = torch.compiler.is_compiling()  # torch's own way to keep generators' states is known to its compiler
     fn = fn if compiles else decided_once(draws.repeated(fn), RECOMPUTE_MODES)
     leaves, shape = pytree.tree_flatten((args, kwargs))
@@ -45,16 +51,39 @@ def checkpointed(
 
     tensors = [leaf for tensor, leaf in zip(seen, leaves) if tensor]
     del args, kwargs, leaves  # what is kept elsewhere must not be kept here
-    return checkpoint(call, others, *tensors, use_reentrant=False, preserve_rng_state=compiles, **_policy(how, names))
+    policy = _policy(how, names, compiles)
+    return checkpoint(call, others, *tensors, use_reentrant=False, preserve_rng_state=compiles, **policy)
 
 
-def _policy(how: Recompute, names: set[str]) -> dict[str, Any]:
+def _policy(how: Recompute, names: set[str], compiles: bool) -> dict[str, Any]:
     if how.save:
         return {"context_fn": partial(contexts, how.save, names)}
     if how.policy == "full":
         return {}
     keeps = _keep_dots if how.policy == "dots" else how.policy
-    return {"context_fn": partial(create_selective_checkpoint_contexts, keeps)}
+
+    def made() -> tuple[Any, Any]:
+        first, again = create_selective_checkpoint_contexts(keeps)
+        return first, again if compiles else _Once(again)
+
+    return {"context_fn": made}
+
+
+class _Once:
+    """A policy's context for recomputation, which gives away what it kept: a further one computes everything.
+
+    The second derivative of a block recomputes it a second time.
+    """
+
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        self._context, self._entered = context, nullcontext()  # type: AbstractContextManager[Any], AbstractContextManager[Any]
+
+    def __enter__(self) -> None:
+        self._entered, self._context = self._context, nullcontext()
+        self._entered.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)
 
 
 _DOTS = {

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +156,21 @@ def contexts(save: Iterable[str], seen: set[str]) -> tuple[Forward, Again]:
     """The contexts of the first run of a block and of later ones."""
     first = Forward(save, seen)
     return first, Again(first)
+
+
+@contextmanager
+def noting(seen: set[str]) -> Iterator[None]:
+    """A context in which values are named, and none is kept by its name."""
+
+    def note(x: torch.Tensor, name: str) -> torch.Tensor:
+        seen.add(name)
+        return x
+
+    token = naming.set(note)
+    try:
+        yield
+    finally:
+        naming.reset(token)
 
 
 def require_known(save: Iterable[str], seen: Iterable[str]) -> None:

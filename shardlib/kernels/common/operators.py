@@ -4,9 +4,9 @@ An operation is two opaque custom operators of `torch.library`, forward and back
 and never looks inside, `torch.func.vmap` calls them once per element of the batch. Each operator is called by an
 autograd.Function: the forward one's backward applies the backward one, whose own backward differentiates a plain-torch
 version of the backward pass. So first derivatives run kernels under `autograd.grad`, `torch.func.grad` and `torch.compile`
-alike, and higher ones are right, at the speed of plain torch. (`torch.library.register_autograd` does not support
-`torch.func.grad`. `torch.func.grad` inside a compiled function is refused here, since the compiler then drops the
-autograd.Function.)
+alike, and higher ones are right, at the speed of plain torch. Forward mode transposes the plain backward pass, which is
+linear in the gradients. (`torch.library.register_autograd` does not support `torch.func.grad`. `torch.func.grad` inside a
+compiled function is refused here, since the compiler then drops the autograd.Function.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.flop_counter import register_flop_formula
 
-from shardlib.common._compat import below_autograd, forward_level, no_autocast
+from shardlib.common._compat import below_autograd, forward_level, no_autocast, transformed
 from shardlib.kernels.common.recompute import can_hook
 from shardlib.kernels.common.records import layout_of
 
@@ -124,7 +124,7 @@ def differentiable(
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-            _save(ctx, inputs)
+            _save(ctx, inputs, output)
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -136,6 +136,17 @@ def differentiable(
 
             pull = torch.func.vjp(plain, *[kept[i] for i in positions])[1]
             return _replaced((None,) * len(kept), positions, pull(gradients))
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+            kept, outputs = _saved_for_forward(ctx)
+            positions = _floats(kept)
+
+            def plain(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return tuple(plain_backward(*_replaced(kept, positions, values)))
+
+            pull = torch.func.vjp(plain, *[kept[i] for i in positions])[1]
+            return _pushed(lambda *gradients: pull(gradients), outputs, [tangents[i] for i in positions])
 
     class Forward(torch.autograd.Function):
         generate_vmap_rule = True
@@ -149,7 +160,7 @@ def differentiable(
             if backward_only:
                 ctx.mark_non_differentiable(*output[-backward_only:])
             ctx.count, ctx.positions = len(inputs), _floats(inputs)
-            _save(ctx, keep(inputs, output))
+            _save(ctx, keep(inputs, output), output[: len(output) - backward_only])
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -160,6 +171,15 @@ def differentiable(
             plain = _without_derivatives()
             computed = _computed(backward_pass, values) if plain else _backwards[name].apply(*values)
             return _replaced((None,) * ctx.count, ctx.positions, per_input(computed, gradients))
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+            kept, outputs = _saved_for_forward(ctx)
+
+            def pull(*gradients: torch.Tensor) -> Sequence[torch.Tensor | None]:
+                return per_input(tuple(plain_backward(*kept, *gradients)), gradients)
+
+            return (*_pushed(pull, outputs, [tangents[i] for i in ctx.positions]), *(None,) * backward_only)
 
     _backwards[name] = Backward
     # The compiler counts a forward's parameters to decide whether it takes a context.
@@ -282,12 +302,37 @@ def _replaced(values: Sequence[Any], positions: Sequence[int], new: Sequence[Any
     return tuple(result)
 
 
-def _save(ctx: Any, values: tuple[Any, ...]) -> None:
+def _save(ctx: Any, values: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
     """Saves tensors by autograd, which notices changes in place, and constants on ``ctx``."""
     tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
     ctx.save_for_backward(*[values[i] for i in tensors])
+    if transformed():
+        ctx.save_for_forward(*[values[i] for i in tensors], *outputs)
     ctx.tensors, ctx.constants = tensors, _replaced(values, tensors, [None] * len(tensors))
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
     return _replaced(ctx.constants, ctx.tensors, ctx.saved_tensors)
+
+
+def _saved_for_forward(ctx: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+    """What `_save` saved, and the outputs, where forward mode asks."""
+    count = len(ctx.tensors)
+    return _replaced(ctx.constants, ctx.tensors, ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+
+
+def _pushed(
+    pull: Callable[..., Sequence[torch.Tensor | None]],
+    outputs: tuple[torch.Tensor, ...],
+    tangents: Sequence[torch.Tensor | None],
+) -> tuple[torch.Tensor, ...]:
+    """The tangents of outputs, from those of inputs; ``pull`` is linear, from gradients of outputs to those of inputs."""
+    known: list[torch.Tensor] = []
+
+    def moving(*gradients: torch.Tensor) -> list[torch.Tensor]:
+        pulled = [(each, tangent) for each, tangent in zip(pull(*gradients), tangents, strict=True) if each is not None]
+        known[:] = [torch.zeros_like(each) if tangent is None else tangent for each, tangent in pulled]
+        return [each for each, _ in pulled]
+
+    push = torch.func.vjp(moving, *map(torch.zeros_like, outputs))[1]
+    return tuple(tangent.contiguous() for tangent in push(known))  # laid out as outputs are

@@ -43,7 +43,8 @@ def _ready(given: Attention) -> Attention:
 
 def _forward(given: Attention, using: str | None) -> list[torch.Tensor]:
     with on(given.q.device):
-        return list(serving("sparse_attention", given.q, using).forward(_ready(given)))
+        # The reference cuts what it pads.
+        return [x.contiguous() for x in serving("sparse_attention", given.q, using).forward(_ready(given))]
 
 
 def _backward(
@@ -52,7 +53,7 @@ def _backward(
     tensors = [x.contiguous() for x in (out, lse, dout)]
     with on(given.q.device):
         gradients = serving("sparse_attention", given.q, using).backward(_ready(given), *tensors)
-    return [gradient for gradient in gradients if gradient is not None]
+    return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 
 def _backward_reference(

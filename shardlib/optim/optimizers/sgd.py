@@ -21,8 +21,8 @@ class SgdState(NamedTuple):
     trace: Tree
 
 
-def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> GradientTransformation:
-    """``t ← momentum·t + g``; update ``−lr·t`` (nesterov: ``−lr·(g + momentum·t)``); as optax.sgd.
+def sgd(lr: float | Schedule, momentum: float | None = 0.0, nesterov: bool = False) -> GradientTransformation:
+    """``t ← momentum·t + g``; update ``−lr·t`` (nesterov: ``−lr·(g + momentum·t)``); as optax.sgd. No momentum: 0 or None.
 
     Raises:
         ValueError: a hyper-parameter out of range.
@@ -36,7 +36,7 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> 
     check(
         "sgd",
         "momentum is at least 0 and below 1 (usually 0.9; a schedule by inject_hyperparams), and nesterov goes with one",
-        momentum=(momentum, is_share(momentum)),
+        momentum=(momentum, momentum is None or is_share(momentum)),
         nesterov=(nesterov, not nesterov or bool(momentum)),
     )
     rate = as_schedule(lr, "sgd")

@@ -1,0 +1,90 @@
+"""Boundaries that `torch.func`, forward mode and `torch.compile` do not cross, and refusals that name them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+import torch
+
+from shardlib.common._compat import outside_of_graphs, transformed
+from shardlib.errors import HandleError, LossError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Once(torch.autograd.Function):
+    """An autograd.Function without a second derivative, forward mode or `torch.func`: torch's own errors do not name it.
+
+    Attributes:
+        what: the operation, as a user calls it.
+        remedy: what has those derivatives.
+    """
+
+    what: ClassVar[str]
+    remedy: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        backward = cls.backward
+
+        @functools.wraps(backward)
+        def once(ctx: Any, *gradients: Any) -> Any:
+            if torch.is_grad_enabled():
+                raise cls._refusal()
+            return backward(ctx, *gradients)
+
+        cls.backward = staticmethod(once)  # type: ignore[method-assign]
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if transformed():
+            raise cls._refusal()
+        return super().apply(*args)
+
+    @classmethod
+    def _refusal(cls) -> LossError:
+        return LossError(
+            f"{cls.what} is differentiated once, in backward: it has no second derivative, no forward mode and no "
+            f"torch.func. {cls.remedy}"
+        )
+
+
+def untransformed(what: str) -> Callable[[F], F]:
+    """A decorator of a function that takes a whole step, and that no transform of torch may contain.
+
+    It communicates, and computes gradients itself. So torch.func and forward mode would see a constant in its result, and a
+    compiler would trace the library.
+
+    Args:
+        what: the function, as a user calls it.
+
+    Raises:
+        HandleError: in a call inside a transform.
+    """
+
+    def decorated(fn: F) -> F:
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                refuse_compiled(f"{what} is inside of a compiled function")
+            if transformed():
+                raise HandleError(
+                    f"torch.func, or forward mode, around {what}, to which its result is a constant. Use it inside the loss "
+                    "function, or on a plain function of sl.unshard(params)"
+                )
+            return fn(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorated
+
+
+@outside_of_graphs
+def refuse_compiled(what: str) -> NoReturn:
+    """Raise where torch.compile traces the library. Call it while `torch.compiler.is_dynamo_compiling`."""
+    raise HandleError(
+        f"{what}, and torch.compile would trace shardlib itself. Compile the functions of blocks, which get their parameters "
+        "gathered: sl.block(torch.compile(fn))"
+    )
