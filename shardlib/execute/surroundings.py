@@ -4,8 +4,10 @@ experts."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+
+import torch
 
 from shardlib.execute.sequence import SequenceParts
 from shardlib.mesh.mesh import Mesh, current_mesh
@@ -22,21 +24,29 @@ class Surroundings:
         parts: the sequence's parts; None if sequences are whole.
         modules: the modules that run in tiles; None if there are none.
         tokens: how tokens travel to their experts; None if every rank has all experts.
+        autocast: the dtype to which torch's autocast casts; None if it casts nothing.
     """
 
     mesh: Mesh
     parts: SequenceParts | None
     modules: TiledModules | None
     tokens: Exchange | None
+    autocast: torch.dtype | None
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self, casts: bool = True) -> Iterator[None]:
+        """The context. Backward is outside of autocast (not ``casts``): checkpoints turn on what was on in their forward."""
         mesh, parts = current_mesh.set(self.mesh), current_parts.set(self.parts)
         modules, tokens = current_modules.set(self.modules), current_exchange.set(self.tokens)
         try:
-            yield
+            with self._casting() if casts and self.autocast else nullcontext():
+                yield
         finally:
             current_exchange.reset(tokens)
             current_modules.reset(modules)
             current_mesh.reset(mesh)
             current_parts.reset(parts)
+
+    def _casting(self) -> torch.autocast:
+        # A cache would keep casts of parameters alive, and serve those of a unit that has been gathered anew.
+        return torch.autocast(self.mesh.device.type, self.autocast, cache_enabled=False)

@@ -107,6 +107,7 @@ class StepPlan:
     tokens: TokenExchange | None = None
     layer_drop: LayerDrop | None = None
     token_drop: TokenDrop | None = None
+    autocast: torch.dtype | None = None
 
     @property
     def thins(self) -> bool:
