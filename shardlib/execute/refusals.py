@@ -77,7 +77,7 @@ def _explain_dtypes(error: Exception, plan: Plan) -> HandleError | None:
     if plan.step.autocast is None:
         remedy = f"Take sl.precision({name!r}, autocast=True), under which torch casts the operands of such operations; or"
     else:
-        remedy = "The operation is none that autocast casts for:"
+        remedy = "Autocast casts nothing for this operation:"
     return HandleError(
         f"{text}: the function makes numbers of another dtype than its parameters, which sl.precision holds in {name} (masks, "
         f"positions and norms' statistics are in fp32, for example). {remedy} leave the layer's parameters in their own "

@@ -4,8 +4,9 @@ experts."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ class Surroundings:
         mesh, parts = current_mesh.set(self.mesh), current_parts.set(self.parts)
         modules, tokens = current_modules.set(self.modules), current_exchange.set(self.tokens)
         try:
-            with self._casting() if casts and self.autocast else nullcontext():
+            with casting(self.autocast if casts else None, self.mesh.device):
                 yield
         finally:
             current_exchange.reset(tokens)
@@ -47,6 +48,8 @@ class Surroundings:
             current_mesh.reset(mesh)
             current_parts.reset(parts)
 
-    def _casting(self) -> torch.autocast:
-        # A cache would keep casts of parameters alive, and serve those of a unit that has been gathered anew.
-        return torch.autocast(self.mesh.device.type, self.autocast, cache_enabled=False)
+
+def casting(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of a function that torch's autocast casts for, to ``dtype``; None for one that it does not."""
+    # A cache would keep casts of parameters alive, and serve those of a unit that has been gathered anew.
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)
