@@ -374,7 +374,10 @@ class Executor:
         runner = block_runner.set(phases.around(run) if phases else run)
         keeper = current_keeper.set(self._keeper)
         try:
-            with self._surroundings.installed(casts=not backward), phases.running(backward) if phases else nullcontext():
+            with (
+                self._surroundings.installed(casts=not backward),
+                phases.running(backward) if phases else nullcontext(),
+            ):
                 yield
         finally:
             block_runner.reset(runner)

@@ -75,13 +75,15 @@ def _explain_dtypes(error: Exception, plan: Plan) -> HandleError | None:
         return None
     name = _NAMES[held.pop()]
     if plan.step.autocast is None:
-        remedy = f"Take sl.precision({name!r}, autocast=True), under which torch casts the operands of such operations; or"
+        remedy = (
+            f"Take sl.precision({name!r}, autocast=True), under which torch casts the operands of such operations; or"
+        )
     else:
         remedy = "Autocast casts nothing for this operation:"
     return HandleError(
-        f"{text}: the function makes numbers of another dtype than its parameters, which sl.precision holds in {name} (masks, "
-        f"positions and norms' statistics are in fp32, for example). {remedy} leave the layer's parameters in their own "
-        "dtype, keep='*/layer/*'"
+        f"{text}: the function makes numbers of another dtype than its parameters, which sl.precision holds in {name} "
+        f"(masks, positions and norms' statistics are in fp32, for example). {remedy} leave the layer's parameters in their "
+        "own dtype, keep='*/layer/*'"
     )
 
 

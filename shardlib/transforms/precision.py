@@ -58,8 +58,9 @@ class Precision(Coded):
                 "parameter's path, such as 'blocks/*/ln1/*'."
             )
         yield Reduce("*", dtype=_DTYPES[self.reduce_dtype])
-        how = "autocast" if self.autocast else "cast_batch"
-        yield Step(loss_scale=self.loss_scale, **{how: _DTYPES[self.compute]})
+        dtype = _DTYPES[self.compute]
+        yield Step(autocast=dtype) if self.autocast else Step(cast_batch=dtype)
+        yield Step(loss_scale=self.loss_scale)
 
 
 def precision(
@@ -93,8 +94,8 @@ def precision(
             bit by bit; gathers are then in the parameters' own dtype.
 
     Raises:
-        IllegalComposition: an unknown dtype, a loss scale without fp16, or autocast to fp32; when a plan is made, globs of ``leaves`` that
-            match no parameter.
+        IllegalComposition: an unknown dtype, a loss scale without fp16, or autocast to fp32; when a plan is made, globs of
+            ``leaves`` that match no parameter.
 
     >>> parallel = sl.chain(sl.zero(1), sl.precision("bf16"))
     >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).bytes("param")

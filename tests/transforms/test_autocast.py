@@ -157,7 +157,9 @@ def test_what_is_stored_and_sent():
     (batch,) = token_batches(1)
     for keep, size in ((), 2), ("*", 4):
         transform = sl.chain(sl.zero(3), sl.precision("bf16", autocast=True, keep=keep))
-        plan = sl.make_plan(params, sl.abstract_mesh(data=RANKS), transform, loss_fn=loss_fn, batch=share(batch, 0, RANKS))
+        plan = sl.make_plan(
+            params, sl.abstract_mesh(data=RANKS), transform, loss_fn=loss_fn, batch=share(batch, 0, RANKS)
+        )
         sizes = {p.compute.dtype.itemsize for p in plan.placements if len(p.compute.shape) > 1}
         assert sizes == {size} and plan.placement_of["head/norm/weight"].compute.dtype == torch.float32
         assert "autocast=bfloat16" in str(plan)
