@@ -23,6 +23,7 @@ import torch.utils._pytree
 import torch.utils.checkpoint as checkpointing
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._utils import _flatten_dense_tensors, _rebuild_tensor_v2, _rebuild_tensor_v3, _unflatten_dense_tensors

@@ -14,6 +14,7 @@ from shardlib.debug.notes import Run, copied
 from shardlib.debug.watching import Watch
 from shardlib.errors import BatchError, LossError, ShardlibError
 from shardlib.execute.losses import read_loss, wants
+from shardlib.execute.surroundings import casting
 from shardlib.execute.thinning import Layers
 from shardlib.nn.blocks import block_runner
 from shardlib.optim.base import GradientTransformation
@@ -106,7 +107,8 @@ class OneDevice:
         seed = self._rng.fold_in(step).at_slot(cell)
         with torch.enable_grad(), seeding_torch(seed, torch.device("cpu")), self._thinned(step, seed, in_order):
             seeded = torch.get_rng_state()
-            value = watch.watched(self._loss_fn)(tree, batch, **extra)
+            with casting(self._plan.step.autocast, torch.device("cpu")):
+                value = watch.watched(self._loss_fn)(tree, batch, **extra)
             self.draws |= not torch.equal(torch.get_rng_state(), seeded)
         (run,) = watch.runs
         total = read_loss(value, False).total

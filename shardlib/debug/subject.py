@@ -67,7 +67,7 @@ def in_float64(plan: Plan) -> Plan:
     """The same plan with float64 in place of every floating dtype, the same buckets and exchanges; see `left_out`."""
     plan = like_one_device(plan)
     codecs = {axis: codec for axis, codec in plan.reductions.codecs.items() if codec.wide}
-    step = replace(plan.step, cast_batch=None if plan.step.cast_batch is None else torch.float64)
+    step = replace(plan.step, cast_batch=None if plan.step.cast_batch is None else torch.float64, autocast=None)
     return replace(
         plan,
         placements=tuple(map(_wide_placement, plan.placements)),

@@ -91,7 +91,7 @@ class Blocks:
             return call(*args, **kwargs)
 
         def surrounded(*args: Any, **kwargs: Any) -> Any:
-            with self._surroundings.installed(), readable_twice() if self._splits else nullcontext():
+            with self._surroundings.installed(casts=False), readable_twice() if self._splits else nullcontext():
                 return call(*args, **kwargs)
 
         return checkpointed(surrounded, args, kwargs, self._how, self._names, self._draws)

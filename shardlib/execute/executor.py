@@ -25,7 +25,7 @@ from shardlib.execute.meeting import Meeting
 from shardlib.execute.opaque import require_open
 from shardlib.execute.phases import Phases, phases_of
 from shardlib.execute.record import Record
-from shardlib.execute.refusals import explain_hooks, refuse_autocast, refuse_func, require_unwritten
+from shardlib.execute.refusals import explain, refuse_autocast, refuse_func, require_unwritten
 from shardlib.execute.saving import SavedTensors
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.surroundings import Surroundings
@@ -82,7 +82,7 @@ class Executor:
         aliases = [path for placement in plan.placements for path in placement.aliases]
         tiled = TiledModules(modules, {*paths, *aliases}) if modules else None
         tokens = Meeting(plan.step.tokens, lambda: self._gathering.meet()) if plan.step.tokens else None
-        self._surroundings = Surroundings(mesh, parts, tiled, tokens)
+        self._surroundings = Surroundings(mesh, parts, tiled, tokens, plan.step.autocast)
         self._units = {
             unit: UnitState(unit, members, self._touch, plan.placement_of, self._slices)
             for unit, members in states.items()
@@ -315,7 +315,7 @@ class Executor:
             return result
         except (RuntimeError, ValueError) as error:
             require_unwritten(self._buckets, self.gathers, error)
-            explained = self._slices.explain(error) or (explain_hooks(error) if self.gathers else None)
+            explained = self._slices.explain(error) or explain(error, self.plan, self.gathers)
             if explained:
                 raise explained from error
             raise
@@ -365,7 +365,10 @@ class Executor:
         runner = block_runner.set(phases.around(run) if phases else run)
         keeper = current_keeper.set(self._keeper)
         try:
-            with self._surroundings.installed(), phases.running(backward) if phases else nullcontext():
+            with (
+                self._surroundings.installed(casts=not backward),
+                phases.running(backward) if phases else nullcontext(),
+            ):
                 yield
         finally:
             block_runner.reset(runner)
@@ -376,7 +379,7 @@ class Executor:
         if unit is self._gathering.current:
             return
         unit.require_given()
-        refuse_autocast(unit.name, self.mesh.device)
+        refuse_autocast(unit, self.plan, self.mesh.device)
         with torch.inference_mode(False):  # the first touch may be in inference_mode and a later one outside
             self._gathering.touch(unit)
         self._saved.note_gathered(unit)

@@ -44,7 +44,7 @@ class LocalRunner:
         plan, mesh = params.plan, params.mesh
         # Second copies of experts would change no number, and be sent anew for every token.
         tokens = None if plan.step.tokens is None else replace(plan.step.tokens, spare=0)
-        self._surroundings = Surroundings(mesh, None, None, tokens)
+        self._surroundings = Surroundings(mesh, None, None, tokens, plan.step.autocast)
         self._params, self._slices = params, Slices(mesh, None)
         leaves = [leaf.to(mesh.device) for _, leaf in params.leaves()]
         source = _There(leaves)

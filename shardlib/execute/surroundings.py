@@ -4,8 +4,11 @@ experts."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from shardlib.execute.sequence import SequenceParts
 from shardlib.mesh.mesh import Mesh, current_mesh
@@ -22,21 +25,31 @@ class Surroundings:
         parts: the sequence's parts; None if sequences are whole.
         modules: the modules that run in tiles; None if there are none.
         tokens: how tokens travel to their experts; None if every rank has all experts.
+        autocast: the dtype to which torch's autocast casts; None if it casts nothing.
     """
 
     mesh: Mesh
     parts: SequenceParts | None
     modules: TiledModules | None
     tokens: Exchange | None
+    autocast: torch.dtype | None
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self, casts: bool = True) -> Iterator[None]:
+        """The context. Backward is outside of autocast (not ``casts``): checkpoints turn on what was on in their forward."""
         mesh, parts = current_mesh.set(self.mesh), current_parts.set(self.parts)
         modules, tokens = current_modules.set(self.modules), current_exchange.set(self.tokens)
         try:
-            yield
+            with casting(self.autocast if casts else None, self.mesh.device):
+                yield
         finally:
             current_exchange.reset(tokens)
             current_modules.reset(modules)
             current_mesh.reset(mesh)
             current_parts.reset(parts)
+
+
+def casting(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of a function that torch's autocast casts for, to ``dtype``; None for one that it does not."""
+    # A cache would keep casts of parameters alive, and serve those of a unit that has been gathered anew.
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)

@@ -21,6 +21,7 @@ from shardlib.execute.activations.names import RECOMPUTE_MODES
 from shardlib.execute.handles import Handle, kind_of, materialise, refuse_max_norm
 from shardlib.execute.slicing import SlicedHandle, refuse_operands, require_whole_layer
 from shardlib.execute.units import UnitState
+from shardlib.kernels.common.operators import autocast_as_a_product
 from shardlib.kernels.common.recompute import recomputed
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_targets, widened
 from shardlib.nn.functional import embedding, linear_cross_entropy
@@ -157,6 +158,7 @@ def _addmm(bias: Any, x: Any, weight: TiledHandle, *, beta: float = 1, alpha: fl
 def _sum_of_products(bias: Any, x: Any, weight: TiledHandle) -> torch.Tensor:
     """``x @ weight + bias``: each tile multiplies its share of the inputs, and its product is added to the sum in place."""
     x, bias, tiles = *_operands(x, weight, bias), weight._tiles
+    (x,) = autocast_as_a_product(x)
     cut, y = Cut(x.reshape(-1, tiles.rows), tiles.view), bias
     for number in range(tiles.count):
         taken = cut.take(number)
@@ -165,7 +167,7 @@ def _sum_of_products(bias: Any, x: Any, weight: TiledHandle) -> torch.Tensor:
             if number == 0:
                 y = share @ tiles[number] if bias is None else torch.addmm(bias, share, tiles[number])
             else:
-                y = y.addmm_(share, tiles[number])
+                y = y.addmm_(share, *autocast_as_a_product(tiles[number]))  # for which autocast casts nothing itself
     cut.done()
     return y.view(*x.shape[:-1], y.shape[-1])
 

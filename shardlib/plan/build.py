@@ -150,6 +150,7 @@ def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tupl
         asked.tokens,
         asked.layer_drop,
         asked.token_drop,
+        asked.autocast,
     )
     return splits, decided, notes
 

@@ -272,6 +272,7 @@ class Step(Claim):
         prefetch: whether a unit is gathered while the one before it computes.
         loss_scale: initial loss scale, and how it changes.
         cast_batch: dtype that floating batch leaves are cast to.
+        autocast: dtype to which torch's autocast casts the operands of the operations on its list; without it none are cast.
         stages: the stages along an axis.
         sequence: the axis along which sequences are cut into parts, and how the parts meet.
         tokens: how tokens travel to experts that are dealt out over axes of the mesh.
@@ -289,6 +290,7 @@ class Step(Claim):
     prefetch: bool | None = None
     loss_scale: LossScale | None = None
     cast_batch: torch.dtype | None = None
+    autocast: torch.dtype | None = None
     stages: Stages | None = None
     sequence: SequenceKind | None = None
     tokens: TokenExchange | None = None

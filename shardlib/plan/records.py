@@ -60,6 +60,7 @@ class Trace:
         peak_in: the phase that ``peak`` is reached in.
         again: buckets that are reduced once more: a function with a backward of its own was given some of their leaves, whose
             gradients come when the others are on their way.
+        assumptions: what the trace takes for granted, a sentence each.
     """
 
     touches: tuple[str, ...]
@@ -82,6 +83,7 @@ class Trace:
     live_in: str = ""
     peak_in: str = ""
     again: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class StepPlan:
     tokens: TokenExchange | None = None
     layer_drop: LayerDrop | None = None
     token_drop: TokenDrop | None = None
+    autocast: torch.dtype | None = None
 
     @property
     def thins(self) -> bool:

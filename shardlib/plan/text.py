@@ -49,6 +49,8 @@ def describe(plan: PlanValue) -> str:
     if plan.step.remat and plan.traces is not None:
         told = plan.step.remat.without_blocks(sum(trace.blocks for trace in plan.traces))
         paragraphs += [told] if told else []
+    if plan.traces:
+        paragraphs += dict.fromkeys(sentence for trace in plan.traces for sentence in trace.assumptions)
     if plan.claims and plan.claims.log:
         paragraphs.append("\n".join(plan.claims.log))
     return "\n\n".join(paragraphs)

@@ -28,6 +28,7 @@ class Precision(Coded):
     leaves: tuple[tuple[str, str], ...]
     master: bool
     loss_scale: LossScale | None
+    autocast: bool
 
     @property
     def call(self) -> Call:
@@ -46,6 +47,8 @@ class Precision(Coded):
             if leaf.dtype.is_floating_point and not leaf.matches(self.keep):
                 matching = [(glob, name) for glob, name in self.leaves if leaf.matches(glob)]
                 used.update(glob for glob, _ in matching)
+                if self.autocast and not matching and len(leaf.shape) < 2:
+                    continue  # autocast casts the factors of products, and norms' weights are used as they are
                 dtype = _DTYPES[matching[0][1] if matching else self.compute]
                 yield Use(leaf.path, dtype=dtype, master=torch.float32 if dtype.itemsize < 4 and self.master else None)
         unused = [f"{glob!r}: {name!r}" for glob, name in self.leaves if glob not in used]
@@ -55,7 +58,9 @@ class Precision(Coded):
                 "parameter's path, such as 'blocks/*/ln1/*'."
             )
         yield Reduce("*", dtype=_DTYPES[self.reduce_dtype])
-        yield Step(cast_batch=_DTYPES[self.compute], loss_scale=self.loss_scale)
+        dtype = _DTYPES[self.compute]
+        yield Step(autocast=dtype) if self.autocast else Step(cast_batch=dtype)
+        yield Step(loss_scale=self.loss_scale)
 
 
 def precision(
@@ -66,11 +71,16 @@ def precision(
     leaves: Mapping[str, str] | None = None,
     master: bool = True,
     loss_scale: LossScale | float | None = None,
+    autocast: bool = False,
 ) -> Precision:
     """Store, gather and compute parameters in ``compute``; update fp32 master weights.
 
     Floating leaves of the batch are cast to ``compute`` as well. With "fp16" the loss is scaled, and a step with non-finite
     gradients is skipped.
+
+    With ``autocast`` the function runs under ``torch.autocast``, which casts the operands of each operation by torch's own
+    list, and the batch keeps its dtypes. Parameters with two dimensions and more, the factors of products, are stored and
+    gathered in ``compute``; the others (norms' weights, biases) keep their own dtype.
 
     Args:
         compute: "bf16", "fp16" or "fp32".
@@ -80,10 +90,12 @@ def precision(
         master: whether 16-bit parameters have fp32 master weights. Without them updates are rounded into the parameters;
             see `optim.stochastic_rounding`.
         loss_scale: a `LossScale`, or a number for a static scale; with fp16 the dynamic ``LossScale()`` by default.
+        autocast: whether torch's autocast chooses the dtype of each operation. With ``keep="*"`` it is that of one device,
+            bit by bit; gathers are then in the parameters' own dtype.
 
     Raises:
-        IllegalComposition: an unknown dtype, or a loss scale without fp16; when a plan is made, globs of ``leaves`` that
-            match no parameter.
+        IllegalComposition: an unknown dtype, a loss scale without fp16, or autocast to fp32; when a plan is made, globs of
+            ``leaves`` that match no parameter.
 
     >>> parallel = sl.chain(sl.zero(1), sl.precision("bf16"))
     >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).bytes("param")
@@ -94,6 +106,8 @@ def precision(
         raise refused("precision", "leaves", leaves, "give a dictionary of glob -> dtype")
     compute = choice("precision", "compute", compute, _DTYPES)
     reduce_dtype = choice("precision", "reduce_dtype", reduce_dtype, _DTYPES)
+    if flag("precision", "autocast", autocast) and compute == "fp32":
+        raise IllegalComposition("precision('fp32', autocast=True): autocast casts to 16 bits; use 'bf16' or 'fp16'")
     wrong = {glob: dtype for glob, dtype in leaves.items() if not (isinstance(dtype, str) and dtype in _DTYPES)}
     if wrong:
         raise refused("precision", "leaves", wrong, f"use {', '.join(map(repr, _DTYPES))}")
@@ -109,4 +123,4 @@ def precision(
         )
     scale = (loss_scale or LossScale()) if scaled else None
     keep, master = texts("precision", "keep", keep, GLOB, 0), flag("precision", "master", master)
-    return Precision(compute, reduce_dtype, keep, chosen, master, scale)
+    return Precision(compute, reduce_dtype, keep, chosen, master, scale, autocast)

@@ -231,12 +231,15 @@ def autocast_loss(params, batch):
     return (x.double() - y).square().mean()
 
 
-def test_autocast_is_refused_at_stage_3_and_fine_below():
-    with pytest.raises(HandleError, match=r"autocast is on while unit 'layers/0' .* sl.precision\('bf16'\)"):
-        run_step(autocast_loss, 3)
+def test_autocast_is_refused_at_stage_3_where_it_copies_and_fine_below():
+    params = optree.tree_map(torch.Tensor.float, network())
+    with pytest.raises(
+        HandleError, match=r"autocast is on while unit 'layers/0' .* sl.precision\('bf16', autocast=True\)"
+    ):
+        run_step(autocast_loss, 3, params)
     for stage in (0, 1, 2):
         # In fp32, which autocast casts; every product is rounded alike, whoever computes it.
-        check(autocast_loss, optree.tree_map(torch.Tensor.float, network()), stage, tolerance=1e-5)
+        check(autocast_loss, params, stage, tolerance=1e-5)
 
 
 def test_a_compiled_loss_is_refused_at_stage_3_and_fine_below(pool):

@@ -6,13 +6,16 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from shardlib.common._compat import DataDependentOutputException, FakeTensorMode
+from shardlib.common._compat import FakeTensorMode
+from shardlib.errors import ShardlibError
 from shardlib.execute.losses import require_function, require_no_buffers
 from shardlib.execute.stages.tracing import walks
+from shardlib.execute.stages.values import UNKNOWN, Values
 from shardlib.execute.stages.walk import Walk
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
@@ -54,18 +57,32 @@ class Tracing:
         """The plan with its traces, from one micro-batch. If tracing fails, a note in the log says so."""
         try:
             walks, spans = self.walks(plan), plan.stages.spans
-        except DataDependentOutputException as error:
-            notes = f"not traced: the loss reads values ({error})", _UNEVEN
+        except Untraceable as error:
+            notes = f"not traced: {error}", _UNEVEN
             return replace(plan, claims=plan.claims and plan.claims.noting(notes))
         return replace(plan, traces=tuple(walk.trace(start) for walk, (start, _) in zip(walks, spans, strict=True)))
 
     def walks(self, plan: Plan) -> tuple[Walk, ...]:
-        """What one micro-batch does in each stage."""
-        with self._setting(plan) as setting:
-            return walks(self.loss_fn, *setting, self.key, self.step)
+        """What one micro-batch does in each stage.
+
+        Raises:
+            Untraceable: the loss reads values that nobody has, or fails on tensors of the largest sizes that they can have.
+        """
+        values = Values()
+        with self._setting(plan, values) as setting:
+            try:
+                seen = walks(self.loss_fn, *setting, self.key, self.step)
+            except UNKNOWN as error:
+                raise Untraceable(f"the loss reads values ({error})") from error
+            except Exception as error:
+                if not values.bounded or isinstance(error, ShardlibError):
+                    raise
+                why = str(error).partition("\n")[0]
+                raise Untraceable(f"sizes depend on values ({', '.join(values.bounded)}): {why}") from error
+        return tuple(replace(walk, assumptions=values.assumptions) for walk in seen)
 
     @contextmanager
-    def _setting(self, plan: Plan) -> Iterator[tuple[Plan, Mesh, Sharded, Tree, Tree]]:
+    def _setting(self, plan: Plan, values: Values) -> Iterator[tuple[Plan, Mesh, Sharded, Tree, Tree]]:
         """What a plan is traced with."""
         needed = "params, batch" if self.buffers is None else "params, buffers, batch"
         require_function(self.loss_fn, "the loss function", needed)
@@ -75,22 +92,30 @@ class Tracing:
         mesh = Mesh(plan.sizes, 0, groups, self.device, abstract=True)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-        def pretend(leaf: Any) -> Any:
+        def pretend(leaf: Any, given: bool = False) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
+            whole_numbers = not (leaf.is_floating_point() or leaf.is_complex())
+            if given and whole_numbers and type(leaf) is torch.Tensor and leaf.device == self.device:
+                return values.known(leaf)
             if leaf.device == self.device or leaf.layout is not torch.strided:
                 return fake.from_tensor(leaf)
             with fake:  # a tensor of another device, or without memory: the trace runs on one device
                 return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
 
-        batch, buffers = tree_map(pretend, self.batch), tree_map(pretend, self.buffers)
+        batch, buffers = tree_map(partial(pretend, given=True), self.batch), tree_map(pretend, self.buffers)
         # Codecs' kernels do not run on tensors without values, so everything is sent uncompressed.
         plain = replace(plan, reductions=Reductions(second_level=plan.reductions.second_level))
         with fake:
             stored = {
                 b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=self.device) for b in plan.buckets
             }
-            yield plain, mesh, Sharded(plain, mesh, "param", stored), batch, buffers
+            with values:
+                yield plain, mesh, Sharded(plain, mesh, "param", stored), batch, buffers
+
+
+class Untraceable(Exception):
+    """A loss of which no trace can be made; says why."""
 
 
 def traced_once(tracing: Tracing) -> Traced:

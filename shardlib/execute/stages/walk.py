@@ -52,6 +52,7 @@ class Walk:
         arrived: bytes of the carry that came from the stage before.
         kept, between, forward, backward: as in a trace.
         again: as in a trace; nothing in stages, as blocks are given whole leaves.
+        assumptions: as in a trace.
     """
 
     alone: Sequence[Sequence[Stretch]]
@@ -67,6 +68,7 @@ class Walk:
     forward: int = 0
     backward: int = 0
     again: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
 
     def trace(self, first: int = 0, repeats: Repeats = _ONCE, stands: Mapping[str, Sequence[str]] = _ALONE) -> Trace:
         """The trace; or that of the same function with more blocks.
@@ -112,6 +114,7 @@ class Walk:
             blocks=self.blocks + sum(repeats.values()),
             summands=self.summands,
             again=self.again,
+            assumptions=self.assumptions,
             **{name: sum(totals.get(name, ())) for name in ("down", "up", "host")},
         )
 

@@ -47,5 +47,11 @@ def _recomputing(plan: Plan, how: Recompute) -> Plan:
 def _traced(plan: Plan, traced: Callable[[Plan], Plan], limits: Limits) -> Plan:
     found = traced(plan)
     if found.traces is None:
-        raise IllegalComposition(f"{limits.arguments} needs a loss that can be traced, and this one reads values")
+        notes = found.claims.notes if found.claims else ()
+        why = next((note for note in notes if note.startswith("not traced: ")), "not traced").partition(": ")[2]
+        raise IllegalComposition(
+            f"{limits.arguments} needs a loss that can be traced, and this one cannot: {why}. Let no size or branch depend "
+            "on values: torch.where, masked_fill and weights in place of selections (transformers' experts with "
+            "experts_implementation='grouped_mm'); or give no limit"
+        )
     return found
