@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -175,6 +175,11 @@ def flat(tree: Tree, prefix: str = "") -> dict[str, torch.Tensor]:
     for key, value in items:
         named |= flat(value, f"{prefix}.{key}" if prefix else str(key))
     return named
+
+
+def partly_drawn(module: nn.Module, names: Collection[str], key: Key) -> Tree:
+    """A module's parameters, of those on the meta device the ones called ``names`` as `initialised` draws them."""
+    return _tree(initialised(module, key, names))
 
 
 def _initialise(hollow: nn.Module, rng: Key | None = None) -> Tree:

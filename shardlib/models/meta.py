@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,25 +23,39 @@ _REMEDY = (
 )
 
 
-def initialised(hollow: nn.Module, key: Key) -> nn.Module:
+def initialised(hollow: nn.Module, key: Key, names: Collection[str] | None = None) -> nn.Module:
     """A copy of a meta module with values, set by each submodule's ``reset_parameters`` and by ``_init_weights``.
 
+    Args:
+        names: of the parameters that get values; by default all on the meta device.
+
     Raises:
-        TreeError: neither of them writes some parameters; lists all of these.
+        TreeError: neither of them writes some of these; lists all of them.
     """
     with no_modes():  # the copy is not to be recorded
         module = copy.deepcopy(hollow)
+    every = dict(module.named_parameters(remove_duplicate=False))
+    wanted = {id(leaf) for name, leaf in every.items() if leaf.is_meta and (names is None or name in names)}
+    owners = [
+        (owner, start)
+        for owner, start in _owners(module)
+        if names is None or any(id(leaf) in wanted for leaf in owner.parameters())
+    ]
     made: dict[int, Any] = {}
     with torch.no_grad(), _Counted(key) as counted:
-        for owner, start in _owners(module):
-            _empty(owner, made)
+        for owner, start in owners:
+            _empty(owner, made, wanted)
             _begin(owner, start)
-    _require_written(module, module.named_parameters(), counted, "parameters")
+    drawn = ((name, leaf) for name, leaf in module.named_parameters() if id(every[name]) in wanted)
+    _require_written(module, drawn, counted, "parameters")
     return module
 
 
-def reset_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+def reset_buffers(module: nn.Module, filled_later: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Real values for a meta module's buffers, submodule by submodule.
+
+    Args:
+        filled_later: names of buffers that need memory only.
 
     Raises:
         TreeError: neither ``reset_parameters`` nor ``_init_weights`` writes some buffers; lists all of these.
@@ -58,7 +72,7 @@ def reset_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
         for name, buffer in real.named_buffers(recurse=False):
             path = f"{prefix}.{name}" if prefix else name
             values[path] = buffer
-            if not counted.wrote(buffer):
+            if path not in filled_later and not counted.wrote(buffer):
                 failures.append(f"{path}: {type(owner).__name__}")
     if failures:
         raise TreeError(
@@ -86,10 +100,11 @@ def _begin(owner: nn.Module, start: Start) -> None:
         start(owner)
 
 
-def _empty(owner: nn.Module, made: dict[int, Any]) -> None:
-    """Allocates a meta submodule's tensors; tied ones stay tied. (Module.to_empty does not work while recorded.)"""
+def _empty(owner: nn.Module, made: dict[int, Any], wanted: Collection[int]) -> None:
+    """Allocates a meta submodule's tensors, of its parameters the ``wanted``; tied ones stay tied. (Module.to_empty does not
+    work while recorded.)"""
     for name, old in owner.named_parameters(recurse=False, remove_duplicate=False):
-        if old.is_meta:
+        if id(old) in wanted:
             if id(old) not in made:
                 made[id(old)] = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad), old
             setattr(owner, name, made[id(old)][0])
@@ -132,12 +147,16 @@ class _Counted(TorchDispatchMode):
             storage = args[0].untyped_storage()
             self._written[storage_id(storage)] = storage  # kept alive, so that its id is not used again
         draw = _DRAWS.get(op)
-        if draw is None or (kwargs or {}).get("generator") is not None or not args[0].is_floating_point():
+        if draw is None or (kwargs or {}).get("generator") is not None or not _drawn(args[0]):
             return op(*args, **(kwargs or {}))
         tensor, *numbers = args
         self._draws += 1
         key = self._key.fold_in(self._draws)
         return tensor.copy_(draw(key, tensor.shape, *numbers, dtype=tensor.dtype, device=tensor.device))
+
+
+def _drawn(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and not tensor.is_meta
 
 
 def _normal(key: Key, shape: torch.Size, mean: float = 0.0, std: float = 1.0, **like: Any) -> torch.Tensor:
