@@ -17,6 +17,7 @@ from torch import nn
 
 from shardlib.common._compat import no_modes, own_buffers, own_parameters, version_of, watch_checkpoints
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
+from shardlib.models.adapted import adapt_in_place
 from shardlib.models.refusals import require_copies
 from shardlib.nn.parts import following
 from shardlib.nn.tiled_modules import current_modules
@@ -33,6 +34,7 @@ class Skeletons:
 
     def __init__(self, module: nn.Module, buffers: Buffers) -> None:
         self._pattern = hollow(module)  # never called, so that a thread can copy it while another one is in a call
+        adapt_in_place(self._pattern)
         self._local = threading.local()
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
