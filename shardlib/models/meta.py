@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from shardlib import init
-from shardlib.common._compat import TorchDispatchMode, no_modes, own_buffers, storage_id, writes
+from shardlib.common._compat import TorchDispatchMode, no_modes, own_buffers, own_parameters, storage_id, writes
 from shardlib.errors import TreeError, listing
+from shardlib.models.adapted import require_no_adapters
 from shardlib.rng import Key
 
 _REMEDY = (
@@ -23,19 +24,31 @@ _REMEDY = (
 )
 
 
-def initialised(hollow: nn.Module, key: Key, names: Collection[str] | None = None) -> nn.Module:
-    """A copy of a meta module with values, set by each submodule's ``reset_parameters`` and by ``_init_weights``.
+def sharing(module: nn.Module) -> nn.Module:
+    """A copy of a module partly on the meta device, of which parameters that have values are the same tensors."""
+    return copy.deepcopy(module, {id(leaf): leaf for leaf in module.parameters() if not leaf.is_meta})
+
+
+def initialised(given: nn.Module, key: Key, names: Collection[str] | None = None) -> nn.Module:
+    """A copy of a meta module with values, set by each submodule's ``reset_parameters`` and by ``_init_weights``. Parameters
+    that have values are the same tensors.
 
     Args:
         names: of the parameters that get values; by default all on the meta device.
 
     Raises:
-        TreeError: neither of them writes some of these; lists all of them.
+        TreeError: neither of them writes some of these, or they are peft's, which starts its adapters in another way; lists
+            all of them.
     """
-    with no_modes():  # the copy is not to be recorded
-        module = copy.deepcopy(hollow)
+    real = {name: leaf for name, leaf in given.named_parameters(remove_duplicate=False) if not leaf.is_meta}
+    with no_modes():  # the copy is not to be recorded; and initialisers write to what they find
+        module = copy.deepcopy(
+            given, {id(leaf): nn.Parameter(leaf.to("meta"), leaf.requires_grad) for leaf in real.values()}
+        )
     every = dict(module.named_parameters(remove_duplicate=False))
-    wanted = {id(leaf) for name, leaf in every.items() if leaf.is_meta and (names is None or name in names)}
+    drawn = {name for name in every.keys() - real.keys() if names is None or name in names}
+    require_no_adapters(module, drawn)
+    wanted = {id(every[name]) for name in drawn}
     owners = [
         (owner, start)
         for owner, start in _owners(module)
@@ -46,8 +59,11 @@ def initialised(hollow: nn.Module, key: Key, names: Collection[str] | None = Non
         for owner, start in owners:
             _empty(owner, made, wanted)
             _begin(owner, start)
-    drawn = ((name, leaf) for name, leaf in module.named_parameters() if id(every[name]) in wanted)
-    _require_written(module, drawn, counted, "parameters")
+    written = ((name, leaf) for name, leaf in module.named_parameters() if name in drawn)
+    _require_written(module, written, counted, "parameters")
+    for name, leaf in real.items():
+        owner, _, last = name.rpartition(".")
+        own_parameters(module.get_submodule(owner))[last] = leaf
     return module
 
 
@@ -71,6 +87,8 @@ def reset_buffers(module: nn.Module, filled_later: Collection[str] = ()) -> dict
             _begin(real, starts[id(owner)])
         for name, buffer in real.named_buffers(recurse=False):
             path = f"{prefix}.{name}" if prefix else name
+            if path in values:
+                continue
             values[path] = buffer
             if path not in filled_later and not counted.wrote(buffer):
                 failures.append(f"{path}: {type(owner).__name__}")

@@ -100,6 +100,17 @@ def test_adapters_of_experts_leaves(kind, how):
         huggingface.expert_rules(model)
 
 
+def test_adapters_are_not_drawn_as_linear_layers():
+    """On the meta device peft's zeros are lost."""
+    with torch.device("meta"):
+        model = adapted("llama")
+    _, params, _ = sl.from_module(model, frozen=True)
+    with pytest.raises(
+        TreeError, match=r"lost how they start:\n.*q_proj\.lora_A(?s:.*)from_pretrained\(\.\.\., change="
+    ):
+        sl.shard(params, sl.make_mesh())
+
+
 def test_blocks_are_those_of_the_model_inside():
     """LoRA's layers take part in layer drop as the model's own do."""
     wrapped = adapted("llama")
