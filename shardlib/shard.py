@@ -50,12 +50,17 @@ def shard(
     >>> sl.simulate(lambda mesh: sl.shard(params, mesh, stage=3).tree["w"].shape, mesh=dict(data=2))
     [torch.Size([4, 4]), torch.Size([4, 4])]
     """
+    return shard_by(params, mesh_of_ranks(mesh), default_transform(transform, stage))
+
+
+def mesh_of_ranks(mesh: Any) -> Mesh:
+    """A `Mesh`, or a torch DeviceMesh as one. Raises `IllegalComposition` for a mesh without ranks."""
     mesh = as_mesh(mesh)
     if mesh.abstract:
         raise IllegalComposition(
             f"{mesh} has no ranks to hold shards; use sl.make_plan to plan on it, sl.make_mesh to run"
         )
-    return shard_by(params, mesh, default_transform(transform, stage))
+    return mesh
 
 
 def lift(params: Any) -> Sharded:

@@ -20,7 +20,6 @@ from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
 from shardlib.common.dtypes import dtype_name
 from shardlib.errors import CheckpointError
 
-_STEP = ".step"
 _METADATA = "torch.distributed.checkpoint.metadata"
 # What a `.metadata` file may name; anything else could run code.
 _ALLOWED = {
@@ -38,7 +37,13 @@ _ALLOWED = {
 
 
 def import_dcp(
-    folder: str | Path, into: Target, *, prefix: str = "", optimizer: str = "optim.", partial: Sequence[str] = ()
+    folder: str | Path,
+    into: Target,
+    *,
+    prefix: str = "",
+    optimizer: str = "optim.",
+    step: int | None = None,
+    partial: Sequence[str] = (),
 ) -> Target:
     """Fill parameters, or a train state, from a folder of `torch.distributed.checkpoint.save`, such as an FSDP2 model's.
     Every rank must call it, and reads the bytes of its shards only. No code of the checkpoint is run.
@@ -50,15 +55,16 @@ def import_dcp(
         into: the layout: `Sharded` parameters, or a fresh state of `make_train_step`. Memory is reused, dtypes are kept.
         prefix: what names in the checkpoint begin with: ``"model."`` for ``dcp.save({"model": model.state_dict()})``.
         optimizer: what names of the optimizer's state begin with.
+        step: the state's step; by default as many as the optimizer has counted. torch's SGD counts none.
         partial: globs over names of tensors that may be missing in the checkpoint or in ``into``: ``["optim.*"]``.
 
     Returns:
-        The parameters, or a state that has taken as many steps as the optimizer.
+        The parameters, or a state at ``step``.
 
     Raises:
         FileNotFoundError: there is no checkpoint in the folder.
         CheckpointError: its files are damaged, its metadata name something else than tensors' places, or its tensors are
-            compressed.
+            compressed. A state's optimizer has counted no steps, and ``step`` is not given.
         TreeError: names or shapes differ, or the values for leaves that are tied; lists all of them. ``into`` is unchanged.
         TypeError: ``into`` is neither.
 
@@ -70,21 +76,23 @@ def import_dcp(
     """
     mesh = mesh_of("import_dcp", into)
     read = from_first_rank(mesh, lambda: _imported(Path(folder), f"{optimizer}state."), folder)
-    return import_into(read, into, prefix, partial)
+    return import_into(read, into, prefix, partial, step)
 
 
 def _imported(folder: Path, optimizer: str) -> Imported:
     if not (folder / metadata.NAME).exists():
         raise FileNotFoundError(f"{folder} has no {metadata.NAME}: it is no checkpoint of torch.distributed.checkpoint")
-    held, steps = _read(folder), {}
-    for name in list(held.tensors):
-        if name.startswith(optimizer) and name.endswith(_STEP):
-            entry = held.tensors.pop(name)
+    held, numbers = _read(folder), dict[str, dict[str, float]]()
+    for name, entry in list(held.tensors.items()):
+        param, _, kind = name.removeprefix(optimizer).rpartition(".")
+        if name.startswith(optimizer) and (kind == "step" or not entry.shape):
             file, *_, data, _, _, _ = entry.chunks[0]
             stored = Stored(file, data, entry.torch_dtype, entry.shape, True)
-            steps[name.removeprefix(optimizer).removesuffix(_STEP)] = number(folder, stored)
-    held.step = int(max(steps.values(), default=0))
-    return Imported(folder, held, steps, optimizer)
+            numbers.setdefault(kind, {})[param] = number(folder, stored)
+        if name.startswith(optimizer) and kind == "step":
+            del held.tensors[name]
+    step = int(max(numbers["step"].values())) if "step" in numbers else None
+    return Imported(folder, held, step, numbers, optimizer)
 
 
 class _Unpickler(pickle.Unpickler):

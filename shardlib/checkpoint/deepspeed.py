@@ -11,6 +11,7 @@ none of which is made here: only the places of tensors are read, and then the by
 
 from __future__ import annotations
 
+import glob
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,14 +77,18 @@ def import_deepspeed(
     FileNotFoundError: nothing-there has no file 'latest'; give the folder that save_checkpoint was given, or a tag
     """
     mesh = mesh_of("import_deepspeed", into)
-    read, moments = from_first_rank(mesh, lambda: _read(Path(folder), tag, left_out, _STATE + prefix), folder)
+    read, moments, buffers = from_first_rank(mesh, lambda: _read(Path(folder), tag, left_out, _STATE + prefix), folder)
     if isinstance(into, TrainState):
         read = read._replace(held=replace(read.held, tensors=moments | read.held.tensors))
+    else:  # parameters alone have no place for buffers
+        partial = [*globs_of(partial), *map(glob.escape, buffers)]
     return import_into(read, into, prefix, partial)
 
 
-def _read(folder: Path, tag: str | None, left_out: Sequence[str], optimizer: str) -> tuple[Imported, dict[str, Entry]]:
-    """The parameters and buffers of a checkpoint, and the tensors of its optimizer."""
+def _read(
+    folder: Path, tag: str | None, left_out: Sequence[str], optimizer: str
+) -> tuple[Imported, dict[str, Entry], Sequence[str]]:
+    """The parameters and buffers of a checkpoint, the tensors of its optimizer, and the names of the buffers."""
     if tag is None:
         if not (folder / "latest").is_file():
             raise FileNotFoundError(
@@ -100,13 +105,15 @@ def _read(folder: Path, tag: str | None, left_out: Sequence[str], optimizer: str
     if ways != len(ranks):
         raise CheckpointError(f"{at} was written by {ways} ranks, and has files of {len(ranks)}: {', '.join(ranks)}")
     split = _split_alone if "fp32_flat_groups" in loaded[0] else _cut_together
-    tensors, moments, counted = _trained(split(loaded, described[0]["param_shapes"]))
+    tensors, moments, numbers = _trained(split(loaded, described[0]["param_shapes"]))
     tensors |= _untrained(described, set(tensors))
     for alias, name in described[0]["shared_params"].items():
         tensors |= {alias: tensors[name]} if name in tensors else {}
     sizes = {file: (at / file).stat().st_size for file in (*ranks, *models)}
-    held = Manifest(step=described[0]["global_steps"], seed=0, scale=None, mesh={}, tensors=tensors, files=sizes)
-    return Imported(at, held, {name: number(at, value) for name, value in counted.items()}, optimizer), moments
+    held = Manifest(step=0, seed=0, scale=None, mesh={}, tensors=tensors, files=sizes)
+    of_kind = {kind: {name: number(at, value) for name, value in of.items()} for kind, of in numbers.items()}
+    read = Imported(at, held, described[0]["global_steps"], of_kind, optimizer)
+    return read, moments, described[0].get("buffer_names") or ()
 
 
 def _files(at: Path) -> tuple[list[str], list[str]]:
@@ -138,12 +145,12 @@ class _Run(NamedTuple):
 
 
 class _Param(NamedTuple):
-    """A trained parameter: its runs by kind ("" for the master), and the steps that its optimizer has taken."""
+    """A trained parameter: its runs by kind ("" for the master), and the numbers that its optimizer keeps by kind."""
 
     name: str
     shape: tuple[int, ...]
     runs: dict[str, list[_Run]]
-    steps: Any
+    numbers: Mapping[str, Any]
 
 
 def _cut_together(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Any]]) -> Iterator[_Param]:
@@ -161,7 +168,7 @@ def _cut_together(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[s
                 low, high = max(first, rank * width), min(stop, (rank + 1) * width)
                 for kind in runs if low < high else ():
                     runs[kind].append(_Run(low - first, high - first, each.tensors[kind], low - rank * width))
-            yield _Param(name, tuple(shape), runs, kinds[0].steps)
+            yield _Param(name, tuple(shape), runs, kinds[0].numbers)
             first = stop + (paddings[group][index] if paddings else 0)
 
 
@@ -176,7 +183,7 @@ def _split_alone(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[st
         numel = math.prod(shape)
         width = -(-numel // len(ranks))
         runs: dict[str, list[_Run]] = {kind: [] for kind in every[0][0].tensors}
-        steps = every[0][0].steps
+        numbers = every[0][0].numbers
         for rank, flats in enumerate(every):
             begin = 0  # of a flat tensor among the rank's
             for each in flats:
@@ -184,19 +191,19 @@ def _split_alone(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[st
                 low, high = max(first, begin), min(first + width, begin + size)
                 start, stop = rank * width + low - first, min(rank * width + high - first, numel)
                 if low < high and start < stop:
-                    steps = each.steps
+                    numbers = each.numbers
                     for kind in runs:
                         runs[kind].append(_Run(start, stop, each.tensors[kind], low - begin))
                 begin += size
-        yield _Param(name, tuple(shape), runs, steps)
+        yield _Param(name, tuple(shape), runs, numbers)
         first += width
 
 
 class _Kinds(NamedTuple):
-    """The flat tensors of a group on one rank, by kind ("" for the masters), and the steps taken."""
+    """The flat tensors of a group on one rank, by kind ("" for the masters), and its numbers."""
 
     tensors: dict[str, Stored]
-    steps: Any
+    numbers: dict[str, Any]
 
 
 def _kinds(optimizer: Any, group: int, masters: Stored) -> _Kinds:
@@ -211,15 +218,19 @@ def _kinds(optimizer: Any, group: int, masters: Stored) -> _Kinds:
             f"read:\n{listing(other)}\nImport the parameters alone"
         )
     groups = optimizer.get("param_groups", ()) if isinstance(optimizer, dict) else ()
-    steps = held.get("step", groups[group].get("step") if group < len(groups) else None)
-    return _Kinds({"": masters, **tensors}, steps)
+    numbers = {
+        kind: value for kind, value in held.items() if isinstance(value, Stored | int | float) and kind not in tensors
+    }
+    if group < len(groups) and groups[group].get("step") is not None:
+        numbers.setdefault("step", groups[group]["step"])
+    return _Kinds({"": masters, **tensors}, numbers)
 
 
-def _trained(params: Iterator[_Param]) -> tuple[dict[str, Entry], dict[str, Entry], dict[str, Any]]:
-    """The trained parameters, the tensors of their optimizer, and the steps by parameter."""
+def _trained(params: Iterator[_Param]) -> tuple[dict[str, Entry], dict[str, Entry], dict[str, dict[str, Any]]]:
+    """The trained parameters, the tensors of their optimizer, and its numbers by kind and parameter."""
     masters: dict[str, Entry] = {}
     moments: dict[str, Entry] = {}
-    steps: dict[str, Any] = {}
+    numbers: dict[str, dict[str, Any]] = {}
     for param in params:
         for kind, runs in param.runs.items():
             if not runs:
@@ -228,9 +239,9 @@ def _trained(params: Iterator[_Param]) -> tuple[dict[str, Entry], dict[str, Entr
                 moments[f"{_STATE}{param.name}.{kind}"] = _entry(param.shape, runs)
             else:
                 masters[param.name] = _entry(param.shape, runs)
-        if param.steps is not None:
-            steps[param.name] = param.steps
-    return masters, moments, steps
+        for kind, value in param.numbers.items():
+            numbers.setdefault(kind, {})[param.name] = value
+    return masters, moments, numbers
 
 
 def _untrained(models: Sequence[Mapping[str, Any]], known: set[str]) -> dict[str, Entry]:

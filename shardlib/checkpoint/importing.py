@@ -34,6 +34,7 @@ Target = TypeVar("Target", Sharded, TrainState)
 # What torch's optimizers call the trees of these fields; others, such as those of `from_torch`, have torch's names.
 _KINDS = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer", "sum_of_squares": "sum"}
 _COUNTERS = ("count", "step")
+_NUMBERS = "numbers"  # the field of `shardlib.optim.wrappers.from_torch.TorchState` for others
 
 
 class Imported(NamedTuple):
@@ -41,14 +42,17 @@ class Imported(NamedTuple):
 
     Attributes:
         folder: the folder of its files.
-        held: its tensors, and the number of steps as ``step``.
-        steps: a parameter's name -> the updates that the optimizer has made to it; empty if the optimizer does not count.
+        held: its tensors.
+        step: the steps taken; None if the files do not tell.
+        numbers: kind -> a parameter's name -> the number that the optimizer keeps for it: as "step" the updates it has made,
+            as "mu_product" NAdam's product.
         optimizer: what names of the optimizer's tensors begin with, before a parameter's path with dots.
     """
 
     folder: Path
     held: Manifest
-    steps: Mapping[str, float]
+    step: int | None
+    numbers: Mapping[str, Mapping[str, float]]
     optimizer: str
 
 
@@ -68,35 +72,40 @@ def require_params(what: str, params: Any, other: str = "") -> Sharded:
     return params
 
 
-def import_into(read: Imported, target: Target, prefix: str, partial: Sequence[str]) -> Target:
+def import_into(
+    read: Imported, target: Target, prefix: str, partial: str | Sequence[str], step: int | None = None
+) -> Target:
     """Fill parameters, or a state: parameters, buffers, the optimizer's trees and counters. On every rank.
 
     Args:
         prefix: what names of parameters begin with.
         partial: globs over the names of tensors that may be missing on either side.
+        step: the state's; by default that of the files.
 
     Returns:
-        The parameters, or a state at the step of the checkpoint.
+        The parameters, or a state at the step.
     """
     if isinstance(target, Sharded):
         with Saved(read.folder, read.held) as saved:
             fill_params(saved, target, prefix, partial)
         return target
-    return _import_state(read, target, prefix, partial)
+    return _import_state(read if step is None else read._replace(step=step), target, prefix, partial)
 
 
-def _import_state(read: Imported, state: TrainState, prefix: str, partial: Sequence[str]) -> TrainState:
-    counted = sorted(set(read.steps.values()))
-    if len(counted) > 1:
-        lines = [f"{name}: {steps:g}" for name, steps in sorted(read.steps.items())]
-        raise CheckpointError(
-            f"{read.folder}: parameters have taken different numbers of steps, of which an optimizer here has one:\n"
-            f"{listing(lines)}\nImport the parameters alone"
-        )
+def _import_state(read: Imported, state: TrainState, prefix: str, partial: str | Sequence[str]) -> TrainState:
     parts = fillable(state)
-    counters = {name: leaf for name, leaf in common_leaves(parts) if name.rpartition("/")[2] in _COUNTERS}
     named = _named(read, parts, prefix)
-    filled = {each for every in named.values() for each in every}
+    if read.step is None and any(not name.startswith((PARAMS, BUFFERS)) for name in named):
+        raise CheckpointError(
+            f"{read.folder} has an optimizer's state and does not tell how many steps it has taken (torch's SGD counts "
+            "none), by which the next step goes, and schedules. Give their number: step="
+        )
+    values = {kind: _one(read, kind) for kind in read.numbers} | (
+        {} if "step" in read.numbers else {"step": read.step or 0}
+    )
+    kinds = {name: kind for name, _ in common_leaves(parts) if (kind := _kind_of_number(name)) in values}
+    numbers = {f"{read.optimizer}{of}.{kind}" for kind in kinds.values() for of in read.numbers.get(kind, ())}
+    filled = {each for every in named.values() for each in every} | numbers
     others = {name: entry for name, entry in read.held.tensors.items() if name not in filled}
     renamed = {name: read.held.tensors[every[0]] for name, every in named.items()}
     held = replace(read.held, tensors=renamed | others)
@@ -105,13 +114,35 @@ def _import_state(read: Imported, state: TrainState, prefix: str, partial: Seque
         fill_state(
             saved,
             parts,
-            [*globs_of(partial), *counters],
+            [*globs_of(partial), *kinds],
             lambda: check_ties(theirs, parts.params.mesh, fragments, named),
         )
-    for leaf in counters.values():
-        leaf.fill_(counted[0] if counted else held.step)
+    for name, leaf in common_leaves(parts):
+        if name in kinds:
+            leaf.fill_(values[kinds[name]])
     opt, buffers = with_numbers_of(parts, state)
-    return TrainState(held.step, state.params, opt, state.comm, buffers, state.scale, state.rng).fitting()
+    return TrainState(read.step or 0, state.params, opt, state.comm, buffers, state.scale, state.rng).fitting()
+
+
+def _kind_of_number(name: str) -> str:
+    """What a parameter's number is called of which a tensor of a state has all parameters' one; "" for other tensors."""
+    *_, tree, kind = name.split("/")
+    if kind in _COUNTERS:
+        return "step"
+    return kind if tree == _NUMBERS else ""
+
+
+def _one(read: Imported, kind: str) -> float:
+    """The number that an optimizer keeps for every parameter. Raises `CheckpointError` if it is not the same for all."""
+    values = read.numbers[kind]
+    if len(set(values.values())) > 1:
+        lines = [f"{name}: {value:g}" for name, value in sorted(values.items())]
+        of = "have taken different numbers of steps" if kind == "step" else f"differ in {kind}"
+        raise CheckpointError(
+            f"{read.folder}: parameters {of}, of which an optimizer here has one:\n{listing(lines)}\nImport the parameters "
+            "alone"
+        )
+    return next(iter(values.values()))
 
 
 def _named(read: Imported, parts: Parts, prefix: str) -> dict[str, list[str]]:

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import glob
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial as bound
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardlib.checkpoint.safetensors import import_safetensors
+from shardlib.checkpoint.agreement import from_first_rank
+from shardlib.checkpoint.importing import fill_params
+from shardlib.checkpoint.manifest import Entry
+from shardlib.checkpoint.reading import Saved
+from shardlib.checkpoint.safetensors_files import opened
 from shardlib.common._compat import own_buffers
 from shardlib.common.optional import require
 from shardlib.errors import TreeError
 from shardlib.mesh.mesh import Mesh
-from shardlib.models.from_module import from_module
+from shardlib.models.from_module import from_module, partly_drawn
+from shardlib.models.huggingface.conversion import not_in_files
+from shardlib.models.lineage import NO_VALUES, Lineage, tensors_of
 from shardlib.models.meta import reset_buffers
-from shardlib.plan.transform import Transform
-from shardlib.shard import shard
+from shardlib.models.skeleton import hollow
+from shardlib.plan.transform import Transform, chain
+from shardlib.rng import Key
+from shardlib.shard import default_transform, mesh_of_ranks
+from shardlib.sharded.shard import shard_by
+from shardlib.transforms.freeze import freeze
+from shardlib.tree import globs_of, matches
+
+ADAPTER = "adapter_config.json"  # the file that peft writes beside an adapter
 
 
 def from_pretrained(
@@ -27,25 +45,41 @@ def from_pretrained(
     stage: int | None = None,
     kind: Any = None,
     buffers: bool = False,
+    frozen: bool = False,
+    vocab: int | None = None,
     change: Callable[[Any], Any] = lambda module: module,
+    partial: str | Sequence[str] = (),
 ) -> tuple[Any, ...]:
     """A model of transformers as ``(apply, params)``, or with ``buffers=True`` as ``(apply, params, buffers)``, as
     `from_module` makes them. The values are those in a folder of ``save_pretrained`` or of `export_safetensors`. Every rank
     must call it; no rank ever holds more than its shards and one leaf, and each reads its own experts only.
 
+    What the files have is read and never drawn. What they lack (adapters, a new head, new tokens) is drawn by the seed that
+    `torch.manual_seed` gave rank 0, the same on every rank.
+
     Args:
         folder: a folder with ``config.json`` and safetensors files.
         transform, stage: as in `shardlib.shard`.
-        kind: a class of transformers with ``from_config``; by default `transformers.AutoModelForCausalLM`.
-        change: a function that returns the model as it is to be used, from the model on the meta device, such as
-            `shardlib.models.huggingface.with_experts`.
+        kind: a class of transformers: one of a model, such as ``BertForMaskedLM``, or one with ``from_config``; by default
+            `transformers.AutoModelForCausalLM`.
+        frozen: whether parameters with ``requires_grad=False`` are frozen, as by `shardlib.freeze`; their paths are then the
+            last value returned. Without it they are refused.
+        vocab: rows of the embeddings of tokens, by the model's ``resize_token_embeddings``. New ones are drawn as the model
+            initialises its embeddings.
+        change: a function that returns the model as it is to be used, from the model on the meta device:
+            `shardlib.models.huggingface.with_experts`, or ``lambda model: peft.get_peft_model(model, config)``. It may wrap
+            and copy modules, leave some out, and add some: small ones on the CPU, large ones under
+            ``torch.device("meta")``, which are initialised as `from_module` does.
+        partial: globs over names (with dots) that may be missing in the files, and are then initialised, or in the model.
 
     Returns:
-        ``apply`` as of `from_module`, of the model in training mode, and `Sharded` parameters; the buffers if asked for.
+        ``apply`` as of `from_module`, of the model in training mode, and `Sharded` parameters; the buffers and the frozen
+        paths if asked for.
 
     Raises:
         FileNotFoundError: the folder has no such files.
-        TreeError: the files and the model differ in a name or shape; lists all of them. The files are quantized.
+        TreeError: the files and the model differ in a name or shape; lists all of them. The files are quantized, or an
+            adapter's. ``change`` computes with weights. Parameters have ``requires_grad=False`` without ``frozen=True``.
         MissingPackage: transformers is not installed.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -55,30 +89,125 @@ def from_pretrained(
     >>> logits(params, torch.zeros(1, 3, dtype=torch.int64)).shape
     torch.Size([1, 3, 32])
     """
-    transformers = require("transformers", "from_pretrained", "transformers", "hf")
-    if not (Path(folder) / "config.json").exists():
-        raise FileNotFoundError(
-            f"{folder} has no config.json; write it with model.config.save_pretrained({str(folder)!r})"
+    require("transformers", "from_pretrained", "transformers", "hf")
+    require_model(folder)
+    mesh = mesh_of_ranks(mesh)
+    module = _model(folder, kind)
+    # Ranks draw what the files lack alike, whether or not they were seeded.
+    (files, held), seed = from_first_rank(mesh, lambda: (opened(Path(folder), module), torch.initial_seed()), folder)
+    initialised = not_in_files(module)
+    tensors, grown = (held.tensors, set()) if vocab is None else _resized(module, vocab, held.tensors)
+    lineage = Lineage(module)
+    with torch.random.fork_rng(devices=[]), lineage:
+        torch.manual_seed(seed)
+        try:
+            module = change(module).train()
+        except RuntimeError as error:  # torch's own, of tensors without values
+            raise TreeError(
+                f"change failed on a model whose weights are not read yet ({error}). {NO_VALUES}"
+            ) from error
+    source = lineage.sources(module)
+    read = _renamed(tensors, source, lineage.names)
+    lacking = {name for name in tensors_of(module) if name not in read}
+    drawn = {name for name in lacking if name not in source or matches(name, partial)}
+    drawn |= {name for name in lacking if initialised.intersection(source.get(name, ()))}
+    drawn |= {name for name in read if grown.intersection(source.get(name, ()))}
+
+    of_files = _given_buffers(module, read.keys() - drawn)
+    _, _, *untrained = from_module(module, frozen=frozen)
+    transform = default_transform(transform, stage)
+    if frozen and untrained[0]:
+        transform = chain(transform, freeze(untrained[0]))
+    params = shard_by(bound(partly_drawn, module, drawn, Key(seed)), mesh, transform, filled_later=True)
+    with Saved(files, replace(held, tensors=read)) as saved:
+        fill_params(saved, params, "", [*globs_of(partial), *map(glob.escape, drawn)], of_files)
+    apply, _, *rest = from_module(module, buffers=buffers, frozen=frozen)  # takes copies of the buffers as they are now
+    return apply, params, *rest
+
+
+def require_model(folder: str | Path) -> None:
+    """Refuse what is no folder of a model of transformers, and say what it is.
+
+    Raises:
+        FileNotFoundError: it is not there, or without a ``config.json``.
+        TreeError: it has an adapter of peft.
+    """
+    folder = Path(folder)
+    if (folder / ADAPTER).exists() and not any(folder.glob("model*.safetensors*")):
+        base = json.loads((folder / ADAPTER).read_text()).get("base_model_name_or_path")
+        raise TreeError(
+            f"{folder} has an adapter of peft, and not its base model ({base}): give the base's folder, with change=lambda "
+            f"model: peft.PeftModel.from_pretrained(model, {str(folder)!r}, is_trainable=True) and frozen=True; or merge "
+            "them with peft's merge_and_unload() and save_pretrained the result"
         )
-    config = transformers.AutoConfig.from_pretrained(folder)
+    if (folder / "config.json").exists():
+        return
+    if not folder.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(folder)):
+        raise FileNotFoundError(
+            f"there is no folder {folder}, and names of the Hub are not looked up: download it once with "
+            f"huggingface_hub.snapshot_download({str(folder)!r}), and give every rank the folder that this returns"
+        )
+    raise FileNotFoundError(f"{folder} has no config.json; write it with model.config.save_pretrained({str(folder)!r})")
+
+
+def _model(folder: str | Path, kind: Any) -> Any:
+    """A model on the meta device. It must be unquantized: raises `TreeError` otherwise."""
+    import transformers
+
+    kind = kind or transformers.AutoModelForCausalLM
+    # A class of models knows its configuration: that of a part, such as CLIP's text model, lies in the whole model's.
+    config = (getattr(kind, "config_class", None) or transformers.AutoConfig).from_pretrained(folder)
     if getattr(config, "quantization_config", None):
         raise TreeError(
             f"{folder} has quantized weights, which are not read: load it dequantized by transformers, save_pretrained that, "
             "and give the new folder"
         )
     with torch.device("meta"):
-        module = change((kind or transformers.AutoModelForCausalLM).from_config(config)).train()
-    held = _given_buffers(module)
-    params = shard(from_module(module)[1], mesh, transform, stage=stage)
-    import_safetensors(folder, params, module=module, buffers=held)
-    apply, _, *rest = from_module(module, buffers=buffers)  # takes copies of the buffers, which now have their values
-    return apply, params, *rest
+        module = (getattr(kind, "from_config", None) or kind._from_config)(config)
+    return hollow(module)  # some models draw parameters on the CPU all the same
 
 
-def _given_buffers(module: Any) -> dict[str, torch.Tensor]:
-    """Give a module's buffers on the meta device values; returns those that its files have."""
-    for name, value in reset_buffers(module).items():
+def _resized(module: Any, vocab: int, tensors: Mapping[str, Entry]) -> tuple[dict[str, Entry], set[str]]:
+    """Give a model ``vocab`` embeddings. Returns the tensors of its files with as many rows, and the names of those that have
+    more rows than the files."""
+    before = {name: tuple(leaf.shape) for name, leaf in tensors_of(module).items()}
+    module.resize_token_embeddings(vocab, mean_resizing=False)
+    after = {name: tuple(leaf.shape) for name, leaf in tensors_of(module).items()}
+    changed = {name for name, shape in before.items() if after[name] != shape}
+    fitting = {name for name in changed & tensors.keys() if tensors[name].shape == before[name]}
+    cut = {name: _with_rows(tensors[name], after[name][0]) for name in fitting}
+    return {**tensors, **cut}, {name for name in changed if after[name][0] > before[name][0]}
+
+
+def _with_rows(entry: Entry, rows: int) -> Entry:
+    """A tensor of files with the first of its rows, or with rows that the files lack."""
+    chunks = [
+        chunk._replace(sizes=(min(chunk.sizes[0], rows - chunk.first[0]), *chunk.sizes[1:]))
+        for chunk in entry.chunks
+        if chunk.first[0] < rows
+    ]
+    return Entry(entry.dtype, (rows, *entry.shape[1:]), chunks)
+
+
+def _renamed(
+    tensors: Mapping[str, Entry], source: Mapping[str, Sequence[str]], names: Collection[str]
+) -> dict[str, Entry]:
+    """The tensors of files by their names in a changed model, and those that the model had no place for before either.
+
+    Args:
+        source: name in the changed model -> names before; see `Lineage.sources`.
+        names: all names before.
+    """
+    found = {name: entry for name, entry in tensors.items() if name not in names}
+    for name, before in source.items():
+        if theirs := [each for each in before if each in tensors]:
+            found[name] = tensors[theirs[0]]
+    return found
+
+
+def _given_buffers(module: Any, filled_later: Collection[str]) -> dict[str, torch.Tensor]:
+    """Give a module's buffers on the meta device values, or memory; returns those that are ``filled_later``."""
+    for name, value in reset_buffers(module, filled_later).items():
         owner, _, leaf = name.rpartition(".")
         own_buffers(module.get_submodule(owner))[leaf] = value
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {name: leaf for name, leaf in module.state_dict().items() if name not in parameters}
+    return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in filled_later}

@@ -80,7 +80,9 @@ Opened = tuple[Any, Any, Callable[[str], list[int]], Callable[[list[int]], str]]
 
 
 def _opened(args: argparse.Namespace, mesh: Mesh) -> Opened:
-    return (_of_transformers if (args.folder / "config.json").exists() else _of_training)(args, mesh)
+    files = ("config.json", checkpoint.pretrained.ADAPTER)
+    of_transformers = not args.folder.exists() or any((args.folder / name).exists() for name in files)
+    return (_of_transformers if of_transformers else _of_training)(args, mesh)
 
 
 def _of_training(args: argparse.Namespace, mesh: Mesh) -> Opened:
@@ -97,6 +99,7 @@ def _of_training(args: argparse.Namespace, mesh: Mesh) -> Opened:
 
 def _of_transformers(args: argparse.Namespace, mesh: Mesh) -> Opened:
     transformers = require("transformers", "shardlib generate", "transformers", "hf")
+    checkpoint.pretrained.require_model(args.folder)
     with torch.device("meta"):
         kind = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(args.folder))
     rules = huggingface.slicing_rules(kind) if "model" in mesh.shape else None

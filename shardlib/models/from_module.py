@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from shardlib.errors import TreeError
-from shardlib.models.meta import initialised, reset_buffers
+from shardlib.models.meta import initialised, reset_buffers, sharing
 from shardlib.models.refusals import require_all_used, require_module, require_no_renorm, require_trained
-from shardlib.models.skeleton import Buffers, Skeletons, buffers_of, hollow
+from shardlib.models.skeleton import Buffers, Skeletons, buffers_of
 from shardlib.nn.blocks import Sequential, sequential
 from shardlib.rng import Key
 from shardlib.tree import Tree
@@ -54,10 +54,10 @@ def from_module(
     embedding with ``scale_grad_by_freq`` divides by how often a row occurs in a rank's share, and in a micro-batch.
 
     A module on the meta device has no values yet. Then ``params`` is a function that initialises them, to be passed to
-    `shardlib.shard`, which runs it leaf by leaf. It calls each submodule's ``reset_parameters``, then the ``_init_weights``
-    of the model that contains the submodule (which is how transformers' models initialise). Normal and uniform numbers are
-    drawn by the seed of `torch.manual_seed`, the same on every mesh, and each rank draws only its shards;
-    ``lambda: params(rng=key)`` draws by a key, such as another one for a second model.
+    `shardlib.shard`, which runs it leaf by leaf; parameters that have values keep them. It calls each submodule's
+    ``reset_parameters``, then the ``_init_weights`` of the model that contains the submodule (which is how transformers'
+    models initialise). Normal and uniform numbers are drawn by the seed of `torch.manual_seed`, the same on every mesh, and
+    each rank draws only its shards; ``lambda: params(rng=key)`` draws by a key, such as another one for a second model.
 
     Weight decay of `shardlib.optim.adamw` also shrinks parameters that the loss does not use (such as an unused head),
     unlike torch's: freeze those that `shardlib.unused_params` names.
@@ -88,7 +88,7 @@ def from_module(
         held |= reset_buffers(module)
     skeletons = Skeletons(module, held)
     on_meta = any(parameter.is_meta for parameter in module.parameters())
-    params: Any = partial(_initialise, hollow(module)) if on_meta else _tree(module)
+    params: Any = partial(_initialise, sharing(module)) if on_meta else _tree(module)
 
     untrained = [_glob(n) for n, leaf in module.named_parameters(remove_duplicate=False) if not leaf.requires_grad]
     last = (untrained,) if frozen else ()
@@ -184,8 +184,13 @@ def flat(tree: Tree, prefix: str = "") -> dict[str, torch.Tensor]:
     return named
 
 
-def _initialise(hollow: nn.Module, rng: Key | None = None) -> Tree:
-    return _tree(initialised(hollow, Key(torch.initial_seed()) if rng is None else rng))
+def partly_drawn(module: nn.Module, names: Collection[str], key: Key) -> Tree:
+    """A module's parameters, of those on the meta device the ones called ``names`` as `initialised` draws them."""
+    return _tree(initialised(module, key, names))
+
+
+def _initialise(module: nn.Module, rng: Key | None = None) -> Tree:
+    return _tree(initialised(module, Key(torch.initial_seed()) if rng is None else rng))
 
 
 def _glob(name: str) -> str:

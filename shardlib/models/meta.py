@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardlib import init
-from shardlib.common._compat import TorchDispatchMode, no_modes, own_buffers, storage_id, writes
+from shardlib.common._compat import TorchDispatchMode, no_modes, own_buffers, own_parameters, storage_id, writes
 from shardlib.errors import TreeError, listing
+from shardlib.models.adapted import require_no_adapters
 from shardlib.rng import Key
 
 _REMEDY = (
@@ -23,25 +24,54 @@ _REMEDY = (
 )
 
 
-def initialised(hollow: nn.Module, key: Key) -> nn.Module:
-    """A copy of a meta module with values, set by each submodule's ``reset_parameters`` and by ``_init_weights``.
+def sharing(module: nn.Module) -> nn.Module:
+    """A copy of a module partly on the meta device, of which parameters that have values are the same tensors."""
+    return copy.deepcopy(module, {id(leaf): leaf for leaf in module.parameters() if not leaf.is_meta})
+
+
+def initialised(given: nn.Module, key: Key, names: Collection[str] | None = None) -> nn.Module:
+    """A copy of a meta module with values, set by each submodule's ``reset_parameters`` and by ``_init_weights``. Parameters
+    that have values are the same tensors.
+
+    Args:
+        names: of the parameters that get values; by default all on the meta device.
 
     Raises:
-        TreeError: neither of them writes some parameters; lists all of these.
+        TreeError: neither of them writes some of these, or they are peft's, which starts its adapters in another way; lists
+            all of them.
     """
-    with no_modes():  # the copy is not to be recorded
-        module = copy.deepcopy(hollow)
+    real = {name: leaf for name, leaf in given.named_parameters(remove_duplicate=False) if not leaf.is_meta}
+    with no_modes():  # the copy is not to be recorded; and initialisers write to what they find
+        module = copy.deepcopy(
+            given, {id(leaf): nn.Parameter(leaf.to("meta"), leaf.requires_grad) for leaf in real.values()}
+        )
+    every = dict(module.named_parameters(remove_duplicate=False))
+    drawn = {name for name in every.keys() - real.keys() if names is None or name in names}
+    require_no_adapters(module, drawn)
+    wanted = {id(every[name]) for name in drawn}
+    owners = [
+        (owner, start)
+        for owner, start in _owners(module)
+        if names is None or any(id(leaf) in wanted for leaf in owner.parameters())
+    ]
     made: dict[int, Any] = {}
     with torch.no_grad(), _Counted(key) as counted:
-        for owner, start in _owners(module):
-            _empty(owner, made)
+        for owner, start in owners:
+            _empty(owner, made, wanted)
             _begin(owner, start)
-    _require_written(module, module.named_parameters(), counted, "parameters")
+    written = ((name, leaf) for name, leaf in module.named_parameters() if name in drawn)
+    _require_written(module, written, counted, "parameters")
+    for name, leaf in real.items():
+        owner, _, last = name.rpartition(".")
+        own_parameters(module.get_submodule(owner))[last] = leaf
     return module
 
 
-def reset_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+def reset_buffers(module: nn.Module, filled_later: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Real values for a meta module's buffers, submodule by submodule.
+
+    Args:
+        filled_later: names of buffers that need memory only.
 
     Raises:
         TreeError: neither ``reset_parameters`` nor ``_init_weights`` writes some buffers; lists all of these.
@@ -57,8 +87,10 @@ def reset_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
             _begin(real, starts[id(owner)])
         for name, buffer in real.named_buffers(recurse=False):
             path = f"{prefix}.{name}" if prefix else name
+            if path in values:
+                continue
             values[path] = buffer
-            if not counted.wrote(buffer):
+            if path not in filled_later and not counted.wrote(buffer):
                 failures.append(f"{path}: {type(owner).__name__}")
     if failures:
         raise TreeError(
@@ -86,10 +118,11 @@ def _begin(owner: nn.Module, start: Start) -> None:
         start(owner)
 
 
-def _empty(owner: nn.Module, made: dict[int, Any]) -> None:
-    """Allocates a meta submodule's tensors; tied ones stay tied. (Module.to_empty does not work while recorded.)"""
+def _empty(owner: nn.Module, made: dict[int, Any], wanted: Collection[int]) -> None:
+    """Allocates a meta submodule's tensors, of its parameters the ``wanted``; tied ones stay tied. (Module.to_empty does not
+    work while recorded.)"""
     for name, old in owner.named_parameters(recurse=False, remove_duplicate=False):
-        if old.is_meta:
+        if id(old) in wanted:
             if id(old) not in made:
                 made[id(old)] = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad), old
             setattr(owner, name, made[id(old)][0])
@@ -132,12 +165,16 @@ class _Counted(TorchDispatchMode):
             storage = args[0].untyped_storage()
             self._written[storage_id(storage)] = storage  # kept alive, so that its id is not used again
         draw = _DRAWS.get(op)
-        if draw is None or (kwargs or {}).get("generator") is not None or not args[0].is_floating_point():
+        if draw is None or (kwargs or {}).get("generator") is not None or not _drawn(args[0]):
             return op(*args, **(kwargs or {}))
         tensor, *numbers = args
         self._draws += 1
         key = self._key.fold_in(self._draws)
         return tensor.copy_(draw(key, tensor.shape, *numbers, dtype=tensor.dtype, device=tensor.device))
+
+
+def _drawn(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and not tensor.is_meta
 
 
 def _normal(key: Key, shape: torch.Size, mean: float = 0.0, std: float = 1.0, **like: Any) -> torch.Tensor:

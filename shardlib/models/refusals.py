@@ -114,8 +114,8 @@ def require_trained(module: nn.Module) -> None:
     if frozen:
         raise TreeError(
             f"{len(frozen)} parameters have requires_grad=False, which a pytree of tensors cannot carry:\n"
-            f"{listing(frozen)}\nTake their paths, apply, params, frozen = sl.from_module(module, frozen=True), and put "
-            "sl.freeze(frozen) into the plan; or call module.requires_grad_(True)"
+            f"{listing(frozen)}\nPass frozen=True: from_pretrained then freezes them, and sl.from_module(module, "
+            "frozen=True) returns their paths last, for sl.freeze(frozen) in the plan; or call module.requires_grad_(True)"
         )
 
 

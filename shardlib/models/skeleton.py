@@ -17,6 +17,7 @@ from torch import nn
 from shardlib.common._compat import no_modes, own_buffers, own_parameters, version_of, watch_checkpoints
 from shardlib.common.writes import place_of
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
+from shardlib.models.adapted import adapt_in_place
 from shardlib.models.copying import Copy
 from shardlib.models.observed import FirstCalls
 from shardlib.models.originals import Original
@@ -39,11 +40,11 @@ class Skeletons:
     def __init__(self, module: nn.Module, buffers: Buffers) -> None:
         # Never called, so that a thread can copy it while another one is in a call.
         self._pattern = _copied_or_refused(module, copy_with_placeholders)
+        adapt_in_place(self._pattern.module)
         self._original = Original(module, self._pattern)
         self._hooks = hooks_of(module, self._pattern.copier)
-        self._buffers = {
-            name: _copied(buffer) for name, buffer in buffers.items()
-        }  # the module's own may be written to
+        # The module's own may be written to.
+        self._buffers = {name: _copied(buffer) for name, buffer in buffers.items()}
         self._local = threading.local()
 
     def beside(self, parameters: Named, args: Any, name: str = "") -> Skeleton:

@@ -27,14 +27,22 @@ from shardlib.sharded.tree import Sharded, check_same_tree, check_ties
 from shardlib.tree import Tree, check_tensors, flatten
 
 
-def shard_by(params: Tree | Callable[[], Tree], mesh: Mesh, transform: Transform) -> Sharded:
-    """This rank's shards of ``params``, or of what the function ``params`` makes, under the plan of ``transform``."""
+def shard_by(
+    params: Tree | Callable[[], Tree], mesh: Mesh, transform: Transform, *, filled_later: bool = False
+) -> Sharded:
+    """This rank's shards of ``params``, or of what the function ``params`` makes, under the plan of ``transform``.
+
+    Args:
+        filled_later: whether leaves may be on the meta device. Their shards are zeros, which the caller fills.
+    """
     source = defer(params) if callable(params) else None
     tree = source.tree if source else params
     plan = build_plan(tree, mesh, transform)
     if plan.step.remat:
         plan.step.remat.require_decided()
     _check_ranks_agree(plan, mesh)
+    if not filled_later:
+        _check_values(tree, mesh)
     return _placed(plan.at(mesh.coords), mesh, tree, source, to_disk=params_rest(plan))
 
 
@@ -49,6 +57,7 @@ def shard_alike(params: Tree, plan: Plan, mesh: Mesh) -> Sharded:
     check_tensors(paths, leaves)
     check_same_tree(plan.everywhere, paths, [tuple(leaf.shape) for leaf in leaves], "parameters", whole=True)
     check_ties(plan, dict(zip(paths, leaves, strict=True)))
+    _check_values(params, mesh)
     return _placed(plan, mesh, params)
 
 
@@ -63,7 +72,7 @@ def shard_like(params: Sharded, path: str, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None, *, to_disk: bool = False) -> Sharded:
-    """This rank's shards of the values in ``tree``, or of the values that ``source`` makes."""
+    """This rank's shards of the values in ``tree``, or of the values that ``source`` makes; zeros where there are none."""
     held: _Buffers = _OnDisk(plan, mesh) if to_disk else _InMemory(plan, mesh)
     bucket_of = {path: bucket for bucket in plan.buckets for path in bucket.paths}
     paths, leaves, _ = flatten(tree)
@@ -71,17 +80,17 @@ def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None, 
     sums: dict[str, str] = {}
 
     def take(path: str, value: torch.Tensor | Draw) -> None:
-        if mesh.size > 1 and path in compute:
+        hollow = isinstance(value, torch.Tensor) and value.is_meta
+        if mesh.size > 1 and path in compute and not hollow:
             sums[path] = str(value) if isinstance(value, Draw) else checksum(value)
         if path in bucket_of:
             bucket, flat = bucket_of[path], held.shard(path, bucket_of[path])
             if isinstance(value, Draw):
                 _draw(flat, value, compute[path], mesh, bucket)
-            else:
+            elif not hollow:
                 _fill(flat, shard_of(value, compute[path], mesh.shape, mesh.coords), mesh, bucket)
             held.filled(path, bucket)
 
-    _check_values(paths, leaves, mesh)
     if source:
         source.replay(dict(enumerate(paths)), take)
     else:
@@ -190,8 +199,9 @@ def _draw(out: torch.Tensor, draw: Draw, spec: P, mesh: Mesh, bucket: Bucket) ->
     draw.fill(out[:held], IndexMap(window, first))
 
 
-def _check_values(paths: list[str], leaves: list[torch.Tensor], mesh: Mesh) -> None:
+def _check_values(tree: Tree, mesh: Mesh) -> None:
     """Refuse leaves on the meta device, which have no values, unless the mesh is on the meta device too."""
+    paths, leaves, _ = flatten(tree)
     hollow = [
         f"{path}: shape {tuple(leaf.shape)}"
         for path, leaf in zip(paths, leaves, strict=True)

@@ -54,7 +54,7 @@ def test_parameters(checkpoints, stage):
 
     def run(mesh, ours):
         params = start(mesh, ours)
-        sl.checkpoint.import_deepspeed(checkpoints / f"stage{stage}", params, partial=["seen"])
+        sl.checkpoint.import_deepspeed(checkpoints / f"stage{stage}", params)
         return sl.models.state_dict(made.Model(), params)
 
     for mesh, ours in MESHES:
@@ -179,7 +179,7 @@ def test_a_missing_or_cut_file_is_named(checkpoints, tmp_path, rank):
 
     def run(mesh):
         with pytest.raises(CheckpointError) as caught:
-            sl.checkpoint.import_deepspeed(tmp_path / "it", start(mesh, 1), partial=["seen"])
+            sl.checkpoint.import_deepspeed(tmp_path / "it", start(mesh, 1))
         return str(caught.value)
 
     assert all(f"{file} is no file of torch.save, or was cut" in each for each in sl.simulate(run, mesh={"data": 2}))
@@ -219,6 +219,6 @@ def test_no_code_is_run(checkpoints, tmp_path):
             archive.writestr(name, content)
     params = start(sl.make_mesh(), 0)
     with pytest.raises(CheckpointError, match=r"names classes or functions .* not trusted:\n  - posix\.mkdir\n"):
-        sl.checkpoint.import_deepspeed(tmp_path / "it", params, partial=["seen"])
-    sl.checkpoint.import_deepspeed(tmp_path / "it", params, partial=["seen"], left_out=["posix.mkdir"])
+        sl.checkpoint.import_deepspeed(tmp_path / "it", params)
+    sl.checkpoint.import_deepspeed(tmp_path / "it", params, left_out=["posix.mkdir"])
     assert not (tmp_path / "ran").exists()

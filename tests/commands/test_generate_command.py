@@ -91,11 +91,16 @@ def test_a_tokenizer(tmp_path, capsys):
 
 def test_refusals(trained, tmp_path):
     folder, _ = trained
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
     for given, message in (
         ([str(folder), *SIZES], "give a --prompt, or --tokens"),
         ([str(folder), "--prompt", "a"], r"params/.*\n"),
         ([str(folder), "--prompt", "", *SIZES], "prompt 0 is"),
         ([str(tmp_path), "--prompt", "a"], "no"),
+        (["owner/model", "--prompt", "a"], "names of the Hub are not looked up"),
+        ([str(adapter), "--prompt", "a"], "has an adapter of peft"),
         ([str(folder), "--prompt", "a", "--top-k", "0", *SIZES], "top_k=0"),
         ([str(folder), "--prompt", "a", "--experts-on-device", "2", *SIZES], "names no layers of experts"),
     ):

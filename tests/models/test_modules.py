@@ -478,3 +478,19 @@ def test_a_module_in_place_of_parameters_or_of_a_function():
         sl.make_train_step(params, loss, sl.optim.sgd(0.1))
     with pytest.raises(LossError, match=r"the loss function must be a function of \(params, batch\) and is dict"):
         sl.make_train_step(params, params, sl.optim.sgd(0.1))
+
+
+def test_what_has_values_on_a_module_partly_on_the_meta_device_keeps_them():
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    module[0] = nn.Linear(4, 4)
+    module[1].bias = nn.Parameter(torch.full((4,), 3.0))
+    module[1].running_mean = torch.full((4,), 2.0)
+    before = module[0].weight.detach().clone()
+    _, init, buffers = sl.from_module(module, buffers=True)
+    params = sl.shard(init, sl.make_mesh())
+    found = sl.models.state_dict(module, params, buffers)
+    assert torch.equal(found["0.weight"], before) and torch.equal(module[0].weight, before)
+    assert found["1.bias"].tolist() == [3] * 4 and found["1.weight"].tolist() == [1] * 4
+    assert found["1.running_mean"].tolist() == [2] * 4 and found["1.running_var"].tolist() == [1] * 4
+    assert 0 < found["2.weight"].abs().max() <= 0.5

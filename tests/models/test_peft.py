@@ -4,6 +4,7 @@ import optree
 import pytest
 import torch
 from helpers import training
+from helpers.decoders import decoder
 from helpers.trees import assert_close
 from oracle import one_device
 from peft import LoraConfig, get_peft_model
@@ -11,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import shardlib as sl
 from shardlib.errors import TreeError
+from shardlib.models import huggingface
 from shardlib.models.huggingface import decoder_blocks
 
 logging.set_verbosity_error()
@@ -57,6 +59,56 @@ def test_adapters_train_and_the_base_stays(kind, stage):
         assert torch.equal(before, after) == (path in base), path
     plan = sl.make_plan(params, sl.abstract_mesh(data=2), transform)
     assert sum(bucket.owned for bucket in plan.trained) < 0.2 * plan.parameters
+
+
+def adapted_experts(kind):
+    torch.manual_seed(0)
+    leaves = ["experts.gate_up_proj", "experts.down_proj"]
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=leaves, init_lora_weights=False)
+    return get_peft_model(decoder(kind, num_hidden_layers=2).double(), config).train()
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])  # whose experts' matrices lie either way
+@pytest.mark.parametrize("how", ["plain", "with_experts", "recomputed"])
+def test_adapters_of_experts_leaves(kind, how):
+    theirs, tokens = adapted_experts(kind), TOKENS[0, :, :6] % 32
+    model = adapted_experts(kind)
+    if how == "with_experts":
+        model = huggingface.with_experts(model)
+    if how == "recomputed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    apply, params, frozen = sl.from_module(model, frozen=True)
+
+    def run(mesh, stage):
+        transform = sl.chain(sl.zero(stage), sl.freeze(frozen))
+        loss_fn = lambda params, tokens: apply(params, tokens, labels=tokens).loss  # noqa: E731
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), sl.optim.sgd(0.5))
+        for _ in range(2):
+            state, _ = step(state, tokens.chunk(mesh.size)[mesh.rank])
+        return sl.models.state_dict(model, state.params)
+
+    optimizer = torch.optim.SGD([leaf for leaf in theirs.parameters() if leaf.requires_grad], 0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        theirs(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    for mesh, stage in (({"data": 1}, 0), ({"data": 2}, 3)):
+        found = sl.simulate(run, stage, mesh=mesh)[0]
+        for name, wanted in theirs.state_dict().items():
+            torch.testing.assert_close(found[name], wanted, rtol=1e-10, atol=1e-10)
+    with pytest.raises(TreeError, match=r"adapters on experts' leaves \(target_parameters\).* leave sl.experts out"):
+        huggingface.expert_rules(model)
+
+
+def test_adapters_are_not_drawn_as_linear_layers():
+    """On the meta device peft's zeros are lost."""
+    with torch.device("meta"):
+        model = adapted("llama")
+    _, params, _ = sl.from_module(model, frozen=True)
+    with pytest.raises(
+        TreeError, match=r"lost how they start:\n.*q_proj\.lora_A(?s:.*)from_pretrained\(\.\.\., change="
+    ):
+        sl.shard(params, sl.make_mesh())
 
 
 def test_blocks_are_those_of_the_model_inside():

@@ -62,6 +62,13 @@ def of_model(module: Any, files: Described) -> dict[str, Followed]:
     return found
 
 
+def not_in_files(module: Any) -> set[str]:
+    """The names of a model's tensors that its files may lack, such as sinusoids: initialising it gives their values."""
+    never = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
+    patterns = getattr(module, "_keys_to_ignore_on_load_missing", None) or ()
+    return never | {name for name in module.state_dict() if any(re.search(each, name) for each in patterns)}
+
+
 def of_files(module: Any, leaves: Described) -> dict[str, Followed]:
     """The tensors that transformers' ``save_pretrained`` would write for a model, by their names in the files, as made of
     the model's.

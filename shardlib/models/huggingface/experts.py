@@ -15,6 +15,7 @@ from shardlib.nn.moe.experts import run_experts
 from shardlib.nn.moe.routing import Routing
 
 _NAME = "shardlib"
+EXPERTS = "_is_expert_parallel"  # an attribute of the layers of experts whose implementation can be chosen
 _COUNTS, _BIAS, _ROUTER = "counts", "gate.e_score_correction_bias", "places_of_experts"
 _OUTPUTS = "whole_gate_up"  # an attribute of a layer: the width of its gate and up projections together
 _HALVES = (
@@ -53,7 +54,7 @@ def with_experts(model: Any, *, counts: bool = False, seats: bool = False, repli
     >>> apply(params, torch.zeros(2, 8, dtype=torch.int64)).logits.shape
     torch.Size([2, 8, 32])
     """
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, EXPERTS)}
     if not layers:
         raise TreeError(
             f"{type(model).__name__} has no layers of experts whose implementation can be chosen (transformers' "

@@ -9,7 +9,9 @@ from torch import nn
 
 from shardlib.collectives.styles.base import Style
 from shardlib.errors import TreeError
+from shardlib.models.adapted import is_adapted_parameter
 from shardlib.models.huggingface.decoders import decoder_of
+from shardlib.models.huggingface.experts import EXPERTS
 from shardlib.transforms.tensor_slicing import column, matches_rule, row
 
 Rules = dict[str, str | Style]
@@ -45,7 +47,7 @@ def expert_rules(module: nn.Module) -> tuple[str, ...]:
     The model's experts must be computed by `with_experts`, which sends tokens to them.
 
     Raises:
-        TreeError: the model has no ``base_model_ep_plan``.
+        TreeError: the model has no ``base_model_ep_plan``, or peft's adapters on experts' leaves.
 
     >>> from transformers import MixtralConfig, MixtralForCausalLM
     >>> from shardlib.models import huggingface
@@ -54,6 +56,12 @@ def expert_rules(module: nn.Module) -> tuple[str, ...]:
     >>> huggingface.expert_rules(model)
     ('*layers/*/mlp/experts/gate_up_proj', '*layers/*/mlp/experts/down_proj')
     """
+    if any(is_adapted_parameter(child) and hasattr(child.get_base_layer(), EXPERTS) for child in module.modules()):
+        raise TreeError(
+            f"{type(module).__name__} has adapters on experts' leaves (target_parameters), in whose factors all experts lie "
+            "together, so that they are not dealt out: leave sl.experts out of the plan (sl.zero(3) shards the leaves), or "
+            "adapt other modules"
+        )
     config: Any = module.config
     plan: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
     rules = tuple(f"*{glob.replace('.', '/')}" for glob, style in plan.items() if style == "grouped_gemm")
