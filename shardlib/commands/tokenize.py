@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.common.optional import require
+from shardlib.data.headed_file import kind_of
 from shardlib.data.token_file import TokenFileError, write_tokens
 
 _TOGETHER = 256  # documents that a tokenizer gets at once
@@ -89,6 +90,11 @@ def _texts(paths: Sequence[Path], per: str, field: str) -> Iterator[str]:
             raise FileNotFoundError(f"no file or folder at {path}")
         inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
         for file in inside if path.is_dir() else [path]:
+            with open(file, "rb") as content:
+                if kind := kind_of(content.read(8)):
+                    raise TokenFileError(
+                        f"{file} is {kind.name} already: give the text that it was made of, or leave it out"
+                    )
             if file.suffix == ".jsonl":
                 yield from (
                     _field(line, field, f"{file}, line {number}") for number, line in enumerate(_lines(file), 1)

@@ -327,6 +327,8 @@ def files(tmp_path, monkeypatch):
         "number.jsonl": '{"text": 3}\n',
     }.items():
         (tmp_path / name).write_text(content)
+    sl.data.write_tokens("a.tokens", [b"one"])
+    sl.data.write_tokens("words.tokens", [[1, 300]], vocabulary=400, tokenizer="words")
     machine = Machine("1GiB", {"fp32": 1e10}, Link(1e9, 1e-5), ranks_per_host=8)
     machine.write("machine.json")
     replace(machine, flops={"fp16": 1e10}).write("half.json")
@@ -362,6 +364,12 @@ def files(tmp_path, monkeypatch):
         ("tokenize short.txt --out .", "tokenize: --out . is a folder"),
         ("tokenize a.jsonl --out x", "a.jsonl, line 2 is no JSON object with a field 'text'"),
         ("tokenize bad.json number.jsonl --out x", "number.jsonl, line 1: the field 'text' is int, not text"),
+        ("tokenize middle.txt a.tokens --out x", "tokenize: a.tokens is a token file already: give the text"),
+        (
+            "analyze middle.txt --out x",
+            "shardlib analyze: middle.txt is not a token file; make one with shardlib tokenize",
+        ),
+        ("train --data words.tokens", "shardlib train: words.tokens has tokens of the tokenizer 'words', not bytes"),
         ("profile --data nofile", "shardlib profile: no file or folder of text at nofile"),
         ("profile --data short.txt", "shardlib profile: split: 2 bytes are too few"),
         ("profile --data middle.txt --sequence 99999", "bytes hold no window of 99999"),
