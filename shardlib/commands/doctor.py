@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardlib.commands.arguments import positive, wrong_arguments
+from shardlib.commands.arguments import WrongArguments, positive, wrong_arguments
 from shardlib.commands.measure import measure_machine
 from shardlib.kernels.common import build, dispatch
 from shardlib.mesh.launch import launch
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not args.measure and (args.out or args.ranks > 1):
-        raise SystemExit("shardlib doctor: --out and --ranks are of what --measure measures: give it too")
+        raise WrongArguments("--out and --ranks are of what --measure measures: give it too")
     for title, rows in (
         ("Versions", _versions()),
         ("Devices", _devices()),

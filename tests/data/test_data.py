@@ -36,9 +36,7 @@ def test_of_a_token_file_the_tokens_are_taken(tmp_path):
     assert load_bytes(tmp_path).tobytes() == b"onetwothree"
     sl.data.write_tokens(tmp_path / "few.tokens", [[1, 2]], vocabulary=65, tokenizer="letters")
     for path in (tmp_path / "few.tokens", tmp_path):
-        with pytest.raises(
-            sl.data.TokenFileError, match="of the tokenizer 'letters', not bytes: read them"
-        ):
+        with pytest.raises(sl.data.TokenFileError, match="of the tokenizer 'letters', not bytes: read them"):
             load_bytes(path)
     index = sl.data.analyze(sl.data.tokens(tmp_path / "b.tokens", 2), "rarity", tmp_path / "index")
     with pytest.raises(sl.data.TokenFileError, match="index is not a token file but an index file"):
