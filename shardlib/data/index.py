@@ -30,6 +30,10 @@ class Index:
         samples: the samples in the order of their values, (N,); those of one value in their own order. By default they are
             sorted now.
 
+    Attributes:
+        values: by the samples' own numbers, not in order: ``values[samples]`` ascends.
+        samples: the first has the smallest value.
+
     Raises:
         BatchError: values that are not a list of finite numbers, or none.
 
