@@ -26,8 +26,8 @@ PLANNED = (BatchError, IllegalComposition, MeshError, ScheduleError, SpecError, 
 class Parser(argparse.ArgumentParser):
     """A parser whose help has the defaults, and whose errors are one line, as commands' own are."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, formatter_class=_Help, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=_Help, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         state = _train(args, mesh, work, state, curves)
     except SystemExit as end:
-        if end.code in map(exit_code, (*STOPPING, INTERRUPT)) and (saved := checkpoint.latest(args.out)):
+        if end.code in set(map(exit_code, (*STOPPING, INTERRUPT))) and (saved := checkpoint.latest(args.out)):
             again = _again(mesh.size, sys.argv[1:], args.steps)
             say(f"stopped at step {checkpoint.step_of(saved)}; go on with\n{again}")
         raise
