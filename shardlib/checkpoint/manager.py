@@ -15,7 +15,7 @@ from shardlib.checkpoint import restore as restoring
 from shardlib.checkpoint.background import PATIENCE, BackgroundSave
 from shardlib.checkpoint.save import prepared, save, saved_fragments
 from shardlib.checkpoint.snapshot import Snapshot
-from shardlib.mesh.launch.signals import STOPPING, Signals, exit_code
+from shardlib.mesh.launch.signals import INTERRUPT, STOPPING, Signals, exit_code
 from shardlib.mesh.launch.supervised import RESIZE, Supervisor
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
@@ -46,6 +46,7 @@ class Manager:
         keep: how many of the newest checkpoints stay.
         every: steps between the saves of `step`; None for none.
         asynchronous: whether `save` and `step` return before the checkpoint is on the disk.
+        interrupt: whether Ctrl-C is such a signal too, with exit code 130; a second one stops at once.
 
     Attributes:
         folder: the folder.
@@ -60,20 +61,28 @@ class Manager:
     'step-00000000'
     """
 
-    def __init__(self, folder: str | Path, keep: int = 3, every: int | None = None, asynchronous: bool = True) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        keep: int = 3,
+        every: int | None = None,
+        asynchronous: bool = True,
+        *,
+        interrupt: bool = False,
+    ) -> None:
         if not all(is_step(count) for count in (keep, *([every] if every is not None else []))):
             raise ValueError(
                 f"Manager: keep={keep!r} and every={every!r}, but both are integers from 1 (or every=None)"
             )
         self.folder, self._keep, self._every, self._asynchronous = Path(folder), keep, every, asynchronous
-        self._snapshot = Snapshot()
+        self._interrupt, self._snapshot = interrupt, Snapshot()
         self._running: BackgroundSave | None = None
         self._signals: Signals | None = None
         self._supervisor = Supervisor(None)
 
     def __enter__(self) -> Manager:
         if threading.current_thread() is threading.main_thread():
-            self._signals, self._supervisor = Signals(), Supervisor(os.environ)
+            self._signals, self._supervisor = Signals(self._interrupt), Supervisor(os.environ)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -98,7 +107,7 @@ class Manager:
 
         Raises:
             CheckpointError: an earlier save has failed; on all ranks at the same step.
-            SystemExit: a rank has received SIGTERM or SIGUSR1, or `shardlib run` starts the ranks again with more of them;
+            SystemExit: a rank has received a signal to end, or `shardlib run` starts the ranks again with more of them;
                 ``state`` is on the disk.
         """
         mesh = state.params.mesh
@@ -164,9 +173,10 @@ class Manager:
         """Agree with all ranks, in one small sum, whether the running save has ended, and return the signal that a rank has
         received, or 0."""
         running, received = self._running, self._signals and self._signals.received
+        asked = (*STOPPING, INTERRUPT)
         counts = torch.tensor(
             [
-                *(number == received for number in STOPPING),
+                *(number == received for number in asked),
                 running is not None and running.thread.is_alive(),
                 running is not None and running.problem != "",
             ],
@@ -179,4 +189,4 @@ class Manager:
         *signals, writing, failed = counts.tolist()
         if running is not None and (failed or not writing):
             self.wait()
-        return next((number for number, count in zip(STOPPING, signals, strict=True) if count), 0)
+        return next((number for number, count in zip(asked, signals, strict=True) if count), 0)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
 from collections.abc import Sequence
 
 from shardlib.commands import analyze, checkpoint, doctor, generate, lr_range_test, plan, profile, run, tokenize, train
-from shardlib.commands.arguments import WrongArguments
+from shardlib.commands.arguments import Parser, WrongArguments
 from shardlib.common.optional import MissingPackage
+from shardlib.common.version import VERSION
 from shardlib.mesh.launch.orphans import end_with
+from shardlib.mesh.launch.signals import INTERRUPT, exit_code
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of all commands; the parsed arguments have the chosen command's function as ``run``."""
-    parser = argparse.ArgumentParser(prog="shardlib", description="Functional sharding on PyTorch.")
+    parser = Parser(prog="shardlib", description="Functional sharding on PyTorch.")
+    parser.add_argument("--version", action="version", version=f"shardlib {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
     for module in (train, generate, run, lr_range_test, plan, profile, tokenize, analyze, checkpoint, doctor):
         name = module.__name__.rpartition(".")[2].replace("_", "-")
         summary = (module.__doc__ or "").splitlines()[0]
-        command = commands.add_parser(
-            name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
@@ -39,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit(1 if os.environ.get("RANK", "0") != "0" else f"shardlib {args.command}: {missing}") from None
     except WrongArguments as wrong:
         raise SystemExit(f"shardlib {args.command}: {wrong}") from None
+    except KeyboardInterrupt:  # where nothing is to be saved
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\nshardlib {args.command}: stopped by Ctrl-C", file=sys.stderr)
+        return exit_code(INTERRUPT)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.commands.arguments import positive, wrong_arguments
+from shardlib.commands.arguments import WrongArguments, positive, wrong_arguments
 from shardlib.data.analyze import analyze
 from shardlib.data.index import IndexFile
 from shardlib.data.tokens import packed, tokens
@@ -36,16 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if (args.file is None) == (args.dataset is None):
-        raise SystemExit("analyze takes a token file, or --dataset: give one of them")
+        raise WrongArguments("a token file, or --dataset: give one of them")
     if args.dataset is not None and (args.sequence or args.packed):
-        raise SystemExit("analyze: --sequence and --packed cut a token file into samples, and --dataset has its own")
+        raise WrongArguments("--sequence and --packed cut a token file into samples, and --dataset has its own")
     metric = _named(args.metric) if ":" in args.metric else args.metric
     start = time.perf_counter()
     dataset = _dataset(args)
     try:
         index = analyze(dataset, metric, args.out, processes=args.processes, progress=_say)
     except ShardlibError as error:
-        raise SystemExit(f"analyze: {str(error).removeprefix('analyze: ')}") from None
+        raise WrongArguments(str(error).removeprefix("analyze: ")) from None
     seconds = time.perf_counter() - start
     print(f"{args.out}: {args.metric} of {len(index):,} samples, {len(index) / seconds:,.0f} per second")
     print(_percentiles(index))
@@ -67,7 +67,7 @@ def _named(name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise SystemExit(f"analyze: {name}: {error}; use module:function, of a module that can be imported") from None
+        raise WrongArguments(f"{name}: {error}; use module:function, of a module that can be imported") from None
 
 
 def _percentiles(index: IndexFile) -> str:

@@ -1,4 +1,4 @@
-"""What commands refuse: types of arguments, and what is wrong with several together, as one line."""
+"""Parsers, and what commands refuse: types of arguments, and what is wrong with several together, as one line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from shardlib.errors import (
     BatchError,
@@ -20,6 +21,24 @@ from shardlib.plan.tables import parse_size
 
 # What plans, meshes and batches refuse.
 PLANNED = (BatchError, IllegalComposition, MeshError, ScheduleError, SpecError, TreeError)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help has the defaults, and whose errors are one line, as commands' own are."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=_Help, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Help with the defaults that are one: not that an option is left out."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        left_out = action.default is None or action.default is False or action.default == []
+        return action.help if left_out else super()._get_help_string(action)
 
 
 class WrongArguments(Exception):

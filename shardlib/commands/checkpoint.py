@@ -13,6 +13,7 @@ from shardlib import checkpoint
 from shardlib.checkpoint.manifest import Entry
 from shardlib.checkpoint.reading import open_checkpoint
 from shardlib.checkpoint.safetensors import convert
+from shardlib.commands.arguments import WrongArguments
 from shardlib.errors import CheckpointError
 from shardlib.plan.tables import count, size, table
 from shardlib.tree import matches
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return args.action(args)
     except (CheckpointError, FileNotFoundError) as error:
-        raise SystemExit(f"shardlib checkpoint: {error}") from None
+        raise WrongArguments(str(error)) from None
 
 
 def _list(args: argparse.Namespace) -> int:

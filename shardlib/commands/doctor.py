@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardlib.commands.arguments import positive, wrong_arguments
+from shardlib.commands.arguments import WrongArguments, positive, wrong_arguments
 from shardlib.commands.measure import measure_machine
 from shardlib.kernels.common import build, dispatch
 from shardlib.mesh.launch import launch
@@ -30,15 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not args.measure and (args.out or args.ranks > 1):
-        raise SystemExit("shardlib doctor: --out and --ranks are of what --measure measures: give it too")
+        raise WrongArguments("--out and --ranks are of what --measure measures: give it too")
     for title, rows in (
         ("Versions", _versions()),
         ("Devices", _devices()),
         ("Communication", _backends()),
         ("Compilers", _compilers()),
-        ("Kernels", _kernels()),
     ):
-        print(table((title, ""), rows), end="\n\n")
+        print(table((title, ""), rows), end="\n\n", flush=True)
+    _print_kernels()
     if args.measure:
         alone = args.ranks == 1
         machine = measure_machine(make_mesh()) if alone else launch(measure_machine, mesh={"data": args.ranks})[0]
@@ -104,12 +104,18 @@ def version_line(output: str) -> str | None:
     )
 
 
-def _kernels() -> list[tuple[str, str]]:
-    return [
-        (f"{operation} on {device.type}", str(dispatch.choose(operation, device)))
+def _print_kernels() -> None:
+    """Prints a row as soon as its kernel is there: the first time all of them are compiled, which takes minutes."""
+    rows = {
+        f"{operation} on {each.type}": (operation, each)
         for operation in dispatch.operations()
-        for device in _each_device()
-    ]
+        for each in _each_device()
+    }
+    width = max(map(len, rows))
+    print(table(("Kernels".ljust(width), "in use"), ()), flush=True)
+    for name, (operation, device) in rows.items():
+        print(f"{name.ljust(width)}  {dispatch.choose(operation, device)}", flush=True)
+    print()
 
 
 def _each_device() -> list[torch.device]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardlib import checkpoint, optim
 from shardlib.commands import model
+from shardlib.commands.arguments import WrongArguments
 from shardlib.common.optional import require
 from shardlib.errors import CheckpointError, IllegalComposition, TreeError
 from shardlib.generate import generate
@@ -29,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder",
         type=Path,
-        help="checkpoints of shardlib train (then --layers, --width and so on are as in training), or a model of "
-        "transformers: config.json, safetensors files, and a tokenizer if there is one",
+        help="the folder of shardlib train, or a model of transformers: config.json, safetensors files, and a tokenizer if "
+        "there is one",
     )
     parser.add_argument("--prompt", action="append", default=[], help="text; may be given several times")
     parser.add_argument("--tokens", action="append", default=[], type=_numbers, help="a prompt as numbers: 1,2,3")
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, help="draw among so many tokens, the most likely ones")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw among as few tokens as have this probability")
     parser.add_argument("--stop", type=int, action="append", default=[], help="a token that ends a text")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--bits", type=int, choices=(8, 4), help="weights in so many bits")
     parser.add_argument(
         "--experts-on-device",
@@ -48,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="experts in host memory, and room for N of each layer on the device; how many came is written to stderr",
     )
     parser.add_argument("--mesh", help="axes and sizes, such as data=2,model=2; by default every rank on axis data")
-    model.add_sizes(parser)
+    model.add_sizes(parser, "model, of checkpoints that do not say their sizes (such as a script's)", given=True)
 
 
 def run(args: argparse.Namespace) -> int:
     if not args.prompt and not args.tokens:
-        raise SystemExit("shardlib generate: give a --prompt, or --tokens")
+        raise WrongArguments("give a --prompt, or --tokens")
     mesh = model.running_mesh(args)
     try:
         kind, params, encode, decode = _opened(args, mesh)
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
         texts = generate(kind, params, prompts, args.max_new, stop=args.stop, **options)
     except (CheckpointError, IllegalComposition, TreeError, FileNotFoundError, ValueError) as error:
-        raise SystemExit(f"shardlib generate: {error}") from None
+        raise WrongArguments(str(error)) from None
     for prompt, new in zip(prompts, texts) if mesh.rank == 0 else ():
         print(decode([*prompt, *new.tolist()]))
     if mesh.rank == 0 and args.experts_on_device is not None:
@@ -80,9 +81,23 @@ Opened = tuple[Any, Any, Callable[[str], list[int]], Callable[[list[int]], str]]
 
 
 def _opened(args: argparse.Namespace, mesh: Mesh) -> Opened:
+    """The model in a folder.
+
+    Raises:
+        WrongArguments: sizes that are not the model's.
+    """
     files = ("config.json", checkpoint.pretrained.ADAPTER)
-    of_transformers = not args.folder.exists() or any((args.folder / name).exists() for name in files)
-    return (_of_transformers if of_transformers else _of_training)(args, mesh)
+    if not args.folder.exists() or any((args.folder / name).exists() for name in files):
+        if given := [f"--{name}" for name in model.SIZES if getattr(args, name) is not None]:
+            raise WrongArguments(f"{args.folder}/config.json has the model's sizes: leave out {', '.join(given)}")
+        return _of_transformers(args, mesh)
+    held = checkpoint.read_notes(args.folder).get("model")
+    if held and (other := model.other_sizes(args, held)):
+        raise WrongArguments(
+            f"{args.folder} holds a model of {model.as_options(other)}: leave out --{', --'.join(other)}"
+        )
+    model.take_sizes(args, held or model.SIZES)
+    return _of_training(args, mesh)
 
 
 def _of_training(args: argparse.Namespace, mesh: Mesh) -> Opened:

@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     parser.add_argument("--data", help="a text file or folder; by default the source of Python's standard library")
     parser.add_argument("--out", type=Path, default=Path(out), help="folder for what the command writes")
     parser.add_argument("--batch", type=positive, default=16, help="rows per step, over all ranks")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="AdamW's")
     parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the initial values, batches and dropout")
     model.add_arguments(parser)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardlib import optim
 from shardlib.commands import job, model, pictures
-from shardlib.commands.arguments import above_zero
+from shardlib.commands.arguments import WrongArguments, above_zero
 from shardlib.report.log import Log
 from shardlib.report.plot import plot_range_test
 from shardlib.report.range_test import has_diverged, propose_rate
@@ -19,7 +19,7 @@ from shardlib.report.writers import CsvWriter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="at most, 10 or more")
     parser.add_argument("--min-lr", type=above_zero, default=1e-5, help="rate of the first step")
     parser.add_argument("--max-lr", type=above_zero, default=1.0, help="rate of the last step")
     job.add_arguments(parser, "runs/lr-range-test")
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not (0 < args.min_lr < args.max_lr and args.steps >= 10):
-        raise SystemExit("a range test needs 0 < --min-lr < --max-lr and --steps of 10 or more")
+        raise WrongArguments("a range test needs 0 < --min-lr < --max-lr and --steps of 10 or more")
     mesh = model.running_mesh(args)
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
     # Equal factors from step to step, not equal differences as in optim.lr_range_test_schedule: good rates differ by orders
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         proposed = propose_rate(rates, losses)
     except ValueError as error:
-        raise SystemExit(str(error)) from None
+        raise WrongArguments(str(error)) from None
     say(f"{len(losses)} steps from {rates[0]:.2e} to {rates[-1]:.2e}; the loss falls fastest at {proposed:.2e}")
     say(f"proposed: --lr {proposed:.2g}")
     if mesh.rank == 0:

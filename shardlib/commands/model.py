@@ -24,21 +24,48 @@ from shardlib.transforms import accumulate, offload, pipeline, precision, remat,
 AXES = ("data", "pipe", "model")
 
 
-def add_sizes(parser: argparse.ArgumentParser) -> Any:
-    """Adds the sizes of a GPT, for `config`, which has no dropout without an argument for it; returns their group."""
-    model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=positive, default=2)
-    model.add_argument("--width", type=positive, default=256)
-    model.add_argument("--heads", type=positive, default=4)
-    model.add_argument("--sequence", type=positive, default=128, help="tokens of context")
-    model.add_argument("--vocab", type=positive, default=256, help="256 is one token per byte")
-    model.add_argument("--experts", type=natural, default=0, help="in every other layer, of which a token uses two")
+SIZES = {"layers": 2, "width": 256, "heads": 4, "sequence": 128, "vocab": 256, "experts": 0}
+
+
+def add_sizes(parser: argparse.ArgumentParser, title: str = "model", *, given: bool = False) -> Any:
+    """Adds the sizes of a GPT, for `config`, which has no dropout without an argument for it; returns their group.
+
+    Args:
+        given: whether sizes that a user leaves out are None, for `take_sizes`, and not those of `SIZES`.
+    """
+    model = parser.add_argument_group(title)
+    for name, kind, what in (
+        ("layers", positive, "blocks of attention and MLP"),
+        ("width", positive, "elements of a token's vector"),
+        ("heads", positive, "of attention; they divide the width"),
+        ("sequence", positive, "tokens of context"),
+        ("vocab", positive, "different tokens; 256 is one token per byte"),
+        ("experts", natural, "in every other layer, of which a token uses two; 0 for none"),
+    ):
+        model.add_argument(f"--{name}", type=kind, default=None if given else SIZES[name], help=what)
     parser.set_defaults(dropout=0.0)
     return model
 
 
+def other_sizes(args: argparse.Namespace, held: Mapping[str, int]) -> dict[str, int]:
+    """Those of a model's sizes that are not the given ones."""
+    return {name: held[name] for name in SIZES if getattr(args, name) not in (None, held[name])}
+
+
+def take_sizes(args: argparse.Namespace, held: Mapping[str, int]) -> None:
+    """Takes the sizes that were not given from ``held``."""
+    for name in SIZES:
+        if getattr(args, name) is None:
+            setattr(args, name, held[name])
+
+
+def as_options(sizes: Mapping[str, int]) -> str:
+    """Sizes as a user types them."""
+    return " ".join(f"--{name} {number}" for name, number in sizes.items())
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_sizes(parser).add_argument("--dropout", type=share, default=0.0)
+    add_sizes(parser).add_argument("--dropout", type=share, default=0.0, help="share of activations that are left out")
     sharding = parser.add_argument_group("sharding")
     sharding.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     sharding.add_argument(
@@ -61,7 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--offload-params", action="store_true", help="parameters and gradients in the host's memory too"
     )
     sharding.add_argument("--offload-folder", default="states", help="of files on disk")
-    sharding.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp16", "fp32"))
+    sharding.add_argument(
+        "--precision", default="auto", choices=("auto", "bf16", "fp16", "fp32"), help="auto: bf16 where it is native"
+    )
 
 
 def _schedule(text: str) -> str:
@@ -151,19 +180,19 @@ def parse_mesh(text: str) -> dict[str, int]:
     """``"data=4,model=2"`` -> ``{"data": 4, "model": 2}``; an axis "data" of size 1 is added if there is none.
 
     Raises:
-        SystemExit: ``text`` has another form, an axis that is not in `AXES`, or one axis twice.
+        WrongArguments: ``text`` has another form, an axis that is not in `AXES`, or one axis twice.
     """
     try:
         named = [(name.strip(), int(size)) for name, size in (axis.split("=") for axis in text.split(","))]
     except ValueError:
-        raise SystemExit(f"--mesh {text!r}: write axes and sizes, such as data=4 or data=4,model=2") from None
+        raise WrongArguments(f"--mesh {text!r}: write axes and sizes, such as data=4 or data=4,model=2") from None
     shape = dict(named)
     if len(shape) < len(named):
         twice = sorted({axis for axis, _ in named if sum(axis == other for other, _ in named) > 1})
-        raise SystemExit(f"--mesh {text!r}: axis {', '.join(twice)} stands there twice: give each axis one size")
+        raise WrongArguments(f"--mesh {text!r}: axis {', '.join(twice)} stands there twice: give each axis one size")
     unknown = sorted(set(shape) - set(AXES))
     if unknown:
-        raise SystemExit(f"--mesh {text!r}: axis {', '.join(unknown)} is not one of {', '.join(AXES)}")
+        raise WrongArguments(f"--mesh {text!r}: axis {', '.join(unknown)} is not one of {', '.join(AXES)}")
     return shape if "data" in shape else {"data": 1, **shape}
 
 

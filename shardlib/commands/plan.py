@@ -9,7 +9,7 @@ import torch
 
 from shardlib import optim, schedules
 from shardlib.commands import model, pictures, search
-from shardlib.commands.arguments import positive, size
+from shardlib.commands.arguments import WrongArguments, positive, size
 from shardlib.errors import ShardlibError
 from shardlib.make_plan import make_plan
 from shardlib.mesh.mesh import abstract_mesh
@@ -54,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
     if unused := [name for name in (_PLANNED if args.search else _SEARCHED) if getattr(args, name) != args.left[name]]:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         why = "--search chooses the mesh and the sharding" if args.search else "without --search nothing is searched"
-        raise SystemExit(f"shardlib plan: {why}: leave out {options}")
+        raise WrongArguments(f"{why}: leave out {options}")
     if args.search:
         return search.run(args)
     if args.remat == "auto" and args.device_memory is None:
-        raise SystemExit(
-            "shardlib plan: --remat auto recomputes as few blocks as fit: give --device-memory, such as 24GiB, or --remat "
+        raise WrongArguments(
+            "--remat auto recomputes as few blocks as fit: give --device-memory, such as 24GiB, or --remat "
             "for all blocks"
         )
     config = model.config(args)
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     except ShardlibError as refusal:
         limited = any((args.device_memory, args.host_memory, args.disk))
         note = "\nWhat begins with sl. is Python, for sl.make_plan and sl.shard" if limited else ""
-        raise SystemExit(f"shardlib plan: {refusal}{note}") from None
+        raise WrongArguments(f"{refusal}{note}") from None
     print(plan)
     if plan.stages.axes:
         timeline = schedules.simulate(plan.stages.schedule)
@@ -90,5 +90,7 @@ def run(args: argparse.Namespace) -> int:
             print()
             pictures.draw(print, "timeline", args.timeline, lambda: draw_timeline(timeline, args.timeline))
     elif args.timeline:
-        raise SystemExit("--timeline draws a pipeline's schedule: give the mesh an axis pipe, such as --mesh pipe=4")
+        raise WrongArguments(
+            "--timeline draws a pipeline's schedule: give the mesh an axis pipe, such as --mesh pipe=4"
+        )
     return 0

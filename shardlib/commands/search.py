@@ -13,7 +13,7 @@ import torch
 
 from shardlib import optim
 from shardlib.commands import model, pictures
-from shardlib.commands.arguments import PLANNED, natural, positive, wrong_arguments
+from shardlib.commands.arguments import PLANNED, WrongArguments, natural, positive, wrong_arguments
 from shardlib.mesh.launch import launch
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.machine is None:
-        raise SystemExit(
+        raise WrongArguments(
             "--search needs a machine: --machine FILE, which `shardlib doctor --measure --out FILE` writes"
         )
     config = model.config(args)

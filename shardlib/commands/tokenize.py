@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardlib.commands.arguments import WrongArguments
 from shardlib.common.optional import require
+from shardlib.data.headed_file import kind_of
 from shardlib.data.token_file import TokenFileError, write_tokens
 
 _TOGETHER = 256  # documents that a tokenizer gets at once
@@ -35,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if bool(args.inputs) == bool(args.dataset):
-        raise SystemExit("tokenize takes text files and folders, or --dataset: give one of them")
+        raise WrongArguments("text files and folders, or --dataset: give one of them")
     if args.out.is_dir():
-        raise SystemExit(f"tokenize: --out {args.out} is a folder: give the name of a file for the tokens")
+        raise WrongArguments(f"--out {args.out} is a folder: give the name of a file for the tokens")
     encode, vocabulary, end = _bytes() if args.tokenizer == "bytes" else _pretrained(args.tokenizer)
     texts = _rows(args.dataset, args.split, args.field) if args.dataset else _texts(args.inputs, args.per, args.field)
     start = time.perf_counter()
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         documents = _encoded(texts, encode, None if args.no_end else end)
         file = write_tokens(args.out, documents, vocabulary=vocabulary, tokenizer=args.tokenizer)
     except (TokenFileError, OSError) as error:
-        raise SystemExit(f"tokenize: {error}") from None
+        raise WrongArguments(str(error)) from None
     seconds = time.perf_counter() - start
     print(
         f"{args.out}: {len(file):,} tokens of {file.tokens.dtype.itemsize} bytes in {file.documents:,} documents, "
@@ -65,8 +67,8 @@ def _pretrained(name: str) -> tuple[Encode, int, int | None]:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise SystemExit(
-            f"tokenize: no tokenizer {name!r} ({error}); use --tokenizer bytes, or a tokenizer's folder"
+        raise WrongArguments(
+            f"no tokenizer {name!r} ({error}); use --tokenizer bytes, or a tokenizer's folder"
         ) from None
 
     def encode(texts: list[str]) -> Sequence[Any]:
@@ -89,6 +91,11 @@ def _texts(paths: Sequence[Path], per: str, field: str) -> Iterator[str]:
             raise FileNotFoundError(f"no file or folder at {path}")
         inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
         for file in inside if path.is_dir() else [path]:
+            with open(file, "rb") as content:
+                if kind := kind_of(content.read(8)):
+                    raise TokenFileError(
+                        f"{file} is {kind.name} already: give the text that it was made of, or leave it out"
+                    )
             if file.suffix == ".jsonl":
                 yield from (
                     _field(line, field, f"{file}, line {number}") for number, line in enumerate(_lines(file), 1)
@@ -103,13 +110,11 @@ def _field(line: str, field: str, where: str) -> str:
     try:
         found = json.loads(line)[field]
     except (ValueError, KeyError, TypeError) as error:
-        raise SystemExit(
-            f"tokenize: {where} is no JSON object with a field {field!r} ({error}); name the field by --field"
+        raise WrongArguments(
+            f"{where} is no JSON object with a field {field!r} ({error}); name the field by --field"
         ) from None
     if not isinstance(found, str):
-        raise SystemExit(
-            f"tokenize: {where}: the field {field!r} is {type(found).__name__}, not text; use another --field"
-        )
+        raise WrongArguments(f"{where}: the field {field!r} is {type(found).__name__}, not text; use another --field")
     return found
 
 
@@ -128,5 +133,5 @@ def _rows(name: str, split: str, field: str) -> Iterator[str]:
         dataset = datasets.load_dataset(name, split=split, streaming=True)
     for row in dataset:
         if field not in row:
-            raise SystemExit(f"tokenize: the dataset has no column {field!r}; --field is one of {', '.join(row)}")
+            raise WrongArguments(f"the dataset has no column {field!r}; --field is one of {', '.join(row)}")
         yield row[field]

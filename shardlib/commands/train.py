@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from shardlib import checkpoint, optim
 from shardlib.commands import job, model, pictures
-from shardlib.commands.arguments import above_zero, natural, positive
+from shardlib.commands.arguments import WrongArguments, above_zero, natural, positive, wrong_arguments
 from shardlib.common._compat import storage_id
+from shardlib.errors import CheckpointError, TreeError
+from shardlib.mesh.launch.signals import INTERRUPT, STOPPING, exit_code
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
@@ -38,7 +40,7 @@ WRITERS: dict[str, Callable[[Path, int], Writer]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     # About a minute on two cores, after which the loss is below that of the 2-gram model.
-    parser.add_argument("--steps", type=positive, default=500)
+    parser.add_argument("--steps", type=positive, default=500, help="steps of the whole run")
     parser.add_argument("--lr", type=above_zero, default=3e-3, help="peak learning rate; see shardlib lr-range-test")
     parser.add_argument("--warmup", type=natural, default=50, help="steps of warm-up")
     parser.add_argument("--validate-every", type=positive, default=100, help="steps between validations")
@@ -52,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     for name in args.metrics:
         require_packages(name)
     mesh = model.running_mesh(args)
+    found = _require_own_folder(args)
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
     rate = optim.warmup_cosine_decay_schedule(0.0, args.lr, min(args.warmup, args.steps - 1), args.steps, args.lr / 10)
     work = job.Job(args, mesh, rate)
@@ -60,8 +63,14 @@ def run(args: argparse.Namespace) -> int:
     say(str(work.plan))
     bars = ngram_losses(work.train, work.validation)
     say("\nModels of the bytes, nats per byte: " + ", ".join(f"order {k} {bar:.3f}" for k, bar in enumerate(bars)))
-    state, curves = _resume(args, mesh, work.state, say)
-    state = _train(args, mesh, work, state, curves)
+    state, curves = _resume(args, mesh, work.state, found, say)
+    try:
+        state = _train(args, mesh, work, state, curves)
+    except SystemExit as end:
+        if end.code in set(map(exit_code, (*STOPPING, INTERRUPT))) and (saved := checkpoint.latest(args.out)):
+            again = _again(mesh.size, sys.argv[1:], args.steps)
+            say(f"stopped at step {checkpoint.step_of(saved)}; go on with\n{again}")
+        raise
     scores = byte_scores(curves.validation[-1][1])
     verdict = "below" if scores["loss"] < bars[-1] else "not below"
     say(
@@ -74,21 +83,21 @@ def run(args: argparse.Namespace) -> int:
         picture = args.out / "loss.png"
         shown = (curves.train, curves.validation, bars)
         pictures.draw(say, "loss plot", picture, lambda: plot_losses(picture, *shown, title="Byte-level GPT"))
-    say(f"\nTo continue training to step {2 * args.steps}:\n{_longer(mesh.size, sys.argv[1:], args.steps)}")
+    say(f"\nTo continue training to step {2 * args.steps}:\n{_again(mesh.size, sys.argv[1:], 2 * args.steps)}")
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
 
 
-def _longer(ranks: int, words: Sequence[str], steps: int) -> str:
-    """A shell command that resumes this run from its last checkpoint, for twice as many steps (on one host)."""
+def _again(ranks: int, words: Sequence[str], steps: int) -> str:
+    """A shell command that resumes this run from its last checkpoint, to step ``steps`` (on one host)."""
     kept = [
         word
         for word, previous in zip(words, ("", *words))
         if word != "--fresh" and previous != "--steps" and not word.startswith("--steps")
     ]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return shlex.join([sys.executable, *launcher, "-m", "shardlib.commands", *kept, "--steps", str(2 * steps)])
+    return shlex.join([sys.executable, *launcher, "-m", "shardlib.commands", *kept, "--steps", str(steps)])
 
 
 class Curves:
@@ -106,11 +115,29 @@ class Curves:
         """Does nothing: the losses stay in memory."""
 
 
+def _require_own_folder(args: argparse.Namespace) -> Path | None:
+    """The newest checkpoint in the folder of the run, of which there may be none.
+
+    Raises:
+        WrongArguments: it is of another model, or not of this command, so that it is neither gone on from nor removed.
+    """
+    latest = checkpoint.latest(args.out)
+    if latest is None or args.fresh:
+        return latest
+    remedy = "give another --out, or --fresh to start anew in its place"
+    with wrong_arguments():
+        notes = checkpoint.read_notes(latest)
+    if not notes.keys() >= {"train", "validation"}:
+        raise WrongArguments(f"{latest} was not saved by shardlib train: {remedy}")
+    if other := model.other_sizes(args, notes.get("model", vars(args))):
+        raise WrongArguments(f"{latest} is of a model of {model.as_options(other)}: give these, {remedy[5:]}")
+    return latest
+
+
 def _resume(
-    args: argparse.Namespace, mesh: Mesh, state: TrainState, say: Callable[[str], None]
+    args: argparse.Namespace, mesh: Mesh, state: TrainState, latest: Path | None, say: Callable[[str], None]
 ) -> tuple[TrainState, Curves]:
     """The state and the losses so far: those of an interrupted run if there is one, otherwise ``state`` and none."""
-    latest = checkpoint.latest(args.out)
     if latest is None:
         return state, Curves([], [])
     if args.fresh or checkpoint.step_of(latest) >= args.steps:
@@ -118,9 +145,11 @@ def _resume(
         for earlier in checkpoint.complete(args.out) if mesh.rank == 0 else ():
             checkpoint.remove(earlier)
         return state, Curves([], [])
-    state = checkpoint.restore(latest, state)
+    with wrong_arguments(CheckpointError, TreeError):
+        state = checkpoint.restore(latest, state)
     say(f"resuming from {latest}")
-    return state, Curves(**checkpoint.read_notes(latest))
+    notes = checkpoint.read_notes(latest)
+    return state, Curves(notes["train"], notes["validation"])
 
 
 def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainState, curves: Curves) -> TrainState:
@@ -128,7 +157,8 @@ def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainStat
     first = state.step
     progress = Progress(args.steps, args.batch * args.sequence, start=first, rank=mesh.rank)
     files = [WRITERS[name](args.out, first) for name in args.metrics] if mesh.rank == 0 else []
-    saving = checkpoint.Manager(args.out, keep=2, every=args.save_every)
+    saving = checkpoint.Manager(args.out, keep=2, every=args.save_every, interrupt=True)
+    notes = vars(curves) | {"model": {name: getattr(args, name) for name in model.SIZES}}
     with Log(progress, curves, *files) as log, saving as manager:
         for step in range(first + 1, args.steps + 1):
             mesh.traffic.reset()
@@ -143,10 +173,10 @@ def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainStat
                 progress.note(f"step {step}: validation {text}")
             if step % args.save_every == 0:
                 log.flush()
-            manager.step(state, notes=vars(curves))
+            manager.step(state, notes=notes)
         if args.steps % args.save_every:
             log.flush()
-            manager.save(state, notes=vars(curves))
+            manager.save(state, notes=notes)
     return state
 
 

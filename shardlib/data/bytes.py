@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardlib.data.headed_file import kind_of
+from shardlib.data.token_file import TokenFile, TokenFileError
 from shardlib.rng import Key
 
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -22,20 +24,21 @@ def load_bytes(path: str | Path | None = None) -> np.ndarray:
     """The bytes of a file, or of all files below a folder in the order of their paths: (N,) uint8.
 
     Without a path, the ``.py`` files of the running Python's standard library, without its tests. In a folder, hidden files
-    and files that contain a zero byte (not text) are left out.
+    and files that contain a zero byte (not text) are left out. Of a token file of bytes the tokens are taken.
 
     Raises:
         FileNotFoundError: there is no such path.
         ValueError: there is no text at it.
+        TokenFileError: a token file of other tokens than bytes, or a damaged one; or an index file.
     """
     if path is None:
         root, pattern = Path(sysconfig.get_path("stdlib")), "*.py"
     else:
         root, pattern = Path(path), "*"
     if root.is_file():
-        contents = [root.read_bytes()]
+        contents = [_content(root)[0]]
     elif root.is_dir():
-        contents = [content for file in _files(root, pattern) if b"\0" not in (content := file.read_bytes())]
+        contents = [content for content, is_text in map(_content, _files(root, pattern)) if is_text]
     else:
         raise FileNotFoundError(f"no file or folder of text at {root}")
     text = np.frombuffer(b"".join(contents), dtype=np.uint8)
@@ -131,6 +134,20 @@ def _files(root: Path, pattern: str) -> list[Path]:
         return not _SKIPPED.intersection(names) and not any(name.startswith(".") for name in names)
 
     return sorted(file for file in root.rglob(pattern) if wanted(file) and file.is_file())
+
+
+def _content(file: Path) -> tuple[bytes, bool]:
+    """A file's bytes, those of a token file's tokens, and whether they are text."""
+    content = file.read_bytes()
+    if kind_of(content) is None:
+        return content, b"\0" not in content
+    found = TokenFile(file)
+    if (name := found.header["tokenizer"]) != "bytes":
+        raise TokenFileError(
+            f"{file} has tokens of the tokenizer {name!r}, not bytes: read them with sl.data.tokens or sl.data.packed, or "
+            "write bytes with shardlib tokenize --tokenizer bytes"
+        )
+    return found.tokens.tobytes(), True
 
 
 def _check_length(data: np.ndarray, sequence: int) -> None:

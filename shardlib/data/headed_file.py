@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,23 @@ START = 4096  # the first array's byte
 CHUNK = 1 << 20  # elements that are read at once where a whole array is
 
 
+class Kind(NamedTuple):
+    """A kind of headed file: the bytes that it begins with, its name with an article, and the command that writes one."""
+
+    magic: bytes
+    name: str
+    command: str
+
+
+TOKENS = Kind(b"SHARDTOK", "a token file", "shardlib tokenize")
+INDEX = Kind(b"SHARDIDX", "an index file", "shardlib analyze")
+
+
+def kind_of(start: bytes) -> Kind | None:
+    """The kind of a file that begins so; None if it is no headed file. Whatever reads a file of another format asks first."""
+    return next((kind for kind in (TOKENS, INDEX) if start.startswith(kind.magic)), None)
+
+
 class NewFile:
     """A file that is being written, by `new_file`.
 
@@ -29,9 +46,9 @@ class NewFile:
         header: what it is to say, beside the checksum, which is ``blake2b``. Set by the writer.
     """
 
-    def __init__(self, file: IO[bytes], magic: bytes) -> None:
+    def __init__(self, file: IO[bytes], kind: Kind) -> None:
         self.header: dict[str, Any] = {}
-        self._file, self._magic, self._digest = file, magic, hashlib.blake2b(digest_size=16)
+        self._file, self._magic, self._digest = file, kind.magic, hashlib.blake2b(digest_size=16)
         file.write(b"\0" * START)
 
     def write(self, data: bytes) -> None:
@@ -49,7 +66,7 @@ class NewFile:
         Raises:
             ValueError: the header is too long.
         """
-        text = json.dumps(self.header | {"blake2b": self._digest.hexdigest()}).encode()
+        text = json.dumps({"version": 1} | self.header | {"blake2b": self._digest.hexdigest()}).encode()
         if len(text) > START - 16:
             raise ValueError(f"a header of {len(text)} bytes, and {START - 16} are the most")
         self._file.seek(0)
@@ -59,7 +76,7 @@ class NewFile:
 
 
 @contextmanager
-def new_file(path: Path, magic: bytes) -> Iterator[NewFile]:
+def new_file(path: Path, kind: Kind) -> Iterator[NewFile]:
     """A file to write, which gets its name when the block ends and all of it is on the disk.
 
     So a crash leaves the old file, if there was one, or the new one; and so does an error in the block.
@@ -67,7 +84,7 @@ def new_file(path: Path, magic: bytes) -> Iterator[NewFile]:
     partial = path.with_name(f"{path.name}.partial")
     try:
         with open(partial, "wb") as file:
-            made = NewFile(file, magic)
+            made = NewFile(file, kind)
             yield made
             made.finish()
         os.replace(partial, path)
@@ -77,19 +94,22 @@ def new_file(path: Path, magic: bytes) -> Iterator[NewFile]:
     sync_folder(path.parent)
 
 
-def header_of(path: Path, magic: bytes) -> dict[str, Any]:
-    """The header of a file.
+def header_of(path: Path, kind: Kind, error: type[Exception]) -> dict[str, Any]:
+    """The header of a file of one kind; raises ``error`` for others.
 
     Raises:
-        ValueError: a file of something else.
         FileNotFoundError: there is no such file.
     """
     with open(path, "rb") as file:
         start = file.read(START)
-    length = int.from_bytes(start[8:16], "little")
-    if start[:8] != magic or length > START - 16:
-        raise ValueError(f"{path} does not begin with {magic!r}")
-    return json.loads(start[16 : 16 + length])
+    found, length = kind_of(start), int.from_bytes(start[8:16], "little")
+    if found != kind or not 0 < length <= len(start) - 16:
+        other = f" but {found.name}" if found and found != kind else ""
+        raise error(f"{path} is not {kind.name}{other}; make one with {kind.command}")
+    header = json.loads(start[16 : 16 + length])
+    if header.get("version") != 1:
+        raise error(f"{path} has format {header.get('version')}, and this shardlib reads 1: update shardlib")
+    return header
 
 
 def checksum_of(arrays: Iterable[np.ndarray]) -> str:

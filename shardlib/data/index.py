@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 
 from shardlib.data.arrays import as_array
-from shardlib.data.headed_file import START, header_of, new_file, require_checksum
+from shardlib.data.headed_file import INDEX, START, header_of, new_file, require_checksum
 from shardlib.errors import BatchError, ShardlibError
-
-_MAGIC = b"SHARDIDX"
 
 
 class IndexFileError(ShardlibError, ValueError):
@@ -31,6 +29,10 @@ class Index:
         values: the value of each sample, (N,): finite numbers.
         samples: the samples in the order of their values, (N,); those of one value in their own order. By default they are
             sorted now.
+
+    Attributes:
+        values: by the samples' own numbers, not in order: ``values[samples]`` ascends.
+        samples: the first has the smallest value.
 
     Raises:
         BatchError: values that are not a list of finite numbers, or none.
@@ -76,7 +78,7 @@ class IndexFile(Index):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.header = _header_of(self.path)
+        self.header = header_of(self.path, INDEX, IndexFileError)
         count, dtype = self.header["count"], _dtype_of(self.header["count"])
         wanted, found = START + count * (8 + dtype.itemsize), self.path.stat().st_size
         if found != wanted:
@@ -110,26 +112,16 @@ class IndexFile(Index):
 def write_index(path: Path, about: dict[str, Any], values: Iterable[np.ndarray], samples: Iterable[np.ndarray]) -> None:
     """Write an index file of ``about["count"]`` samples, whose arrays come in parts."""
     dtype = _dtype_of(about["count"])
-    with new_file(path, _MAGIC) as file:
+    with new_file(path, INDEX) as file:
         for part in values:
             file.write(part.astype("<f8").tobytes())
         for part in samples:
             file.write(part.astype(dtype).tobytes())
-        file.header = {"version": 1} | about
+        file.header = about
 
 
 def _dtype_of(count: int) -> np.dtype:
     return np.dtype("<u4" if count < 1 << 32 else "<u8")
-
-
-def _header_of(path: Path) -> dict[str, Any]:
-    try:
-        header = header_of(path, _MAGIC)
-    except ValueError:
-        raise IndexFileError(f"{path} is no index file; make one with shardlib analyze") from None
-    if header.get("version") != 1:
-        raise IndexFileError(f"{path} has format {header.get('version')}, and this shardlib reads 1: update shardlib")
-    return header
 
 
 def refuse_unordered(values: np.ndarray, first: int) -> None:

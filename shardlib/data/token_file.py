@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from shardlib.data.arrays import as_array
-from shardlib.data.headed_file import CHUNK, START, header_of, new_file, require_checksum
+from shardlib.data.headed_file import CHUNK, START, TOKENS, header_of, new_file, require_checksum
 from shardlib.errors import ShardlibError
 
-_MAGIC = b"SHARDTOK"
 _LONGEST = 3000  # bytes of a tokenizer's name in JSON
 
 
@@ -49,7 +48,7 @@ def write_tokens(
     path = Path(path)
     dtype = np.dtype("u1" if vocabulary <= 1 << 8 else "<u2" if vocabulary <= 1 << 16 else "<u4")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with new_file(path, _MAGIC) as file, tempfile.TemporaryFile(dir=path.parent) as ends:
+    with new_file(path, TOKENS) as file, tempfile.TemporaryFile(dir=path.parent) as ends:
         count, number = 0, 0
         for number, document in enumerate(documents):
             found = _checked(document, vocabulary, number)
@@ -63,7 +62,6 @@ def write_tokens(
             raise TokenFileError(f"write_tokens: a tokenizer's name of {len(tokenizer)} characters is too long")
         file.align()
         file.header = {
-            "version": 1,
             "dtype": dtype.str,
             "count": count,
             "documents": ends.tell() // 8,
@@ -92,7 +90,7 @@ class TokenFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.header = _header_of(self.path)
+        self.header = header_of(self.path, TOKENS, TokenFileError)
         count, dtype = self.header["count"], np.dtype(self.header["dtype"])
         ends = START + count * dtype.itemsize
         ends += -ends % 8
@@ -123,16 +121,6 @@ class TokenFile:
         """
         arrays, said = (self.tokens, self.ends), self.header["blake2b"]
         require_checksum(self.path, arrays, said, TokenFileError, "write it anew with shardlib tokenize")
-
-
-def _header_of(path: Path) -> dict[str, Any]:
-    try:
-        header = header_of(path, _MAGIC)
-    except ValueError:
-        raise TokenFileError(f"{path} is no token file; make one with shardlib tokenize") from None
-    if header.get("version") != 1:
-        raise TokenFileError(f"{path} has format {header.get('version')}, and this shardlib reads 1: update shardlib")
-    return header
 
 
 def _checked(document: Any, vocabulary: int, number: int) -> np.ndarray:

@@ -33,7 +33,7 @@ def draw_timeline(timelines: Timeline | Sequence[Timeline], path: str | Path) ->
         raise ValueError("no timelines to draw; give at least one")
     longest = float(max(timeline.makespan for timeline in stacked))
     rows = [timeline.schedule.ranks for timeline in stacked]
-    width, row = 13.0, 0.32
+    width, row = 10.0, 0.32
     figure = Figure(figsize=(width, row * sum(rows) + 0.75 * len(stacked) + 0.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(stacked), sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows})[:, 0]
@@ -52,17 +52,17 @@ def draw_timeline(timelines: Timeline | Sequence[Timeline], path: str | Path) ->
                     at = (left + wide / 2, rank)
                     axes.text(*at, microbatch, color=ink, ha="center", va="center_baseline", fontsize=6.5)
                 shown.setdefault(kind, Patch(facecolor=_COLOURS[kind], label=_NAMES[kind]))
-        axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)], fontsize=8)
+        axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)], fontsize=9)
         axes.set_ylim(schedule.ranks - 0.5, -0.5)
         axes.set_xlim(0, longest)
         axes.set_facecolor("#f3f3f3")
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_title(_title(timeline), fontsize=9, loc="left")
-    panels[-1].set_xlabel("time", fontsize=8)
-    panels[-1].tick_params(axis="x", labelsize=8)
+    panels[-1].set_xlabel("time", fontsize=9)
+    panels[-1].tick_params(axis="x", labelsize=9)
     handles = [shown[kind] for kind in _NAMES if kind in shown]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=8)
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

@@ -38,12 +38,12 @@ class Reproducible(Coded):
 
     def _other_contractions(self, resolved: Resolved) -> Iterable[str]:
         sequence = resolved.step.sequence
-        cut = dict.fromkeys(resolved.sliced_axes, "slices of layers")
-        cut |= {sequence.axis: "parts of sequences"} if sequence else {}
+        cut = dict.fromkeys(resolved.sliced_axes, "slices of layers, or experts of their own,")
+        cut |= {sequence.axis: "parts of sequences,"} if sequence else {}
         for axis, what in cut.items():
             if resolved.sizes[axis] > 1:
                 yield (
-                    f"axis {axis!r}: ranks compute with {what}, so that products and sums inside the loss are over fewer "
+                    f"axis {axis!r}: ranks compute with {what} so that products and sums inside the loss are over fewer "
                     "elements and round otherwise than on one device; divide the batch over that axis, by zero"
                 )
 

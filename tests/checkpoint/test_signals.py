@@ -97,6 +97,24 @@ def test_a_later_signal_acts_as_before(tmp_path, former, monkeypatch):
     assert former == [signal.SIGTERM]
 
 
+def test_ctrl_c_where_it_is_asked_for(tmp_path, monkeypatch):
+    """A second one stops at once. Jobs in the background of a shell ignore it."""
+    mesh, once = sl.make_mesh(), lambda step: [signal.SIGINT] * (step == 4)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert train(mesh, tmp_path, 9, once, interrupt=True) == (130, 4) and saved(tmp_path) == ([4], {"at": 4})
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt):
+            train(mesh, tmp_path / "unasked", 9, once)
+        monkeypatch.setattr(signals, "_PRESSED", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            train(mesh, tmp_path / "twice", 9, lambda step: 2 * once(step), interrupt=True)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert train(mesh, tmp_path / "ignored", 9, once, interrupt=True) == (None, 9)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_signal_before_the_first_step_or_after_the_last_acts_as_before(tmp_path, former):
     with sl.checkpoint.Manager(tmp_path):
         os.kill(os.getpid(), signal.SIGUSR1)

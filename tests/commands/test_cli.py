@@ -1,10 +1,15 @@
 """The commands, as a user types them."""
 
+import argparse
+import contextlib
 import csv
+import io
+import itertools
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -12,11 +17,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 import shardlib as sl
 from shardlib import checkpoint
 from shardlib.commands import __main__ as cli
-from shardlib.commands import doctor, model, train
+from shardlib.commands import doctor, job, model, train
 from shardlib.plan import Link, Machine
 from shardlib.plan.loss_scale import LossScale
 
@@ -32,6 +38,7 @@ def torchrun(*arguments):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests may run where it is ignored
     )
 
 
@@ -49,10 +56,11 @@ def test_an_interrupted_training_resumes(text, tmp_path):
     deadline = time.monotonic() + 120
     while checkpoint.latest(tmp_path) is None and time.monotonic() < deadline and first.poll() is None:
         time.sleep(0.05)
-    first.terminate()
-    first.communicate()
+    first.send_signal(signal.SIGINT)  # as Ctrl-C does; torchrun passes it on
+    out, _ = first.communicate()
     found = checkpoint.latest(tmp_path)
     assert found is not None
+    assert f"stopped at step {checkpoint.step_of(found)}; go on with\n" in out and "--nproc-per-node=2" in out
 
     second = torchrun(*options)
     out, _ = second.communicate(timeout=200)
@@ -77,11 +85,89 @@ def test_an_interrupted_training_resumes(text, tmp_path):
     assert last.count("--steps") == 1 and str(tmp_path) in last
 
 
+@pytest.fixture(scope="module")
+def stopped(text, tmp_path_factory):
+    """The arguments of a training that Ctrl-C stopped in its third step, its folder, what it printed, and its exit code."""
+    out = tmp_path_factory.mktemp("run") / "here"
+    given = ["train", *SIZES, "--data", str(text), "--out", str(out), "--steps", "5", "--precision", "fp32"]
+    before, step = signal.signal(signal.SIGINT, signal.default_int_handler), job.Job.step
+
+    def interrupted(self, state):
+        if state.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, state)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.setattr(job.Job, "step", interrupted)
+        with pytest.raises(SystemExit) as end:
+            cli.main(given)
+    signal.signal(signal.SIGINT, before)
+    return given, out, said.getvalue(), end.value.code
+
+
+def test_ctrl_c_saves_the_step_and_says_how_to_go_on(stopped):
+    _, out, said, code = stopped
+    assert code == 130 and checkpoint.step_of(checkpoint.latest(out)) == 3
+    assert "\nstopped at step 3; go on with\n" in said and said.endswith(" --steps 5\n")
+
+
+def test_a_runs_folder_knows_its_model(stopped, capsys):
+    """It is not trained as another one, not removed for another one, and needs no sizes to generate."""
+    given, out, _, _ = stopped
+    for wrong in (["--heads", "4"], ["--heads", "4", "--steps", "2"]):
+        with pytest.raises(
+            SystemExit, match=r"^shardlib train: \S+step-00000003 is of a model of --heads 2: give these, "
+        ):
+            cli.main([*given, *wrong])
+    generated = ["generate", str(out), "--prompt", "the ", "--max-new", "5"]
+    assert cli.main(generated) == 0
+    text = capsys.readouterr().out
+    assert cli.main([*generated, *SIZES[:8]]) == 0 and capsys.readouterr().out == text
+    with pytest.raises(SystemExit, match=r"^shardlib generate: \S+ holds a model of --heads 2: leave out --heads$"):
+        cli.main([*generated, "--heads", "4"])
+    assert cli.main(given) == 0 and "resuming from" in capsys.readouterr().out
+
+
+def test_checkpoints_of_a_script_are_no_run(tmp_path, capsys):
+    state, _ = sl.make_train_step(lambda p, x: p["w"].sum(), {"w": torch.ones(2)}, sl.optim.sgd(0.1))
+    saved = sl.checkpoint.save(tmp_path, state)
+    with pytest.raises(
+        SystemExit, match=r"^shardlib train: \S+ was not saved by shardlib train: give another --out, or "
+    ):
+        cli.main(["train", *SIZES, "--out", str(tmp_path)])
+    assert checkpoint.latest(tmp_path) == saved
+
+
 def test_the_printed_command_keeps_the_arguments():
     given = ["train", "--fresh", "--steps", "30", "--data", "a text", "--stage=2"]
     wanted = [sys.executable, "-m", "shardlib.commands", "train", "--data", "a text", "--stage=2", "--steps", "60"]
-    assert shlex.split(train._longer(1, given, 30)) == wanted
-    assert train._longer(1, ["train", "--steps=30"], 30) == train._longer(1, ["train"], 30)
+    assert shlex.split(train._again(1, given, 60)) == wanted
+    assert train._again(1, ["train", "--steps=30"], 60) == train._again(1, ["train"], 60)
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"shardlib {sl.__version__}\n"
+
+
+def _parsers(parser):
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from itertools.chain(*map(_parsers, action.choices.values()))
+
+
+def test_every_option_of_every_command_has_help():
+    found = list(_parsers(cli.make_parser()))
+    assert len(found) > 14
+    bare = [
+        f"{parser.prog} {action.dest}"
+        for parser in found
+        for action in parser._actions
+        if not action.help and not isinstance(action, argparse._SubParsersAction)
+    ]
+    assert not bare and all("(default: None)" not in parser.format_help() for parser in found)
 
 
 def test_plan_prints_what_each_rank_holds(capsys):
@@ -327,6 +413,8 @@ def files(tmp_path, monkeypatch):
         "number.jsonl": '{"text": 3}\n',
     }.items():
         (tmp_path / name).write_text(content)
+    sl.data.write_tokens("a.tokens", [b"one"])
+    sl.data.write_tokens("words.tokens", [[1, 300]], vocabulary=400, tokenizer="words")
     machine = Machine("1GiB", {"fp32": 1e10}, Link(1e9, 1e-5), ranks_per_host=8)
     machine.write("machine.json")
     replace(machine, flops={"fp16": 1e10}).write("half.json")
@@ -362,6 +450,12 @@ def files(tmp_path, monkeypatch):
         ("tokenize short.txt --out .", "tokenize: --out . is a folder"),
         ("tokenize a.jsonl --out x", "a.jsonl, line 2 is no JSON object with a field 'text'"),
         ("tokenize bad.json number.jsonl --out x", "number.jsonl, line 1: the field 'text' is int, not text"),
+        ("tokenize middle.txt a.tokens --out x", "tokenize: a.tokens is a token file already: give the text"),
+        (
+            "analyze middle.txt --out x",
+            "shardlib analyze: middle.txt is not a token file; make one with shardlib tokenize",
+        ),
+        ("train --data words.tokens", "shardlib train: words.tokens has tokens of the tokenizer 'words', not bytes"),
         ("profile --data nofile", "shardlib profile: no file or folder of text at nofile"),
         ("profile --data short.txt", "shardlib profile: split: 2 bytes are too few"),
         ("profile --data middle.txt --sequence 99999", "bytes hold no window of 99999"),
@@ -382,10 +476,11 @@ def files(tmp_path, monkeypatch):
     ],
 )
 def test_wrong_arguments_are_one_line(command, message, files, capsys):
-    """And no error of another kind."""
+    """And no error of another kind; the command's name comes first."""
     with pytest.raises(SystemExit) as stopped:
         cli.main(command.split())
-    assert message in f"{stopped.value}{capsys.readouterr().err}"
+    said = capsys.readouterr().err if stopped.value.code == 2 else stopped.value.code
+    assert message in said and said.startswith(f"shardlib {command.split()[0]}: ")
 
 
 def test_errors_of_other_kinds_keep_their_tracebacks(files, monkeypatch):

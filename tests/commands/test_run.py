@@ -93,6 +93,21 @@ def test_numbers_that_cannot_be_read(ranks, why, capsys):
     assert why in capsys.readouterr().err
 
 
+def test_options_behind_the_script_are_the_scripts(tmp_path, capfd):
+    """As with torchrun; where it looks like a mistake it is said."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    with pytest.raises(
+        SystemExit, match=r"^shardlib run: on how many ranks\? Give --ranks, and before \S+script\.py, whose"
+    ):
+        cli.main(["run", str(script), "--ranks", "2"])
+    with pytest.raises(SystemExit, match=r"Give --ranks: shardlib run --ranks 2 \S+script\.py$"):
+        cli.main(["run", str(script)])
+    assert cli.main(["run", "--ranks", "1", str(script), "--restarts=3"]) == 0
+    out, err = capfd.readouterr()
+    assert out == "['--restarts=3']\n" and f"--restarts=3 goes to {script}, since it stands behind it\n" in err
+
+
 def test_a_script_that_is_not_there_is_not_tried():
     with pytest.raises(SystemExit, match=r"there is no nothing\.py; a module's name follows -m"):
         cli.main(["run", "--ranks", "2", "nothing.py"])

@@ -323,7 +323,7 @@ def test_files_that_are_damaged_or_of_something_else(tmp_path):
     index = sl.data.analyze([[5], [], [1]], "length", tmp_path / "a")
     assert len(pickle.dumps(index)) < 500 and pickle.loads(pickle.dumps(index)).samples.tolist() == [1, 0, 2]
     whole = index.path.read_bytes()
-    for bad, message in ((whole[:-1], "was cut"), (b"x" + whole[1:], "no index file")):
+    for bad, message in ((whole[:-1], "was cut"), (b"x" + whole[1:], "is not an index file")):
         index.path.write_bytes(bad)
         with pytest.raises(sl.data.IndexFileError, match=message):
             sl.data.IndexFile(index.path)

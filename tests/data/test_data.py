@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardlib as sl
 from shardlib.data.bytes import batch_at, batches, load_bytes, split, windows
 
 
@@ -25,6 +26,21 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     assert load_bytes(tmp_path).tobytes() == b"123"
+
+
+def test_of_a_token_file_the_tokens_are_taken(tmp_path):
+    """Alone and in a folder, without its header and ends; other tokens than bytes, and index files, are refused."""
+    sl.data.write_tokens(tmp_path / "b.tokens", [b"two", b"three"])
+    (tmp_path / "a.txt").write_bytes(b"one")
+    assert load_bytes(tmp_path / "b.tokens").tobytes() == b"twothree"
+    assert load_bytes(tmp_path).tobytes() == b"onetwothree"
+    sl.data.write_tokens(tmp_path / "few.tokens", [[1, 2]], vocabulary=65, tokenizer="letters")
+    for path in (tmp_path / "few.tokens", tmp_path):
+        with pytest.raises(sl.data.TokenFileError, match="of the tokenizer 'letters', not bytes: read them"):
+            load_bytes(path)
+    index = sl.data.analyze(sl.data.tokens(tmp_path / "b.tokens", 2), "rarity", tmp_path / "index")
+    with pytest.raises(sl.data.TokenFileError, match="index is not a token file but an index file"):
+        load_bytes(index.path)
 
 
 def test_the_standard_library_is_the_default():

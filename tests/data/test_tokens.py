@@ -80,8 +80,8 @@ def test_damaged_files_are_refused(tmp_path):
     newer = good.replace(b'"version": 1', b'"version": 2')
     for content, message in (
         (good[:-1], "was cut"),
-        (good[:100], "no token file"),
-        (b"", "no token"),
+        (good[:100], "is not a token file; make one"),
+        (b"", "is not a token file"),
         (newer, "format 2"),
     ):
         path.write_bytes(content)

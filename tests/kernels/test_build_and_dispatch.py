@@ -1,5 +1,6 @@
 """Building kernels: once however many processes ask, safely when one dies, and not at all without a compiler."""
 
+import io
 import logging
 import os
 import platform
@@ -102,6 +103,20 @@ def test_four_processes_at_once_build_once(cache, compiler):
     assert len(list(cache.glob("*.so"))) == 1
 
 
+@pytest.mark.parametrize("rank, terminal", [("0", True), ("0", False), ("1", True)])
+def test_a_compilation_is_announced_once(cache, tmp_path, monkeypatch, caplog, rank, terminal):
+    """On rank 0: in a terminal, else in the log; and not at all where the library is there."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(sys, "stderr", said := io.StringIO())
+    monkeypatch.setattr(said, "isatty", lambda: terminal)
+    with caplog.at_level(logging.INFO, logger="shardlib.kernels"):
+        for _ in range(2):
+            shared_library(recipe(tmp_path))
+    line = f"compiling twice, once: it is kept in {cache}"
+    assert said.getvalue() == (f"shardlib: {line}\n" if (rank, terminal) == ("0", True) else "")
+    assert caplog.messages == ([line] if (rank, terminal) == ("0", False) else [])
+
+
 def test_a_killed_builder_does_not_block_others(cache, compiler):
     first = start(PROGRAM)
     deadline = time.monotonic() + 60
@@ -134,13 +149,13 @@ print(dispatch.choose("onebit", torch.device("cpu")))
 )
 def test_without_a_compiler_plain_torch_is_used_with_one_warning(cache, found, said):
     out, errors = start(FALLBACK, CXX=found).communicate(timeout=60)
-    assert out.startswith("reference (not cpu: ") and said in out, out + errors
+    assert out.startswith("plain torch (no C++: ") and said in out, out + errors
     assert errors.count("logged: ") == 1 and said in errors, errors
 
 
 def test_only_the_first_rank_logs_that_there_is_no_compiler(cache):
     out, errors = start(FALLBACK, CXX="no-such-compiler", RANK="1").communicate(timeout=60)
-    assert out.startswith("reference (not cpu: ") and "logged" not in errors, out + errors
+    assert out.startswith("plain torch (no C++: ") and "logged" not in errors, out + errors
 
 
 EVERY_KERNEL = """

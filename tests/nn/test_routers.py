@@ -222,6 +222,15 @@ def test_expert_choice_takes_each_experts_best_tokens():
     assert float(routing.aux["dropped"]) == pytest.approx(float((routing.weights == 0).all(1).float().mean()))
 
 
+@pytest.mark.parametrize(
+    "router", [routers.top_k(2), routers.switch(routers.Capacity(1.0)), routers.expert_choice(1.0)]
+)
+@pytest.mark.parametrize("rows", [0, 6])
+def test_of_no_tokens_none_are_dropped(router, rows):
+    """Neither where there are none nor where all are padding."""
+    assert float(router(torch.zeros(rows, 3), mask=torch.zeros(rows, dtype=torch.bool)).aux["dropped"]) == 0
+
+
 def test_a_bias_moves_loads_towards_balance():
     """DeepSeek-V3's rule, without gradients: what starts at one expert spreads over all."""
     logits = torch.randn(256, 4, generator=torch.Generator().manual_seed(0)) + torch.tensor([2.0, 0.0, 0.0, 0.0])

@@ -12,16 +12,19 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_log = logging.getLogger("shardlib.kernels")
 _SECONDS = 600  # a compiler that takes longer hangs
 
 
@@ -60,6 +63,7 @@ def shared_library(recipe: Recipe) -> Path:
     try:
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)
+            _announce(recipe.name, folder)
             with _locked(library.with_suffix(".lock")):
                 if not library.exists():
                     _compile(recipe, command, library)
@@ -121,6 +125,18 @@ def _key(recipe: Recipe, command: str) -> str:
 @functools.cache
 def _version(command: str) -> str:
     return _run([command, "--version"], None)
+
+
+def _announce(name: str, folder: Path) -> None:
+    """Says, on rank 0, why nothing else happens for some seconds: in a terminal, and elsewhere in the log. Another process
+    may be the one that compiles."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    text = f"compiling {name}, once: it is kept in {folder}"
+    if sys.stderr.isatty():
+        print(f"shardlib: {text}", file=sys.stderr, flush=True)
+    else:
+        _log.info(text)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ import torch
 
 from shardlib.kernels.common.build import BuildError
 
+_WRITTEN_IN = {"cpu": "C++", "cuda": "CUDA", "triton": "Triton"}  # modules' names, for messages
 _log = logging.getLogger("shardlib.kernels")
 _lock = threading.Lock()
 _warned: set[str] = set()
@@ -42,7 +43,8 @@ class Choice(NamedTuple):
     passed: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.name} ({'; '.join(self.passed)})" if self.passed else self.name
+        name = "plain torch" if self.name == "reference" else self.name
+        return f"{name} ({'; '.join(self.passed)})" if self.passed else name
 
 
 def operations() -> list[str]:
@@ -94,7 +96,7 @@ def _choose(operation: str, device: str) -> Choice:
         try:
             choice = load(operation, implementation, torch.device(device))
         except (BuildError, ImportError, OSError) as reason:
-            passed.append(f"not {implementation}: {reason}")
+            passed.append(f"no {_WRITTEN_IN.get(implementation, implementation)}: {reason}")
             continue
         choice = choice._replace(passed=tuple(passed))
         _log_choice(operation, device, choice, implementation == "reference")

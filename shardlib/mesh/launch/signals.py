@@ -1,4 +1,4 @@
-"""Signals by which a scheduler asks a run to end. They are taken note of, and acted on between two steps."""
+"""Signals by which a scheduler or a user asks a run to end. They are taken note of, and acted on between two steps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from types import FrameType
 from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+INTERRUPT = signal.SIGINT  # Ctrl-C
 # Seconds within which a further signal is the same one, which a scheduler sent to all and a launcher passes on.
 _AGAIN = 5.0
+_PRESSED = 0.3  # likewise after Ctrl-C; a user who presses the keys again takes longer
 
 
 def exit_code(number: int) -> int:
@@ -20,21 +22,25 @@ def exit_code(number: int) -> int:
 
 
 class Signals:
-    """SIGTERM and SIGUSR1 while they are caught. For the main thread.
+    """SIGTERM, SIGUSR1 and, with ``interrupt``, Ctrl-C while they are caught. For the main thread.
 
     Attributes:
         received: the first one since `catch`, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interrupt: bool) -> None:
+        # A shell has its background jobs ignore Ctrl-C.
+        heeded = interrupt and signal.getsignal(INTERRUPT) != signal.SIG_IGN
+        self._caught = (*STOPPING, INTERRUPT) if heeded else STOPPING
         self.received: int | None = None
         self._at = 0.0
         self._former: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def catch(self) -> None:
-        """Take note of signals from now on. Later ones, after a few seconds, act as they did before `catch`."""
+        """Take note of signals from now on. Later ones, after a few seconds, act as they did before `catch`; a second Ctrl-C
+        does at once."""
         if not self._former:
-            self._former = {number: signal.signal(number, self._note) for number in STOPPING}
+            self._former = {number: signal.signal(number, self._note) for number in self._caught}
 
     def release(self, *, again: bool = False) -> None:
         """Give the signals their former handlers back; with ``again``, one that was received acts as it did before."""
@@ -47,6 +53,6 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received, self._at = number, time.monotonic()
-        elif time.monotonic() > self._at + _AGAIN:
+        elif time.monotonic() > self._at + (_PRESSED if number == INTERRUPT else _AGAIN):
             self.received = number
             self.release(again=True)

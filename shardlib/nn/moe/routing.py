@@ -30,7 +30,8 @@ class Routing(NamedTuple):
             sizes alone; what is left over at the end is ``T · k``.
         aux: numbers without dimensions. "load", the auxiliary load loss, and "z", the z-loss, have gradients; add them to a
             loss with a coefficient. "entropy" is the mean over tokens of the entropy of the router's probabilities, and
-            "dropped" the share of assignments that were dropped (of tokens that no expert took, where experts choose).
+            "dropped" the share of assignments that were dropped (of tokens that no expert took, where experts choose), 0
+            where there was none to drop.
         slots: the most assignments that one expert keeps, where sizes alone bound it; else None.
 
     >>> routing = sl.nn.routers.top_k(1)(torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 3.0]]))

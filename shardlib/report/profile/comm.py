@@ -13,7 +13,7 @@ from typing import Any
 from shardlib.common.optional import figures
 from shardlib.plan.tables import size, table
 from shardlib.report.profile.meetings import Meeting, meetings
-from shardlib.report.profile.picture import saved
+from shardlib.report.profile.picture import TEXT, WIDTH, saved
 from shardlib.report.profile.recording import Recorded, TrainStep, record, require_steps
 
 
@@ -136,7 +136,7 @@ def _draw(found: Comm, path: str | Path) -> None:
     from matplotlib.patches import Patch
 
     ranks = len(found.recording.ranks)
-    figure = Figure(figsize=(13, 1.4 + 0.5 * ranks), dpi=150, layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.7 + 0.5 * ranks), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     began = min(steps[-1].began for steps in found.recording.ranks)
@@ -150,11 +150,12 @@ def _draw(found: Comm, path: str | Path) -> None:
                     rank, 1e3 * (right - left), left=1e3 * (left - began), height=0.8, alpha=alpha,
                     color=colours[exchange.axis], edgecolor="white", linewidth=0.3,
                 )  # fmt: skip
-    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=TEXT)
     axes.set_ylim(ranks - 0.5, -0.5)
-    axes.set_xlabel("ms; pale until the last rank has come", fontsize=8)
-    axes.tick_params(labelsize=8, length=0)
+    axes.set_xlabel("ms", fontsize=TEXT)
+    axes.set_title("exchanges of a step; pale until the last rank has come", fontsize=TEXT + 1, loc="left")
+    axes.tick_params(labelsize=TEXT, length=0)
     axes.spines[["top", "right"]].set_visible(False)
     handles = [Patch(facecolor=colour, label=axis) for axis, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles) or 1, frameon=False, fontsize=8)
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles) or 1, frameon=False, fontsize=TEXT)
     saved(figure, path)

@@ -18,7 +18,7 @@ from shardlib.plan.plan import Plan
 from shardlib.plan.tables import size, table
 from shardlib.plan.tiers.held import tiers_of
 from shardlib.report.profile.names import Change, Name, Names, leaves_of_state, tensors_of
-from shardlib.report.profile.picture import saved
+from shardlib.report.profile.picture import TEXT, WIDTH, saved
 from shardlib.report.profile.recording import Follower, TrainStep, require_steps
 from shardlib.report.profile.timeline import Part
 
@@ -172,7 +172,7 @@ def _planned(plan: Plan | None, coords: Mapping[str, int], batch: Any) -> tuple[
 
 def _draw(found: Memory, path: str | Path) -> None:
     Figure, FigureCanvasAgg = figures()
-    figure = Figure(figsize=(13, 4.5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     kinds = [kind for kind in KINDS if any(change.name.kind == kind for change in found.changes)]
@@ -186,11 +186,15 @@ def _draw(found: Memory, path: str | Path) -> None:
     if found.planned:
         axes.axhline(found.planned[0] / 1e6, color="#1c1c1c", linewidth=1, linestyle=(0, (4, 3)))
         axes.annotate(
-            "planned peak", (0, found.planned[0] / 1e6), xytext=(4, 3), textcoords="offset points", fontsize=8
+            "planned peak", (0, found.planned[0] / 1e6), xytext=(4, 3), textcoords="offset points", fontsize=TEXT
         )
     axes.set_xlim(0, len(found.changes))
-    axes.set(xlabel="allocations and frees in order", ylabel="MB")
-    axes.tick_params(labelsize=8, length=0)
+    axes.set_xlabel("allocations and frees in order", fontsize=TEXT)
+    axes.set_ylabel("MB", fontsize=TEXT)
+    axes.set_title(
+        f"memory of a step by what it holds, at most {found.peak / 1e6:.1f} MB", fontsize=TEXT + 1, loc="left"
+    )
+    axes.tick_params(labelsize=TEXT, length=0)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8, reverse=True)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=TEXT, reverse=True)
     saved(figure, path)

@@ -9,6 +9,8 @@ from typing import Any
 from shardlib.common.optional import figures
 from shardlib.report.profile.timeline import Part, Span
 
+WIDTH = 10.0  # inches of a picture: where a page shows it, text of 9 points can be read
+TEXT = 9
 COLOURS = {
     "forward": "#3b6ea8",
     "backward": "#c8553d",
@@ -39,7 +41,7 @@ def draw_profile(
         MissingPackage: matplotlib is not installed; the message says what to install.
     """
     Figure, FigureCanvasAgg = figures()
-    figure = Figure(figsize=(13, 4.6 + 0.3 * len(ranks)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.6 + 0.3 * len(ranks)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 2, height_ratios=[0.8 + 0.3 * len(ranks), 3.2])
     _timelines(figure.add_subplot(grid[0, :]), ranks)
@@ -59,10 +61,10 @@ def _timelines(axes: Any, ranks: Sequence[Sequence[Span]]) -> None:
             axes.barh(rank, 1e3 * (span.end - span.start), left=1e3 * span.start, height=0.9, color=colour)
             name = span.part.way if span.part.kind == "compute" else span.part.kind
             shown.setdefault(name, Patch(facecolor=colour, label=name))
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))], fontsize=8)
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))], fontsize=TEXT)
     axes.set_ylim(len(ranks) - 0.5, -0.5)
-    axes.set_xlabel("ms", fontsize=8)
-    axes.legend(handles=list(shown.values()), ncols=len(shown), fontsize=7, frameon=False, loc="lower right",
+    axes.set_xlabel("ms", fontsize=TEXT)
+    axes.legend(handles=list(shown.values()), ncols=len(shown), fontsize=TEXT, frameon=False, loc="lower right",
                 bbox_to_anchor=(1, 1))  # fmt: skip
     _plain(axes)
 
@@ -74,14 +76,14 @@ def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], colours: Mapping[s
         for name, seconds in parts.items():
             axes.barh(number, 1e3 * seconds, left=left, color=colours[name])
             left += 1e3 * seconds
-    axes.set_yticks(range(len(rows)), list(rows), fontsize=8)
+    axes.set_yticks(range(len(rows)), list(rows), fontsize=TEXT)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel("ms", fontsize=8)
+    axes.set_xlabel("ms", fontsize=TEXT)
     _plain(axes)
 
 
 def _plain(axes: Any) -> None:
-    axes.tick_params(labelsize=8, length=0)
+    axes.tick_params(labelsize=TEXT, length=0)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -7,6 +7,15 @@ _ANALYZE = "tests/data/test_analyze.py"
 
 DEFECTS = (
     Defect(
+        "a header that is text",
+        "data",
+        "data/bytes.py",
+        "a model is trained on a token file's header and ends",
+        "found.tokens.tobytes(), True",
+        "content, True",
+        ("tests/data/test_data.py::test_of_a_token_file_the_tokens_are_taken",),
+    ),
+    Defect(
         "what was drawn is left",
         "data",
         "data/growing.py",

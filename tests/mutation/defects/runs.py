@@ -34,6 +34,15 @@ DEFECTS = (
         (f"{_SIGNALS}::test_a_signal_before_the_first_step_or_after_the_last_acts_as_before",),
     ),
     Defect(
+        "a second Ctrl-C that waits",
+        "stale",
+        "mesh/launch/signals.py",
+        "a user who presses Ctrl-C again is not heard",
+        "_PRESSED if number == INTERRUPT else _AGAIN",
+        "_AGAIN",
+        (f"{_SIGNALS}::test_ctrl_c_where_it_is_asked_for",),
+    ),
+    Defect(
         "as many ranks as failed",
         "agreement",
         "mesh/launch/restarts.py",

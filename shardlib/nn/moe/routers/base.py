@@ -130,8 +130,9 @@ class Router(ABC):
         return None if self.capacity is None else self.capacity.of(shape[0], shape[1], number)
 
     def dropped(self, keeps: torch.Tensor, counts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """The share of the wanted assignments that was dropped."""
-        return 1 - keeps.sum() / counts.sum().clamp(min=1) if keeps.numel() else keeps.sum().float()
+        """The share of the wanted assignments that was dropped; 0 where none was wanted."""
+        wanted = counts.sum()
+        return (wanted - keeps.sum()) / wanted.clamp(min=1)
 
 
 def best(scores: torch.Tensor, number: int) -> torch.Tensor:

@@ -49,8 +49,8 @@ class ExpertChoice(Router):
         return torch.where(keeps, scores, 0)
 
     def dropped(self, keeps: torch.Tensor, counts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        count = max(len(keeps), 1) if mask is None else mask.sum().clamp(min=1)
-        return 1 - keeps.any(1).sum() / count
+        wanted = (torch.ones_like(keeps[:, 0]) if mask is None else mask).sum()
+        return (wanted - keeps.any(1).sum()) / wanted.clamp(min=1)
 
 
 def expert_choice(factor: float) -> ExpertChoice:
