@@ -25,7 +25,7 @@ from shardlib.plan.loss_scale import LossScale
 from shardlib.rng import Key, restore_generators, states_of_generators
 from shardlib.shard import Lifting, lift
 from shardlib.sharded.checksum import checksums
-from shardlib.sharded.given import given_params, require_order
+from shardlib.sharded.given import given_params, require_no_graph, require_order
 from shardlib.sharded.shard import at_rest
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
@@ -64,6 +64,8 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
     ) -> tuple[Any, Tree]:
         require_order("value_and_grad's function", "params, batch", params, batch)
         params = given_params("value_and_grad's function", params)
+        if not isinstance(params, Sharded):
+            require_no_graph("value_and_grad's function", params)
         lifted = lifting(params)
         bound_to = lifted.plan, buffers is not None
         if not bound or bound[0][0] != bound_to:

@@ -371,11 +371,11 @@ class Executor:
             current_keeper.reset(keeper)
 
     def _touch(self, unit: UnitState) -> None:
-        refuse_func(unit.name)
+        refuse_func(unit.label)
         if unit is self._gathering.current:
             return
         unit.require_given()
-        refuse_autocast(unit.name, self.mesh.device)
+        refuse_autocast(unit.label, self.mesh.device)
         with torch.inference_mode(False):  # the first touch may be in inference_mode and a later one outside
             self._gathering.touch(unit)
         self._saved.note_gathered(unit)

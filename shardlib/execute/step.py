@@ -12,7 +12,7 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.errors import BatchError, IllegalComposition, LossError, NonFiniteError, TreeError, listing
-from shardlib.execute.batches import as_tensors, empty_leaves, rows_of, split_batch
+from shardlib.execute.batches import as_tensors, empty_leaves, require_no_gradient, rows_of, split_batch
 from shardlib.execute.buffers import average_buffers
 from shardlib.execute.copies import require_alike
 from shardlib.execute.gradients import ReductionOptions
@@ -142,6 +142,7 @@ class LossStep:
                 "(sl.make_train_step does: sl.Key(seed).fold_in(step))"
             )
         batch = as_tensors(batch, mesh.device)
+        require_no_gradient(batch, mesh)
         microbatches = split_batch(batch, plan, mesh)
         share, reads = self._inputs.share(batch, equal), Reads(params)
         records = self._runner.records

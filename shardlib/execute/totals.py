@@ -76,7 +76,8 @@ class Totals:
             self.faults.append(f"{kinds}. {_REMEDY}")
         self._weighted = outcome.weighted
         self.losses.append((outcome.total, outcome.weight))
-        self._losses += self._summation.numbers(torch.stack([outcome.total.double(), outcome.weight.double()]))
+        numbers = torch.stack([outcome.total.double(), outcome.weight.double()]).to(self._mesh.device)
+        self._losses += self._summation.numbers(numbers)
         if outcome.weighted:
             self._negative |= outcome.weight < 0
         self._aux.add(outcome.aux)
