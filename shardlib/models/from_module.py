@@ -43,10 +43,11 @@ def from_module(
     a model of peft trains its adapters without further changes.
 
     BatchNorm normalises each rank's share of the batch (and each micro-batch) separately, as in DistributedDataParallel. Its
-    running statistics pass from micro-batch to micro-batch. After a step `shardlib.make_train_step` averages them, as all
-    floating-point buffers, over the ranks that share the batch; the mean of variances is not the variance of the whole
-    batch. Integer buffers (``num_batches_tracked``) are rank-local; a checkpoint has each rank's, where they differ. An
-    embedding with ``scale_grad_by_freq`` divides by how often a row occurs in a rank's share, and in a micro-batch.
+    running statistics pass from micro-batch to micro-batch. After a step `shardlib.make_train_step` averages them over the
+    ranks that share the batch; the mean of variances is not the variance of the whole batch. Integer buffers
+    (``num_batches_tracked``) are rank-local; a checkpoint has each rank's, where they differ. Other floating ones are equal
+    on all ranks, or ``buffer_kinds=`` says what they are. An embedding with ``scale_grad_by_freq`` divides by how often a row
+    occurs in a rank's share, and in a micro-batch.
 
     A module on the meta device has no values yet. Then ``params`` is a function that initialises them, to be passed to
     `shardlib.shard`, which runs it leaf by leaf. It calls each submodule's ``reset_parameters``, then the ``_init_weights``
