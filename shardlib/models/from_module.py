@@ -55,8 +55,9 @@ def from_module(
     drawn by the seed of `torch.manual_seed`, the same on every mesh, and each rank draws only its shards;
     ``lambda: params(rng=key)`` draws by a key, such as another one for a second model.
 
-    Weight decay of `shardlib.optim.adamw` also shrinks parameters that the loss does not use (such as an unused head),
-    unlike torch's: freeze those that `shardlib.unused_params` names.
+    Moments and weight decay of `shardlib.optim.adamw` also move parameters that a step's loss does not use (such as a head
+    whose turn it is not), unlike torch's: wrap it in `shardlib.optim.skip_unused`, or freeze those that
+    `shardlib.unused_params` names.
 
     Raises:
         TreeError: ``module`` is no module or cannot be copied; a parameter has ``requires_grad=False`` without
