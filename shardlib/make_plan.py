@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardlib.execute.batches import as_tensors
-from shardlib.execute.buffers import buffer_sizes
+from shardlib.execute.buffers import BufferKinds, buffer_sizes
 from shardlib.execute.stages.fake import Tracing, traced_once
 from shardlib.init.deferred import defer
 from shardlib.mesh.mesh import as_mesh
@@ -39,6 +39,7 @@ def make_plan(
     optimizer: Any = None,
     batch: Any = None,
     buffers: Any = None,
+    buffer_kinds: Mapping[str, str] | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     disk: int | str | None = None,
@@ -59,7 +60,7 @@ def make_plan(
             between stages is not counted.
         batch: one rank's share of a batch, on any device, the meta device included.
         optimizer: a gradient transformation, whose state and messages are counted.
-        buffers: the buffers that ``loss_fn`` takes, if any.
+        buffers, buffer_kinds: the buffers that ``loss_fn`` takes, and what they are, as for `make_train_step`.
         device_memory: what a rank's device has, in bytes or as text such as "24GiB". A plan with a larger peak, in device
             memory or in another that is limited, is refused, with the cheapest change of its transforms that fits;
             ``remat("auto")`` recomputes as few blocks as fit. Needs ``loss_fn``, ``batch`` and ``optimizer``.
@@ -98,8 +99,10 @@ def make_plan(
 
     key = (rng if isinstance(rng, Key) else Key(rng)).fold_in(0 if step is None else step)
 
+    sizes = buffer_sizes(buffers, BufferKinds(buffer_kinds))
+
     def rough(transform: Transform) -> Plan:
-        plan = replace(build_plan(tree, mesh, transform, optimizer=optimizer), buffers=buffer_sizes(buffers))
+        plan = replace(build_plan(tree, mesh, transform, optimizer=optimizer), buffers=sizes)
         return plan if step is None else plan.at_step(step, key)
 
     transform = default_transform(transform, stage)

@@ -15,6 +15,7 @@ from numbers import Rational
 
 import torch
 
+from shardlib.common._compat import recording
 from shardlib.common.devices import default_generator
 from shardlib.kernels import counter
 
@@ -78,11 +79,24 @@ class Key:
 
         If the slot is a fraction and ``slot * count`` is not an integer, the tensor has no rows of the batch. The seed is
         then one of this slot's own, and the index 0.
+
+        Raises:
+            TypeError: the tensor is drawn inside a trace, of which the seed would be a constant.
         """
+        _require_untraced()
         first = self.slot * count
         if first == int(first):
             return self.seed, int(first)
         return self.fold_in(f"slot {self.slot}").seed, 0
+
+
+def _require_untraced() -> None:
+    """Raise inside a trace by make_fx or torch.export. (torch.compile traces anew for another key.)"""
+    if not torch.compiler.is_dynamo_compiling() and recording() is not None:
+        raise TypeError(
+            "numbers are drawn by a sl.Key inside a trace (make_fx, torch.export), whose graph would draw the same for every "
+            "key. Draw them outside and pass them in as a tensor (shardlib.rng.uniform(key, shape)), or use torch.compile"
+        )
 
 
 def require_key(function: str, name: str, value: object) -> Key:
@@ -108,6 +122,7 @@ def random_bits(key: Key, count: int, device: torch.device | str = "cpu") -> tor
 
 def bits_at(key: Key, indices: torch.Tensor) -> torch.Tensor:
     """The 24-bit integers of the key's seed at int64 ``indices``, as int64."""
+    _require_untraced()
     return counter.random_bits(require_key("bits_at", "key", key).seed, indices)
 
 

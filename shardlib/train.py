@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.common.boundaries import untransformed
 from shardlib.errors import IllegalComposition, TreeError
+from shardlib.execute.buffers import BufferKinds
 from shardlib.execute.step import LossStep, require_usable
 from shardlib.mesh.transport.activity import in_step
 from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
@@ -20,26 +21,30 @@ from shardlib.optim.shards import MeshShards
 from shardlib.optim.train_state import TrainState, copied, rescaled
 from shardlib.optim.undone import gives_back
 from shardlib.optim.updates import Updates
+from shardlib.optim.wrappers.unused import skips_unused
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import with_owner
 from shardlib.plan.loss_scale import LossScale
 from shardlib.rng import Key, restore_generators, states_of_generators
 from shardlib.shard import Lifting, lift
 from shardlib.sharded.checksum import checksums
-from shardlib.sharded.given import given_params, require_order
+from shardlib.sharded.given import given_params, require_no_graph, require_order
 from shardlib.sharded.shard import at_rest
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
 
 
-def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree]]:
+def value_and_grad(
+    loss_fn: Callable[..., Any], *, buffer_kinds: Mapping[str, str] | None = None
+) -> Callable[..., tuple[Any, Tree]]:
     """Make ``grad_fn(params, batch, *, buffers=None, rng=None, step=None) -> (loss, grads)``.
 
     ``params`` is `Sharded`, or a plain pytree (one device). ``loss`` has the form that the loss function returns: the mean
     over the global batch, ``(loss, aux)``, or with ``buffers`` ``(loss, buffers)`` or ``((loss, aux), buffers)``. If the
     global batch has weight 0 (see `Mean`), loss and gradients are 0.
     ``grads`` are `Sharded` in the optimizer's layout, ready for ``tx.update``, or a plain pytree. ``step`` is the number of
-    the step and ``rng`` its key, for plans that leave out parts of layers (`progressive_layer_drop`).
+    the step and ``rng`` its key, for plans that leave out parts of layers (`progressive_layer_drop`). ``buffer_kinds`` is as
+    for `make_train_step`.
 
     Under ``precision("fp16")`` the loss is scaled before backward and the gradients are divided by the scale. Where they
     overflow, loss and gradients are computed again with lower scales, down to the least; the next call begins with what was
@@ -66,10 +71,13 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., tuple[Any, Tree
     ) -> tuple[Any, Tree]:
         require_order("value_and_grad's function", "params, batch", params, batch)
         params = given_params("value_and_grad's function", params)
+        if not isinstance(params, Sharded):
+            require_no_graph("value_and_grad's function", params)
         lifted = lifting(params)
         bound_to = lifted.plan, buffers is not None
         if not bound or bound[0][0] != bound_to:
-            bound[:] = [(bound_to, LossStep(loss_fn, lifted.plan, lifted.mesh, buffers is not None))]
+            bound[:] = [(bound_to, LossStep(loss_fn, lifted.plan, lifted.mesh, buffers is not None, buffer_kinds))]
+            BufferKinds(buffer_kinds).require_known(buffers)
             scales[:] = [lifted.plan.step.loss_scale]
         if lifted.plan.residuals:
             raise IllegalComposition(
@@ -120,6 +128,7 @@ def make_train_step(
     optimizer: GradientTransformation,
     *,
     buffers: Any = None,
+    buffer_kinds: Mapping[str, str] | None = None,
     rng: Key | int = 0,
     donate: bool = True,
     nonfinite: str | None = None,
@@ -144,6 +153,10 @@ def make_train_step(
         params: from `shard`, or a plain pytree (one device).
         buffers: a pytree that the loss function takes second and returns besides the loss. Moved to the mesh's device.
             (Batches are not moved: a batch on another device is refused, so that no step copies it unnoticed.)
+        buffer_kinds: glob over the paths of buffers -> what they are to the ranks that share a batch: "averaged" after each
+            step, "rank-local" (each rank goes on from its own), or "equal" (compared in the first step and every 16th, and
+            refused where they differ). By default BatchNorm's (``running_mean``, ``running_var``) are averaged, other
+            floating ones equal, and integers rank-local.
         rng: a key, or a seed for one, if ``loss_fn`` has a parameter ``rng``. Functions that draw from torch's own generators
             (``F.dropout``) are seeded by this key too, equally on all ranks that share a batch.
         donate: whether a step may reuse the memory of the state it is given; that state may not be used again.
@@ -179,7 +192,8 @@ def make_train_step(
     if policy not in ("raise", "skip"):
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
     optimizer.require_locality(lifted)
-    loss_step = LossStep(loss_fn, plan, mesh, buffers is not None)
+    loss_step = LossStep(loss_fn, plan, mesh, buffers is not None, buffer_kinds)
+    BufferKinds(buffer_kinds).require_known(buffers)
     updates = Updates(optimizer, plan, mesh, donate)
     owned = OwnedExchange(plan, mesh) if plan.reductions.owner else None
     key = rng if isinstance(rng, Key) else Key(rng)
@@ -187,7 +201,7 @@ def make_train_step(
     primitives.require_equal(
         mesh,
         "train steps",
-        settings(optimizer) | sums | {"rng": key, "nonfinite": policy},
+        settings(optimizer) | sums | {"rng": key, "nonfinite": policy, "buffer_kinds": buffer_kinds},
         "Call make_train_step with the same optimizer, buffers, rng and options on every rank.",
     )
 
@@ -226,6 +240,7 @@ def make_train_step(
             step=state.step,
             comm=state.comm,
             unreduced=unreduced,
+            reached=set() if skips else None,
             equal=injected(opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
             land=lambda: updates.landing(unreduced, follower),
         )
@@ -260,6 +275,7 @@ def make_train_step(
             scale=evaluation.scale,
             squares=evaluation.squares,
             landing=evaluation.landing,
+            used=evaluation.used,
         )
         if taken:
             comm = evaluation.residuals.after
@@ -272,6 +288,12 @@ def make_train_step(
 
     opt = updates.init(lifted)
     require_unpacked(plan, opt.inner)
+    skips = skips_unused(opt.inner)
+    if skips and plan.step.ahead:
+        raise IllegalComposition(
+            "skip_unused needs to know what a step used before parameters are updated, and offload(delay=True) and "
+            "offload(speculate=True) update them earlier; drop one of the two"
+        )
     state = TrainState(
         step=0,
         params=lifted,
@@ -285,12 +307,19 @@ def make_train_step(
 
 
 def unused_params(
-    loss_fn: Callable[..., Any], params: Any, batch: Any, *, buffers: Any = None, rng: Key | int = 0
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    buffers: Any = None,
+    buffer_kinds: Mapping[str, str] | None = None,
+    rng: Key | int = 0,
 ) -> tuple[str, ...]:
     """Paths of the trained parameters that the loss does not use: parameters whose ``.grad`` would stay None in torch.
 
     Torch's optimizers do not change such parameters. Here, as in optax, their gradient is zero, and weight decay shrinks
-    them. To keep them unchanged, freeze them, which saves their optimizer state too::
+    them. Of those that some steps use `optim.skip_unused` makes what torch does. To keep the rest unchanged, freeze them,
+    which saves their optimizer state too::
 
         unused = sl.unused_params(loss_fn, sl.shard(params, mesh, parallel), batch)
         params = sl.shard(params, mesh, sl.chain(parallel, sl.freeze(unused)))
@@ -298,7 +327,7 @@ def unused_params(
     Computes the loss and its gradients once. A parameter counts as used if any rank uses it in any micro-batch of ``batch``.
 
     Args:
-        loss_fn, params, buffers, rng: as for `make_train_step`.
+        loss_fn, params, buffers, buffer_kinds, rng: as for `make_train_step`.
         batch: this rank's share of a batch.
 
     >>> params = {"w": torch.ones(2), "head": torch.ones(3)}
@@ -308,10 +337,9 @@ def unused_params(
     lifted = lift(params)
     plan, mesh = lifted.plan, lifted.mesh
     comm = {name: kept for channel in plan.channels for name, kept in channel.start(mesh.device).items()}
-    reached: set[str] = set()
     key = rng if isinstance(rng, Key) else Key(rng)
-    LossStep(loss_fn, plan, mesh, buffers is not None)(
-        lifted, batch, buffers, key, step=0, comm=comm, reached=reached, equal={"rng": key}
-    )
-    everyone = {path for paths in primitives.all_gather_object(mesh, list(mesh.shape), reached) for path in paths}
-    return tuple(path for path in plan.numbering.infos if path not in everyone)
+    used = LossStep(loss_fn, plan, mesh, buffers is not None, buffer_kinds)(
+        lifted, batch, buffers, key, step=0, comm=comm, reached=set(), equal={"rng": key}
+    ).used
+    assert used is not None
+    return tuple(path for path in plan.numbering.infos if path not in used)

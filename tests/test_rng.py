@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from helpers import training
 from helpers.models import share, tiny_gpt, token_batches
 from helpers.trees import assert_close
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardlib as sl
 from shardlib.nn.sequence import current_parts
@@ -350,3 +351,16 @@ def test_shares_of_unequal_rows_draw_different_numbers():
                 [torch.corrcoef(torch.stack([drawn[a], drawn[b].roll(by)]))[0, 1] for by in range(1000)]
             )
             assert shifts.abs().max() < 6.5 / 1000**0.5
+
+
+def test_numbers_are_not_drawn_inside_a_trace():
+    """The graph would have the key's numbers as constants, and draw the same mask for every key."""
+    x = torch.ones(64)
+
+    def dropped(x, seed):
+        return sl.dropout(x, 0.5, sl.Key(seed))
+
+    with pytest.raises(TypeError, match=r"inside a trace .*every key\. Draw them outside"):
+        make_fx(dropped)(x, 1)
+    compiled = torch.compile(dropped, backend="aot_eager")
+    assert all(torch.equal(compiled(x, seed), dropped(x, seed)) for seed in (1, 2))

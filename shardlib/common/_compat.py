@@ -70,6 +70,8 @@ no_autocast = partial(torch._C._ExcludeDispatchKeyGuard, _AUTOCAST)
 below_autograd = torch._C._AutoDispatchBelowAutograd
 # Raises for a false condition, with a message: at once on the CPU, later on a device, for which nothing waits.
 require_async: Callable[[torch.Tensor, str], None] = torch._assert_async
+# The mode that records operations into a graph (make_fx, torch.export), or None.
+recording: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 func_transform = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func, or None
 of_func = torch._C._functorch.is_functorch_wrapped_tensor  # whether a tensor belongs to a level of torch.func
 without_func = temporarily_clear_interpreter_stack  # a context outside of torch.func's transforms

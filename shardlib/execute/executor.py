@@ -375,7 +375,7 @@ class Executor:
             current_keeper.reset(keeper)
 
     def _touch(self, unit: UnitState) -> None:
-        refuse_func(unit.name)
+        refuse_func(unit.label)
         if unit is self._gathering.current:
             return
         unit.require_given()

@@ -105,6 +105,8 @@ def read_loss(value: Any, with_buffers: bool) -> Outcome:
         _require_scalar("loss", value)
         return Outcome(value.reshape(()), torch.ones((), device=value.device), False, aux, buffers)
     total, weight = value
+    if is_number(total) and not isinstance(total, torch.Tensor):  # sl.Mean(0, 0): nothing to learn from
+        total = as_number(total, weight.device if isinstance(weight, torch.Tensor) else torch.device("cpu"))
     _require_scalar("total of the loss", total)
     if not is_number(weight):
         raise LossError(
@@ -131,16 +133,17 @@ def _require_scalar(name: str, value: Any) -> None:
         )
 
 
-def require_gradient(outcome: Outcome, thinned: Thinned | None) -> None:
+def require_gradient(outcome: Outcome, thinned: Thinned | None, where: str) -> None:
     """Refuse a loss without a gradient, except a `Mean` of weight 0, to which the batch adds nothing.
 
-    Where a step leaves out layers, these may be all that is trained.
+    Where a step leaves out layers, these may be all that is trained. ``where`` names the rank and the micro-batch.
     """
     left_out = thinned is not None and thinned.dropped
     if not outcome.total.requires_grad and not left_out and not (outcome.weighted and outcome.weight == 0):
         raise LossError(
-            "the loss does not depend on any trained parameter, so it has no gradient; check for .detach(), .item() or "
-            "torch.no_grad() in the loss function, and for freeze() that matches everything"
+            f"the loss {where} does not depend on any trained parameter, so it has no gradient; check for .detach(), .item() "
+            "or torch.no_grad() in the loss function, and for freeze() that matches everything. A batch with nothing to "
+            "learn from returns sl.Mean(0, 0), and the others sl.Mean(total, weight)"
         )
 
 

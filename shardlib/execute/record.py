@@ -117,9 +117,10 @@ class Record:
         self._equal_runs, self._needed = 0, max(self._needed, _CALM)
         if differing - self._warned:
             self._warned |= differing
+            labels = {bucket.unit: bucket.label for bucket in self._plan.tiled.buckets}
             _log.warning(
                 "the ranks differ in whether or when they use %s: what one uses all gather, and they agree on each gather",
-                ", ".join(sorted(self._warned)),
+                ", ".join(sorted(labels[unit] for unit in self._warned)),
             )
 
     @naming("the agreement on gathers")

@@ -12,8 +12,8 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.errors import BatchError, IllegalComposition, LossError, NonFiniteError, TreeError, listing
-from shardlib.execute.batches import as_tensors, empty_leaves, rows_of, split_batch
-from shardlib.execute.buffers import average_buffers
+from shardlib.execute.batches import as_tensors, empty_leaves, require_no_gradient, rows_of, split_batch
+from shardlib.execute.buffers import BufferKinds
 from shardlib.execute.copies import require_alike
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.inputs import Inputs
@@ -30,7 +30,7 @@ from shardlib.sharded.landing import Landing
 from shardlib.sharded.reads import Reads
 from shardlib.sharded.reduction import BoundCodecs
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree
+from shardlib.tree import Tree, tree_map
 
 
 @dataclass
@@ -54,6 +54,7 @@ class Evaluation:
         landing: tells when ``grads`` have come to the optimizer's memory.
         layer_tokens: tokens of the global batch that layers saw, summed over layers; None where nothing is left out.
         empty: what this rank's batch is, if it has no rows: see `empty_leaves`.
+        used: the paths of the parameters that any rank used; None if ``reached`` was not given.
     """
 
     loss: torch.Tensor
@@ -70,10 +71,13 @@ class Evaluation:
     landing: Landing
     layer_tokens: int | None
     empty: str
+    used: frozenset[str] | None
 
 
 class LossStep:
     """A loss function bound to a plan.
+
+    ``kinds`` are those of its buffers; see `BufferKinds`.
 
     Raises:
         LossError: a loss function that is a module, or not callable.
@@ -82,7 +86,14 @@ class LossStep:
         IllegalComposition: buffers on a plan whose bits must not depend on the mesh.
     """
 
-    def __init__(self, loss_fn: Callable[..., Any], plan: Plan, mesh: Mesh, with_buffers: bool) -> None:
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        plan: Plan,
+        mesh: Mesh,
+        with_buffers: bool,
+        kinds: Mapping[str, str] | None = None,
+    ) -> None:
         require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
         if not with_buffers:
             require_no_buffers(loss_fn, "give them by buffers=")
@@ -91,7 +102,7 @@ class LossStep:
                 "reproducible() cannot give the same bits on every mesh with buffers=: they change from micro-batch to "
                 "micro-batch and are averaged over ranks; leave them out, with layers that need none (LayerNorm, GroupNorm)"
             )
-        self._loss_fn, self._plan, self._mesh = loss_fn, plan, mesh
+        self._loss_fn, self._plan, self._mesh, self._kinds = loss_fn, plan, mesh, BufferKinds(kinds)
         self._codecs = BoundCodecs(mesh)
         self._runner = runner_of(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
         self._inputs = Inputs(plan, mesh)
@@ -142,6 +153,7 @@ class LossStep:
                 "(sl.make_train_step does: sl.Key(seed).fold_in(step))"
             )
         batch = as_tensors(batch, mesh.device)
+        require_no_gradient(batch, mesh)
         microbatches = split_batch(batch, plan, mesh)
         share, reads = self._inputs.share(batch, equal), Reads(params)
         records = self._runner.records
@@ -152,7 +164,8 @@ class LossStep:
         def called(first: int | None) -> Call:
             keys = keys_of(plan, mesh, microbatches, rng, first)
             thinned = [plan.step.thinned(step, key) for key in keys]
-            return Call(params, microbatches, keys, thinned, buffers, loss_scale, self._share)
+            given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, buffers)
+            return Call(params, microbatches, keys, thinned, given, loss_scale, self._share)
 
         call = called(self._shares.first(rows))
         share += self._shares.number(rows)
@@ -168,7 +181,7 @@ class LossStep:
             landing.settle()
             strayed = any(record.strayed for record in records)
             totals.layer_tokens = sum(record.layer_tokens for record in records)
-            sums = totals.over_ranks(landing.squares(), share + strayed + reads.failed)
+            sums = totals.over_ranks(landing.squares(), share + strayed + reads.failed, reached)
             if not sums.differ:
                 break
             landing.wait_for_all()
@@ -194,7 +207,7 @@ class LossStep:
             weight=sums.numbers[1],
             losses=totals.losses,
             aux=quotients(sum_means(aux, plan, mesh)),
-            buffers=average_buffers(totals.buffers, plan, mesh),
+            buffers=self._kinds.after_step(totals.buffers, plan, mesh),
             grads=grads,
             scale=scale,
             norm=norm,
@@ -204,6 +217,7 @@ class LossStep:
             landing=landing,
             layer_tokens=sums.layer_tokens if plan.step.thins else None,
             empty=empty_leaves(batch),
+            used=sums.used,
         )
 
     def expected_scale(self, loss_scale: float) -> float | None:

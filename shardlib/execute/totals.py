@@ -34,6 +34,7 @@ class Sums:
         with_aux: whether any rank has aux.
         numbers: total, weight and squares as numbers on the host.
         layer_tokens: tokens of the global batch that layers saw, summed over layers.
+        used: the paths of the parameters that any rank used; None if that is not asked for.
     """
 
     total: torch.Tensor
@@ -44,6 +45,7 @@ class Sums:
     with_aux: bool
     numbers: tuple[float, float, float]
     layer_tokens: int
+    used: frozenset[str] | None
 
 
 class Totals:
@@ -76,7 +78,8 @@ class Totals:
             self.faults.append(f"{kinds}. {_REMEDY}")
         self._weighted = outcome.weighted
         self.losses.append((outcome.total, outcome.weight))
-        self._losses += self._summation.numbers(torch.stack([outcome.total.double(), outcome.weight.double()]))
+        numbers = torch.stack([outcome.total.double(), outcome.weight.double()]).to(self._mesh.device)
+        self._losses += self._summation.numbers(numbers)
         if outcome.weighted:
             self._negative |= outcome.weight < 0
         self._aux.add(outcome.aux)
@@ -87,17 +90,20 @@ class Totals:
         return self._aux.tree
 
     @naming("the loss and the gradients' norm")
-    def over_ranks(self, squares: torch.Tensor, strays: float) -> Sums:
+    def over_ranks(self, squares: torch.Tensor, strays: float, reached: set[str] | None) -> Sums:
         """The sums over all ranks. Collective. Errors are raised by `require_agreement` later.
 
         Args:
             squares: this rank's sum of squares of gradients, as the plan's `Summation` holds it.
             strays: `Inputs.share`, plus 1 if this rank strayed, and 1 if it could not read parameters. Its sum is 0 if no
                 rank did or could not, and inputs are equal.
+            reached: the paths of the parameters that this rank used; None if they are not asked for.
         """
         mesh, plan, width = self._mesh, self._plan, self._summation.width
         known = [strays, float(bool(self._weighted)), float(self.aux is not None), *self._agreement().numbers()]
         known += [self.layer_tokens] * plan.step.thins
+        paths = () if reached is None else tuple(plan.numbering.infos)
+        known += [float(path in (reached or ())) for path in paths]
         facts = torch.tensor(known, dtype=torch.float64, device=mesh.device)
         facts[_FACTS] += self._negative
         sums = torch.cat([self._losses.view(-1), squares, facts])
@@ -108,13 +114,15 @@ class Totals:
         values = self._summation.values(sums[: 3 * width].view(3, width))
         numbers = torch.cat([values, sums[3 * width :]]).tolist()
         total, weight, squares = values.unbind()
+        counts = [numbers.pop() for _ in paths]
+        used = None if reached is None else frozenset(path for path, count in zip(reversed(paths), counts) if count)
         # Of the residual stream, whose tokens are counted, ranks along the sequence's axis have parts.
         parts = () if plan.step.sequence is None else (plan.step.sequence.axis,)
         copies = math.prod(mesh.shape[axis] for axis in others if axis not in parts)
         tokens = round(numbers.pop() / copies) if plan.step.thins else 0
         strays, weighted, aux = numbers[3 : 3 + _FACTS]
         self._agree = agreement.agree(numbers[3 + _FACTS :])
-        return Sums(total, weight, squares, strays != 0, weighted > 0, aux > 0, tuple(numbers[:3]), tokens)
+        return Sums(total, weight, squares, strays != 0, weighted > 0, aux > 0, tuple(numbers[:3]), tokens, used)
 
     def require_agreement(self) -> None:
         """Raise the errors of any rank on all ranks; called after `over_ranks`.

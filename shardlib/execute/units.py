@@ -292,7 +292,7 @@ class UnitState:
         placements: Mapping[str, Placement],
         slices: Slices,
     ) -> None:
-        self.name, self.home = name, buckets[0].bucket.home
+        self.name, self.label, self.home = name, buckets[0].bucket.label, buckets[0].bucket.home
         self.buckets = buckets
         self._touch, self._placements, self._slices = touch, placements, slices
         self._positions = [(state, position) for state in buckets for position in range(len(state.bucket.paths))]

@@ -48,10 +48,11 @@ def from_module(
     a model of peft trains its adapters without further changes.
 
     BatchNorm normalises each rank's share of the batch (and each micro-batch) separately, as in DistributedDataParallel. Its
-    running statistics pass from micro-batch to micro-batch. After a step `shardlib.make_train_step` averages them, as all
-    floating-point buffers, over the ranks that share the batch; the mean of variances is not the variance of the whole
-    batch. Integer buffers (``num_batches_tracked``) are rank-local; a checkpoint has each rank's, where they differ. An
-    embedding with ``scale_grad_by_freq`` divides by how often a row occurs in a rank's share, and in a micro-batch.
+    running statistics pass from micro-batch to micro-batch. After a step `shardlib.make_train_step` averages them over the
+    ranks that share the batch; the mean of variances is not the variance of the whole batch. Integer buffers
+    (``num_batches_tracked``) are rank-local; a checkpoint has each rank's, where they differ. Other floating ones are equal
+    on all ranks, or ``buffer_kinds=`` says what they are. An embedding with ``scale_grad_by_freq`` divides by how often a row
+    occurs in a rank's share, and in a micro-batch.
 
     A module on the meta device has no values yet. Then ``params`` is a function that initialises them, to be passed to
     `shardlib.shard`, which runs it leaf by leaf; parameters that have values keep them. It calls each submodule's
@@ -59,8 +60,9 @@ def from_module(
     models initialise). Normal and uniform numbers are drawn by the seed of `torch.manual_seed`, the same on every mesh, and
     each rank draws only its shards; ``lambda: params(rng=key)`` draws by a key, such as another one for a second model.
 
-    Weight decay of `shardlib.optim.adamw` also shrinks parameters that the loss does not use (such as an unused head),
-    unlike torch's: freeze those that `shardlib.unused_params` names.
+    Moments and weight decay of `shardlib.optim.adamw` also move parameters that a step's loss does not use (such as a head
+    whose turn it is not), unlike torch's: wrap it in `shardlib.optim.skip_unused`, or freeze those that
+    `shardlib.unused_params` names.
 
     Raises:
         TreeError: ``module`` is no module or cannot be copied; a parameter has ``requires_grad=False`` without

@@ -61,6 +61,7 @@ from shardlib.optim.wrappers.lookahead import lookahead
 from shardlib.optim.wrappers.masked import masked, partition
 from shardlib.optim.wrappers.nonfinite import skip_nonfinite
 from shardlib.optim.wrappers.rounding import stochastic_rounding
+from shardlib.optim.wrappers.unused import skip_unused
 
 __all__ = [
     "GradientTransformation",
@@ -113,6 +114,7 @@ __all__ = [
     "rmsprop",
     "sgd",
     "skip_nonfinite",
+    "skip_unused",
     "sqrt_scaling",
     "stochastic_rounding",
     "swa",

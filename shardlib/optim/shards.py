@@ -49,8 +49,12 @@ class Shards:
 
     This class is for whole trees, `MeshShards` for shards. Methods that a transformation's locality does not include raise
     `IllegalComposition`.
+
+    Attributes:
+        used: the paths of the parameters that the step's loss used, on any rank; None where nobody knows.
     """
 
+    used: frozenset[str] | None = None
     _allowed = Locality.WHOLE
 
     def allowing(self, locality: Locality) -> Self:
@@ -230,7 +234,7 @@ class MeshShards(Shards):
     def of(self, buckets: Sequence[Bucket], locality: Locality | None) -> MeshShards:
         """The shards of some buckets of the plan, for a transformation that reads no other ones."""
         some = MeshShards(replace(self._plan, buckets=tuple(buckets)), self._mesh)
-        some._partial = True
+        some._partial, some.used = True, self.used
         return some.allowing(locality or Locality.ELEMENTWISE)
 
     def reset_residuals(self) -> None:
@@ -254,7 +258,7 @@ class MeshShards(Shards):
             return tree | mixed
 
         shards = MeshShards(plan, self._mesh, self._unreduced).allowing(self._allowed)
-        shards._partial, shards.exchanges = self._partial, self.exchanges
+        shards._partial, shards.exchanges, shards.used = self._partial, self.exchanges, self.used
         return Selection(shards, take, put)
 
     @property

@@ -176,6 +176,7 @@ class Updates:
         scale: float | None,
         squares: float,
         landing: Landing,
+        used: frozenset[str] | None = None,
     ) -> OptimizerState:
         """Write the next parameters in place; returns the next optimizer state.
 
@@ -184,10 +185,13 @@ class Updates:
             taken: whether the gradients are to be used.
             scale: the factor of the gradients; None for 1.
             squares: Σ of the squares of ``grads`` over all ranks.
+            used: see `Shards`.
 
         Raises:
             Undone: it failed on some rank, and parameters and states are as they were on all.
         """
+        for each in (shards, *self._shards):
+            each.used = used
         with torch.no_grad(), timed("optimizer"):
             factor = self._factor(grads, shards, scale, squares) if taken else None
             if self._delays:

@@ -34,7 +34,7 @@ def held_bytes(plan: PlanValue, role: str, memory: str | None = None) -> int:
     if role == "comm":
         return _within(memory, (("device", channel.bytes) for channel in plan.channels))
     if role == "buffers":
-        return _within(memory, (("device", numel * dtype.itemsize) for dtype, numel in plan.buffers))
+        return _within(memory, (("device", numel * dtype.itemsize) for dtype, numel, _ in plan.buffers))
     if role == "total":
         known = ROLES if plan.needs is not None else ROLES[:2]
         return sum(held_bytes(plan, summand, memory) for summand in (*known, "comm", "buffers"))

@@ -65,8 +65,8 @@ def messages(plan: PlanValue, *, owned: bool = False) -> Iterator[Message]:
     for axis, sent in plan.needs[0].payload.items() if plan.needs else ():
         yield Message("optimizer", axis, "in the update", "as it asks", sent)
     yield from _between_stages(plan)
-    for dtype, numel in plan.buffers:
-        if dtype.is_floating_point or dtype.is_complex:  # averaged over the ranks
+    for dtype, numel, averaged in plan.buffers:
+        if averaged:
             for axis in plan.batch_axes:
                 mean = 2 * share(numel * dtype.itemsize, plan.sizes[axis])
                 yield Message("buffers", axis, "after the last micro-batch", dtype_name(dtype), mean)

@@ -77,7 +77,7 @@ class PlanValue:
     reductions: Reductions
     traces: tuple[Trace, ...] | None = None
     needs: tuple[OptimizerNeeds, ...] | None = None
-    buffers: tuple[tuple[torch.dtype, int], ...] = ()
+    buffers: tuple[tuple[torch.dtype, int, bool], ...] = ()
     left_out: frozenset[str] = frozenset()
     part: PlanPart | None = None
     claims: Resolved | None = field(default=None, compare=False, repr=False)

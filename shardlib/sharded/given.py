@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from shardlib.errors import TreeError
+from shardlib.errors import TreeError, listing
 from shardlib.sharded.local import Local
 from shardlib.sharded.tree import Sharded
+from shardlib.tree import Tree, flatten
 
 
 def given_params(what: str, given: Any) -> Any:
@@ -34,6 +35,26 @@ def given_params(what: str, given: Any) -> Any:
     if isinstance(given, Sharded) and given.role != "param":
         raise TreeError(f"{what}: these are gradients, where parameters are due; give state.params")
     return given
+
+
+def require_no_graph(what: str, params: Tree) -> None:
+    """Refuse parameters that operations have made, through which nothing would be differentiated.
+
+    Raises:
+        TreeError: lists them.
+    """
+    paths, leaves, _ = flatten(params)
+    made = [
+        f"{path}: of {leaf.grad_fn.name()}"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    ]
+    if made:
+        raise TreeError(
+            f"{what}: parameters that operations have made, and its results have no graph:\n{listing(made)}\nPass "
+            "parameter.detach(). To differentiate through a gradient (meta-learning, unrolled steps) take it in the loss by "
+            "torch.autograd.grad(..., create_graph=True)"
+        )
 
 
 def given_buffers(given: Any) -> Any:

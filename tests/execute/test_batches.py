@@ -11,7 +11,7 @@ from helpers.models import mlp, regression_batch, share
 from helpers.trees import assert_same
 
 import shardlib as sl
-from shardlib.errors import BatchError
+from shardlib.errors import BatchError, TreeError
 from shardlib.execute.batches import split_batch
 
 FIT, PARAMS = mlp([6, 9, 4])
@@ -295,3 +295,26 @@ def test_micro_batches_share_one_cast_batch():
     assert len(parts) == 4 and all(part[1] == "name" and part[2].dtype == torch.bfloat16 for part in parts)
     assert torch.equal(torch.cat([part[0] for part in parts]), BATCH[0].bfloat16())
     assert len({part[0].untyped_storage().data_ptr() for part in parts}) == 1
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_would_get_no_gradient_is_refused(stage):
+    """A batch, or parameters, that a caller would differentiate by."""
+    c = torch.tensor(2.0, requires_grad=True)
+    params = {"w": torch.ones(2)}
+
+    def loss_fn(params, batch):
+        return (params["w"] * batch["x"]).sum()
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, stage=stage)
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1))
+        batch = {"x": c * torch.ones(2), "y": torch.ones(1)}
+        for act in (lambda: sl.value_and_grad(loss_fn)(sharded, batch), lambda: step(state, batch)):
+            with pytest.raises(BatchError, match=r"(?s)- x: shape \(2,\), of MulBackward.*Pass tensor\.detach\(\)"):
+                act()
+        step(state, {"x": batch["x"].detach()})
+
+    sl.simulate(run, mesh={"data": 2})
+    with pytest.raises(TreeError, match=r"(?s)- w: of MulBackward.*parameter\.detach\(\)"):
+        sl.value_and_grad(loss_fn)({"w": c * params["w"]}, {"x": torch.ones(2)})

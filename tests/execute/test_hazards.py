@@ -741,3 +741,15 @@ def test_a_weighted_mean_as_the_loss(stage):
     wanted = one_device.train(whole_loss, network(), batches, max_norm=0.5)
     assert got[0] == pytest.approx(wanted[0], rel=1e-10)
     assert_close(got[2], wanted[2], 1e-10)
+
+
+def test_a_unit_without_a_name_is_called_by_its_leaves():
+    def loss_fn(params, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (params["w"] * batch).sum() + params["v"].sum()
+
+    def run(mesh):
+        sl.value_and_grad(loss_fn)(sl.shard({"v": torch.ones(4), "w": torch.ones(4)}, mesh, stage=3), torch.ones(4))
+
+    with pytest.raises(HandleError, match=r"unit 'v and 1 more' is gathered"):
+        sl.simulate(run, mesh={"data": 2})

@@ -470,3 +470,23 @@ def kinds_in_a_process(mesh, stage):
 def test_kinds_of_losses_that_differ_in_real_processes(pool):
     for outcome in pool.outcomes(kinds_in_a_process, 2, mesh={"data": 2}):
         assert isinstance(outcome[1], LossError) and "rank 1: a scalar as the loss" in str(outcome[1])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_whose_loss_is_constant_is_named_with_the_way(stage, caplog):
+    """Which works: `sl.Mean(0, 0)` of plain numbers, where parameters at the top of the tree are a unit without a name."""
+
+    def run(mesh, mean):
+        def loss_fn(params, batch):
+            if not batch.any():
+                return sl.Mean(0, 0) if mean else torch.zeros(())
+            loss = (params["w"] * batch).sum()
+            return sl.Mean(loss, 1) if mean else loss
+
+        params = sl.shard({"w": torch.ones(4)}, mesh, sl.chain(sl.zero(stage), sl.accumulate(2)))
+        return float(sl.value_and_grad(loss_fn)(params, torch.full((2, 1), float(mesh.rank)))[0])
+
+    with pytest.raises(LossError, match=r"of rank 0, micro-batch 1 of 2, does not .* returns sl\.Mean\(0, 0\)"):
+        sl.simulate(run, False, mesh={"data": 2})
+    assert sl.simulate(run, True, mesh={"data": 2}) == [4.0, 4.0]
+    assert not [record.message for record in caplog.records if "use :" in record.message]

@@ -225,7 +225,9 @@ def test_rebound_buffers_train(stage):
 
     def run(mesh):
         sharded = sl.shard(params, mesh, sl.chain(sl.zero(stage), sl.accumulate(2)))
-        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1), buffers=buffers)
+        state, step = sl.make_train_step(
+            loss_fn, sharded, sl.optim.sgd(0.1), buffers=buffers, buffer_kinds={"mean": "averaged"}
+        )
         for x in batches:
             state, _ = step(state, torch.cat([part.chunk(2)[mesh.rank] for part in x.chunk(2)]))
         return sl.unshard(state.params), state.buffers["mean"]

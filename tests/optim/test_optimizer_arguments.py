@@ -24,7 +24,7 @@ MAKERS = {
     opt.zero_one_adam: {"lr": 0.1, "var_freeze_step": 5}, opt.clip_by_global_norm: {}, opt.clip_by_value: {},
     opt.clip_by_block_norm: {}, opt.add_decayed_weights: {}, opt.add_noise: {"eta": 0.1, "gamma": 0.5, "key": 0},
     opt.ema: {}, opt.lookahead: {"fast_optimizer": SGD, "sync_period": 5, "slow_step_size": 0.5},
-    opt.skip_nonfinite: {"inner": SGD},
+    opt.skip_nonfinite: {"inner": SGD}, opt.skip_unused: {"inner": SGD},
 }  # fmt: skip
 # Numbers of another kind than "a finite number that is at least 0", and what they may be.
 FREE = {"ns_coeffs", "gamma", "decay_offset"}  # of either sign, or no number
@@ -252,6 +252,7 @@ TAKING = {
     "partition": lambda tx: opt.partition({"x": tx}, {"*": "x"}),
     "lookahead": lambda tx: opt.lookahead(tx, 2, 0.5),
     "skip_nonfinite": lambda tx: opt.skip_nonfinite(tx, 2),
+    "skip_unused": opt.skip_unused,
     "stochastic_rounding": lambda tx: opt.stochastic_rounding(tx),
     "inject_hyperparams": lambda tx: opt.inject_hyperparams(lambda lr: tx)(0.1),
 }
@@ -282,6 +283,7 @@ WRAPPED = {
     "masked": lambda tx: opt.masked(tx, "*"),
     "partition": lambda tx: opt.partition({"x": tx}, {"*": "x"}),
     "skip": lambda tx: opt.skip_nonfinite(tx, 2),
+    "unused": opt.skip_unused,
     "injected": lambda tx: opt.inject_hyperparams(lambda lr: tx)(0.1),
     "rounded": opt.stochastic_rounding,
 }

@@ -243,15 +243,17 @@ def test_every_parameter_is_placed_once():
 def test_buffers_are_held_and_sent_as_planned(stage):
     def loss_fn(params, buffers, batch):
         mean = batch.mean(0)
-        loss = ((batch - buffers["mean"]) @ params["w"]).square().mean()
-        return loss, {"mean": 0.9 * buffers["mean"] + 0.1 * mean, "steps": buffers["steps"] + 1}
+        loss = ((batch - buffers["running_mean"]) @ params["w"]).square().mean()
+        after = {"running_mean": 0.9 * buffers["running_mean"] + 0.1 * mean, "steps": buffers["steps"] + 1}
+        return loss, after | {"last": buffers["last"] + 1}
 
     params = {"w": torch.randn(6, 4, dtype=torch.float64)}
-    buffers = {"mean": torch.zeros(6, dtype=torch.float64), "steps": torch.zeros((), dtype=torch.int64)}
+    buffers = {"running_mean": torch.zeros(6, dtype=torch.float64), "steps": torch.zeros((), dtype=torch.int64)}
+    buffers["last"] = torch.zeros(6, dtype=torch.float64)  # equal on all ranks: not sent
     batch = torch.randn(4, 6, dtype=torch.float64)
     options = {"loss_fn": loss_fn, "batch": batch, "buffers": buffers}
     plan = sl.make_plan(params, sl.abstract_mesh(data=2), stage=stage, **options)
-    assert plan.bytes("buffers") == 6 * 8 + 8 and "buffers 56 B" in str(plan)
+    assert plan.bytes("buffers") == 2 * 6 * 8 + 8 and "buffers 104 B" in str(plan)
 
     def run(mesh):
         state, step = sl.make_train_step(
@@ -262,5 +264,5 @@ def test_buffers_are_held_and_sent_as_planned(stage):
 
     for payload, after in sl.simulate(run, mesh={"data": 2}):
         assert payload == plan.payload()
-        torch.testing.assert_close(after["mean"], 0.1 * (batch.mean(0) + 0.5))
+        torch.testing.assert_close(after["running_mean"], 0.1 * (batch.mean(0) + 0.5))
         assert after["steps"] == 1

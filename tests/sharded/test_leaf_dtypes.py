@@ -121,7 +121,10 @@ def test_complex_buffers_are_averaged_as_floating_ones_are(ranks):
         return (x @ p["w"]).square().mean(), after
 
     def run(mesh):
-        state, step = sl.make_train_step(loss, sl.shard({"w": torch.ones(3)}, mesh), sl.optim.sgd(0.1), buffers=buffers)
+        kinds = {"count": "rank-local", "*": "averaged"}
+        state, step = sl.make_train_step(
+            loss, sl.shard({"w": torch.ones(3)}, mesh), sl.optim.sgd(0.1), buffers=buffers, buffer_kinds=kinds
+        )
         return step(state, x.chunk(ranks)[mesh.rank])[0].buffers
 
     x = torch.arange(12.0).view(4, 3)

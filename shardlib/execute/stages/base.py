@@ -42,6 +42,11 @@ class Call:
     loss_scale: float
     share: float
 
+    def named(self, index: int, mesh: Mesh) -> str:
+        """A micro-batch of this rank, for messages."""
+        count = len(self.microbatches)
+        return f"of rank {mesh.rank}" + (f", micro-batch {index + 1} of {count}," if count > 1 else "")
+
     def seed(self, outcome: Outcome) -> float:
         """The gradient of the total from which backward starts. The weight of a `Mean` is divided out after backward."""
         return self.loss_scale * (1.0 if outcome.weighted else self.share)

@@ -66,7 +66,7 @@ class OneStage:
             inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
             with seeding_torch(key, self._mesh.device):
                 outcome = read_loss(self._fn(*inputs, **extra), self._with_buffers)
-            require_gradient(outcome, call.thinned[index])
+            require_gradient(outcome, call.thinned[index], call.named(index, self._mesh))
             record, sequence = self.executor.record, self._plan.step.sequence
             if sequence and record.order is None:
                 require_whole_loss(sequence, self._mesh, record.done, (outcome.total, outcome.weight))

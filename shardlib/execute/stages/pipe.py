@@ -111,7 +111,7 @@ class Pipe:
             if not self._position.is_last(stage):
                 return result
             outcome = read_loss(result, False)
-            require_gradient(outcome, call.thinned[microbatch])
+            require_gradient(outcome, call.thinned[microbatch], call.named(microbatch, self._mesh))
             outcomes[microbatch] = detached(outcome, self._executor(stage, microbatch))
             return outcome.total
 

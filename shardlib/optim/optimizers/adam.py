@@ -32,8 +32,8 @@ def adamw(
     m̂, v̂ are bias-corrected. Defaults as optax.adamw. Moments have the dtype of the parameters passed to ``init`` (of the
     fp32 masters, under `shardlib.precision`).
 
-    As in optax, all parameters decay, also those that the loss does not use. To leave unused parameters alone, as
-    torch.optim.AdamW does, freeze them (`shardlib.unused_params` finds them).
+    As in optax, all parameters move and decay, also those that a step's loss does not use. `skip_unused` leaves these alone,
+    as torch.optim.AdamW does; those that no step uses can be frozen (`shardlib.unused_params` finds them).
 
     Raises:
         ValueError: a hyper-parameter out of range.

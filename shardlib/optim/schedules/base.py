@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,6 +22,21 @@ import torch
 from shardlib.optim.ranges import check, is_count, is_integer, is_number, is_positive, is_real, is_size, is_step
 
 Schedule = Callable[[Any], Any]
+
+_later: ContextVar[float] = ContextVar("later", default=0.0)
+
+
+@contextmanager
+def later(steps: torch.Tensor | float) -> Iterator[None]:
+    """A context in which schedules are so many steps further than the step that they are called with.
+
+    For parameters that missed steps, and so count fewer updates than were made.
+    """
+    before = _later.set(float(steps))
+    try:
+        yield
+    finally:
+        _later.reset(before)
 
 
 def on_numbers(schedule: Schedule) -> Schedule:
@@ -34,7 +51,11 @@ def on_numbers(schedule: Schedule) -> Schedule:
         at = _numbers(step)
         if at is None:
             raise TypeError(f"a schedule is a function of the step's number, not of {_described(step)}")
-        given = schedule(at)
+        if steps := _later.get():
+            with later(0.0):  # schedules that this one calls are given its step
+                given = schedule(at + steps)
+        else:
+            given = schedule(at)
         value = _numbers(given)
         if value is None or value.shape not in ((), at.shape):
             name = getattr(schedule, "__name__", type(schedule).__name__)

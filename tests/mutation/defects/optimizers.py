@@ -131,6 +131,15 @@ DEFECTS = (
         (f"{_OPTIM}::test_mixed_precision_is_the_textbooks",),
     ),
     Defect(
+        "schedules that wait for unused parameters",
+        "count",
+        "optim/wrappers/unused.py",
+        "a parameter that missed steps is behind in the schedule of its learning rate",
+        "with later(missed[path]):\n                    states[path] = inner.apply(",
+        "with later(0.0):\n                    states[path] = inner.apply(",
+        ("tests/optim/test_unused_in_a_step.py::test_trains_as_torch_does",),
+    ),
+    Defect(
         "an average that forgets",
         "stale",
         "optim/wrappers/averages.py",

@@ -86,6 +86,15 @@ DEFECTS = (
         (_PLAIN,),
     ),
     Defect(
+        "batch_norm writes unseen",
+        "aliasing",
+        "common/writes.py",
+        "running statistics that no version counts may be written to, and change an input of the function",
+        '_STATISTICS = ("running_mean", "running_var")',
+        "_STATISTICS: tuple[str, ...] = ()",
+        ("tests/execute/test_writes.py::test_writes_to_a_plain_tree_are_refused",),
+    ),
+    Defect(
         "buffers summed in place of averaged",
         "factor",
         "execute/buffers.py",
