@@ -17,6 +17,7 @@ from shardlib.models.refusals import require_all_used, require_module, require_n
 from shardlib.models.skeleton import Buffers, Skeletons, buffers_of, hollow
 from shardlib.nn.blocks import Sequential, sequential
 from shardlib.rng import Key
+from shardlib.sharded.given import read_params
 from shardlib.tree import Tree
 
 
@@ -94,13 +95,13 @@ def from_module(
     if not buffers:
 
         def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
-            given = flat(params)
+            given = flat(read_params("apply", params))
             return skeletons.beside(given, args)(given, args, kwargs)
 
         return apply, params, *last
 
     def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
-        given = flat(params)
+        given = flat(read_params("apply", params))
         return skeletons.beside(given, args).with_buffers(given, buffers, args, kwargs)
 
     fresh = {name: None if buffer is None else buffer.detach().clone() for name, buffer in held.items()}

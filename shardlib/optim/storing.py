@@ -12,6 +12,7 @@ from shardlib.errors import IllegalComposition, TreeError
 from shardlib.mesh.transfers import Transfer
 from shardlib.plan.buckets import Bucket
 from shardlib.sharded.gather import Gather
+from shardlib.sharded.marks import require_no_shards
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, flatten, is_integral, same_values, ties, unflatten
 
@@ -133,6 +134,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
             "Sharded updates for Sharded gradients), or both whole (sl.unshard)"
         )
     if not isinstance(params, Sharded):
+        require_no_shards("apply_updates", (params, updates))
         return _applied(params, updates)
     if mastered := sorted(path for bucket in params.plan.trained if bucket.master_dtype for path in bucket.paths):
         raise IllegalComposition(
