@@ -12,7 +12,6 @@ import torch
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.buffers import BufferKinds, buffer_sizes
 from shardlib.execute.stages.fake import Tracing, traced_once
-from shardlib.init.deferred import defer
 from shardlib.mesh.mesh import as_mesh
 from shardlib.optim.ranges import check, is_count
 from shardlib.optim.resting import fault_on_disk
@@ -25,6 +24,7 @@ from shardlib.plan.tiers.remedies import Planner
 from shardlib.plan.transform import Transform
 from shardlib.rng import Key
 from shardlib.shard import default_transform
+from shardlib.sharded.shard import outline
 from shardlib.transforms.changes import changes, difference
 from shardlib.tree import Tree, leaves_of
 
@@ -89,7 +89,7 @@ def make_plan(
         require_transformations("make_plan", optimizer)
     check("make_plan", "the number of a step is an integer from 0", step=(step, step is None or is_count(step)))
     mesh = as_mesh(mesh)
-    tree = defer(params).tree if callable(params) else params
+    tree = outline("make_plan", params)
     batch = as_tensors(batch, torch.device("cpu"))  # where an array's memory is a tensor's
     leaves = [leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
     sharing = mesh.ranks_per_host if ranks_per_host is None else ranks_per_host

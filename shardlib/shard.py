@@ -12,6 +12,8 @@ from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.mesh.transport import EchoGroup
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform, chain, require_transform
+from shardlib.sharded.marks import require_no_shards
+from shardlib.sharded.reshard import Resharded
 from shardlib.sharded.shard import shard_alike, shard_by
 from shardlib.sharded.tree import Sharded
 from shardlib.transforms.zero import zero
@@ -36,13 +38,16 @@ def shard(
     Args:
         params: any pytree of tensors, with the same values on every rank; or a function without arguments that makes
             one, which is then run leaf by leaf, so that no rank ever holds the whole model. Tensors may be on any
-            devices: only this rank's shard of each leaf is copied to the mesh's device, leaf by leaf.
+            devices: only this rank's shard of each leaf is copied to the mesh's device, leaf by leaf. Or `Sharded`
+            parameters, to be laid out by another transform, or on another mesh of the same ranks: they are gathered bucket
+            by bucket, and stay as they are.
         mesh: a `Mesh`, or a torch DeviceMesh with named dimensions.
         transform: how to shard; by default plain data parallelism over axis "data".
         stage: short for ``zero(stage)``, added to ``transform``.
 
     Raises:
-        TreeError: a leaf that is not a tensor, is of a dtype that is not trained, or is on the meta device.
+        TreeError: a leaf that is not a tensor, is of a dtype that is not trained, or is on the meta device; or a part of a
+            sharded tree, gradients, or a train state.
         IllegalComposition: transforms that do not compose, or do not fit the mesh.
         RankMismatch: the ranks' trees, plans or values differ; names the leaves and the ranks.
 
@@ -50,7 +55,12 @@ def shard(
     >>> sl.simulate(lambda mesh: sl.shard(params, mesh, stage=3).tree["w"].shape, mesh=dict(data=2))
     [torch.Size([4, 4]), torch.Size([4, 4])]
     """
-    return shard_by(params, mesh_of_ranks(mesh), default_transform(transform, stage))
+    mesh = mesh_of_ranks(mesh)
+    sharded = params if isinstance(params, Sharded) else getattr(params, "params", None)
+    if isinstance(sharded, Sharded) and (sharded is not params or sharded.role != "param"):
+        raise TreeError(f"shard: {type(params).__name__} is not parameters; give the ones of a state, state.params")
+    given = Resharded(params) if isinstance(params, Sharded) else params
+    return shard_by(given, mesh, default_transform(transform, stage))
 
 
 def mesh_of_ranks(mesh: Any) -> Mesh:
@@ -71,6 +81,7 @@ def lift(params: Any) -> Sharded:
     """
     if isinstance(params, Sharded):
         return params
+    require_no_shards("a function of parameters", params)
     return shard(params, Mesh({"data": 1}, 0, {"data": EchoGroup(1)}, _device_of(leaves_of(params))))
 
 

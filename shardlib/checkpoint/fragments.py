@@ -26,7 +26,7 @@ from shardlib.tree import named_leaves, path_name
 # Bytes: of a leaf with at least so many for each rank that holds a copy, each of these ranks saves a part.
 _DIVIDED = Threshold(1 << 16)
 
-PARAMS, MASTERS, BUFFERS, PENDING = "params/", "opt/masters/", "buffers/", "opt/pending/"
+PARAMS, MASTERS, BUFFERS, PENDING, GRADS = "params/", "opt/masters/", "buffers/", "opt/pending/", "grads/"
 
 
 class Fragment(NamedTuple):
@@ -124,6 +124,20 @@ def needed_params(params: Sharded) -> Iterator[Fragment]:
     """Every range of the parameters that this rank holds, as views to fill."""
     for bucket in params.plan.buckets:
         yield from _held(params, bucket)
+
+
+def sharded_fragments(sharded: Sharded, *, owned: bool = False) -> Iterator[Fragment]:
+    """Every range that this rank holds of parameters, or of gradients, as views; the ``owned`` ones are each on one rank."""
+    plan, mesh = sharded.plan, sharded.mesh
+    if sharded.role == "param":
+        yield from owned_params(sharded) if owned else needed_params(sharded)
+        return
+    for bucket in sharded.buckets:
+        held = _cut(plan, mesh, bucket, GRADS, sharded.buffers[bucket.name], bucket.levels)
+        if not owned:
+            yield from held
+        elif plan.counts(bucket, mesh.coords):
+            yield from _shared_out(held, mesh, plan.copies(bucket))
 
 
 def needed_fragments(parts: Parts) -> Iterator[Fragment]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import optree
 import torch
 
 from shardlib.common.alignment import aligned
@@ -20,11 +21,13 @@ def as_tensors(tree: Tree, device: torch.device) -> Tree:
     """Convert a pytree's NumPy arrays to tensors on ``device`` and NumPy scalars to Python numbers; keep other leaves.
 
     On a CPU a tensor shares a writable array's memory. Arrays of dtypes without a torch counterpart (strings, objects,
-    dates) stay arrays.
+    dates) stay arrays. Sharded trees and states get a form without leaves.
     """
     adopt(tree)
 
     def converted(leaf: Any) -> Any:
+        if _is_state(leaf):
+            return leaf.for_batch()
         if isinstance(leaf, np.generic) and not isinstance(leaf, (str, bytes)):
             return leaf.item()
         if not isinstance(leaf, np.ndarray):
@@ -35,7 +38,11 @@ def as_tensors(tree: Tree, device: torch.device) -> Tree:
         except TypeError:
             return leaf
 
-    return tree_map(converted, tree)
+    return optree.tree_map(converted, tree, is_leaf=_is_state)
+
+
+def _is_state(value: Any) -> bool:
+    return hasattr(value, "for_batch")  # a train state's class is of a room on this floor
 
 
 def require_no_gradient(batch: Tree, mesh: Mesh) -> None:

@@ -14,6 +14,7 @@ from shardlib.execute.activations.host import HostMemory, host_memory
 from shardlib.execute.activations.keeper import Keeper, current_keeper
 from shardlib.execute.activations.names import require_known
 from shardlib.execute.activations.shards import store_of
+from shardlib.execute.beside import Beside, unit_beside
 from shardlib.execute.blocks import Blocks
 from shardlib.execute.dealing import DealtHandle
 from shardlib.execute.gathering import Gathering
@@ -22,7 +23,7 @@ from shardlib.execute.halves import Halves
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
 from shardlib.execute.meeting import Meeting
-from shardlib.execute.opaque import require_open
+from shardlib.execute.opaque import outside
 from shardlib.execute.phases import Phases, phases_of
 from shardlib.execute.record import Record
 from shardlib.execute.refusals import explain, refuse_autocast, refuse_func, require_unwritten
@@ -40,7 +41,7 @@ from shardlib.plan.thinning import Thinned
 from shardlib.rng import restore_generators, states_of_generators
 from shardlib.sharded.on_disk import BuffersOnDisk
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, tree_map, unflatten
+from shardlib.tree import Tree, unflatten
 
 T = TypeVar("T")
 
@@ -82,7 +83,9 @@ class Executor:
         aliases = [path for placement in plan.placements for path in placement.aliases]
         tiled = TiledModules(modules, {*paths, *aliases}) if modules else None
         tokens = Meeting(plan.step.tokens, lambda: self._gathering.meet()) if plan.step.tokens else None
-        self._surroundings = Surroundings(mesh, parts, tiled, tokens, plan.step.autocast)
+        self._surroundings = Surroundings(
+            mesh, parts, tiled, tokens, plan.step.autocast, lambda further: self._beside.read(further)
+        )
         self._units = {
             unit: UnitState(unit, members, self._touch, plan.placement_of, self._slices)
             for unit, members in states.items()
@@ -94,6 +97,7 @@ class Executor:
             if bucket.tiles > 1
         ]
         self._gathering = Gathering(dict(self._units), self.record, plan.step.prefetch)
+        self._beside = Beside(plan, mesh, self._gathering, self._touch)
         self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []
         self._saved = SavedTensors(self._touch)
@@ -110,8 +114,8 @@ class Executor:
 
     @property
     def gathers(self) -> bool:
-        """Whether any unit must be gathered before use."""
-        return any(unit.gathers for unit in self._units.values())
+        """Whether any unit must be gathered before use, those of further trees included."""
+        return self._beside.gathers or any(unit.gathers for unit in self._units.values())
 
     @property
     def touches(self) -> tuple[str, ...]:
@@ -133,7 +137,7 @@ class Executor:
                 self._gathering.finish()
             finally:
                 self.close()
-            if not (self.gathers and trusted and self.record.any_strayed()):
+            if not ((self.gathers or self.record.strayed) and trusted and self.record.any_strayed()):
                 return result
             restore_generators(draws)
 
@@ -175,25 +179,8 @@ class Executor:
             return self._call(fn)
 
     def outside(self, tree: Tree, what: str) -> Tree:
-        """The results of a function, detached, with values that later steps do not change.
-
-        Tensors in the memory of parameters are copied, since the optimizer writes to that memory or it is released. Handles
-        are gathered, on every rank; handles of slices, and objects that hide tensors, are refused. ``what`` is a name.
-        """
-        require_open(tree, what)
-
-        def kept(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            with torch.no_grad():
-                if isinstance(leaf, Handle):
-                    return leaf.clone()
-                leaf = leaf.detach()
-                if leaf.layout is not torch.strided:
-                    return leaf
-                return leaf.clone() if self._in_parameters(leaf) else leaf
-
-        return tree_map(kept, tree)
+        """The results of a function, which is called ``what``, as `shardlib.execute.opaque.outside` makes them."""
+        return outside(tree, what, self._in_parameters)
 
     def require_names(self) -> None:
         """Refuse names of values to keep that no block has used so far."""
@@ -202,12 +189,14 @@ class Executor:
 
     def _in_parameters(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of parameters, as stored or as gathered."""
-        return storage_id(tensor.untyped_storage()) in self._held or self._saved.bucket_with(tensor) is not None
+        stored = storage_id(tensor.untyped_storage()) in self._held or self._beside.holds(tensor)
+        return stored or self._saved.bucket_with(tensor) is not None
 
     def unit_of(self, leaf: torch.Tensor) -> str:
         """The unit of a parameter, as the function sees it; "" for other tensors."""
         if isinstance(leaf, Handle):
-            return self.plan.bucket_of[self.plan.placement_of[leaf._path].bucket].unit
+            own = self.plan.placement_of.get(leaf._path)
+            return unit_beside(leaf._source) or ("" if own is None else self.plan.bucket_of[own.bucket].unit)
         if not self._units_of:
             wholes = ((state.bucket.unit, state.whole) for state in self._buckets)
             self._units_of = {storage_id(w.untyped_storage()): unit for unit, w in wholes if w is not None}
@@ -292,6 +281,7 @@ class Executor:
         self._gathering.close()
         for unit in self._units.values():
             unit.forget()
+        self._beside.close()
         self._saved.clear()
         self._slices.clear()
         self.record.layer_tokens += self.blocks.layers.end()
@@ -305,16 +295,17 @@ class Executor:
             self.blocks.layers.know(in_order)
             if self._phases is not None:
                 self._phases.knows(leaves)
+            self._beside.own = unflatten(self.plan.shape.treedef, in_order)
             with self._first.call(leaves):
-                result = fn(unflatten(self.plan.shape.treedef, in_order))
+                result = fn(self._beside.own)
             self._first.require_own(result)
-            require_unwritten(self._buckets, self.gathers)
+            require_unwritten([*self._buckets, *self._beside.states], self.gathers)
             self.blocks.layers.require_all()
             if self._surroundings.modules is not None and self._trained:
                 self._surroundings.modules.require_some()
             return result
         except (RuntimeError, ValueError) as error:
-            require_unwritten(self._buckets, self.gathers, error)
+            require_unwritten([*self._buckets, *self._beside.states], self.gathers, error)
             explained = self._slices.explain(error) or explain(error, self.plan, self.gathers)
             if explained:
                 raise explained from error
@@ -338,6 +329,7 @@ class Executor:
 
     def _bind(self, params: Sharded, gradients: Gradients | None, thinned: Thinned | None = None) -> None:
         """Bind this step's parameters and gradients to the buckets."""
+        self._beside.begin(params)
         self._on_disk = params.on_disk
         self._held = frozenset(storage_id(buffer.untyped_storage()) for buffer in params.in_memory.values())
         agreeing = self.record.agreeing and not self.mesh.abstract

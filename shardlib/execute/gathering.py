@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from shardlib.errors import RankMismatch
@@ -177,9 +177,24 @@ class Gathering:
             RankMismatch: other ranks make no such exchange any more; on all ranks.
         """
         if self._trace is None and self._gathers:
+            self.meet_to_read()
+
+    def meet_to_read(self) -> None:
+        """`meet` before the first read of a further tree, even if no unit has been gathered so far."""
+        if self._trace is None:
             self._sum = zlib.crc32(b"exchange", self._sum) >> 1
             while not self._agree(_MEETING):
                 pass
+
+    def admit(self, units: Mapping[str, Gatherable]) -> bool:
+        """Take further units, which all ranks do at one place: where they meet. On a rank that follows a trace, which has
+        none of them, they are not taken: it strays when it touches them."""
+        if self._trace is not None:
+            return False
+        self._units.update(units)
+        self._names += units
+        self._gathers = True
+        return True
 
     def turn(self) -> None:
         """End the forward: release every unit, and start to gather the one that backward needs first."""
@@ -252,8 +267,9 @@ class Gathering:
         if not same and max(nexts) < 0:
             raise RankMismatch(
                 f"{nexts.count(_MEETING)} of {len(nexts)} ranks are at an exchange of tokens with experts that are dealt out "
-                f"(sl.experts), which the others do not make before the {'loss' if self.reductions is None else 'backward'} "
-                "ends: call the layers of experts on every rank and equally often, with no rows where there are none"
+                "(sl.experts), or read a further sharded tree, which the others do not before the "
+                f"{'loss' if self.reductions is None else 'backward'} ends: call the layers of experts on every rank and "
+                "equally often, with no rows where there are none, and read the tree on every rank"
             )
         if not same or len(set(checksums)) > 1:
             units = {self._names[number % len(self._names)] for number in nexts if number >= 0}

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from shardlib.common.hidden import hides
 from shardlib.errors import LossError, listing
+from shardlib.execute.handles import Handle
 from shardlib.nn.functional import Mean
-from shardlib.tree import Tree, adopt, flatten
+from shardlib.tree import Tree, adopt, flatten, tree_map
+
+
+def outside(tree: Tree, what: str, in_parameters: Callable[[torch.Tensor], bool]) -> Tree:
+    """The results of a function, detached, with values that later steps do not change.
+
+    Tensors in the memory of parameters are copied, since the optimizer writes to that memory or it is released. Handles are
+    gathered, on every rank; handles of slices, and objects that hide tensors, are refused.
+
+    Args:
+        what: the results' name, for messages.
+        in_parameters: tells whether a tensor lies in the memory of parameters.
+    """
+    require_open(tree, what)
+
+    def kept(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        with torch.no_grad():
+            if isinstance(leaf, Handle):
+                return leaf.clone()
+            leaf = leaf.detach()
+            if leaf.layout is not torch.strided:
+                return leaf
+            return leaf.clone() if in_parameters(leaf) else leaf
+
+    return tree_map(kept, tree)
 
 
 def require_open(tree: Tree, what: str) -> None:

@@ -23,6 +23,7 @@ from shardlib.nn.functional import embedding, linear_cross_entropy, local_slice,
 from shardlib.nn.moe.compute import Groups, expert_linear
 from shardlib.nn.moe.dealt import Dealt
 from shardlib.nn.sequence import current_parts, shard_sequence
+from shardlib.sharded.tree import Sharded
 
 
 class SlicedHandle(Handle):
@@ -64,7 +65,8 @@ def gathered(value: Any) -> Any:
         tensor = handle._source.leaf(handle._index)
         return handle if isinstance(handle, SlicedHandle) else tensor
 
-    return pytree.tree_map_only(Handle, arrive, value)
+    # A further tree that a block is given, in its batch, say, is gathered where it is used.
+    return pytree.tree_map_only(Handle, arrive, value, is_leaf=lambda each: isinstance(each, Sharded))
 
 
 def refuse_slices(value: Any) -> None:

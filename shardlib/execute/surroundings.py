@@ -1,9 +1,9 @@
-"""The context in which a model's functions find the mesh, their sequence parts, the modules that run in tiles and the way to
-experts."""
+"""The context in which a model's functions find the mesh, their sequence parts, the modules that run in tiles, the way to
+experts and what further sharded trees hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,8 @@ from shardlib.mesh.mesh import Mesh, current_mesh
 from shardlib.nn.moe.experts import Exchange, current_exchange
 from shardlib.nn.sequence import current_parts
 from shardlib.nn.tiled_modules import TiledModules, current_modules
+from shardlib.sharded.tree import Sharded, reading
+from shardlib.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Surroundings:
         modules: the modules that run in tiles; None if there are none.
         tokens: how tokens travel to their experts; None if every rank has all experts.
         autocast: the dtype to which torch's autocast casts; None if it casts nothing.
+        read: how a further sharded tree is read; None if as shards.
     """
 
     mesh: Mesh
@@ -33,16 +36,19 @@ class Surroundings:
     modules: TiledModules | None
     tokens: Exchange | None
     autocast: torch.dtype | None
+    read: Callable[[Sharded], Tree] | None = None
 
     @contextmanager
     def installed(self, casts: bool = True) -> Iterator[None]:
         """The context. Backward is outside of autocast (not ``casts``): checkpoints turn on what was on in their forward."""
         mesh, parts = current_mesh.set(self.mesh), current_parts.set(self.parts)
         modules, tokens = current_modules.set(self.modules), current_exchange.set(self.tokens)
+        read = reading.set(self.read)
         try:
             with casting(self.autocast if casts else None, self.mesh.device):
                 yield
         finally:
+            reading.reset(read)
             current_exchange.reset(tokens)
             current_modules.reset(modules)
             current_mesh.reset(mesh)

@@ -17,6 +17,7 @@ from shardlib.models.refusals import require_all_used, require_module, require_n
 from shardlib.models.skeleton import Buffers, Skeletons, buffers_of
 from shardlib.nn.blocks import Sequential, sequential
 from shardlib.rng import Key
+from shardlib.sharded.given import read_params
 from shardlib.tree import Tree
 
 
@@ -103,13 +104,13 @@ def from_module(
     if not buffers:
 
         def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
-            given, called = flat(params), {name: kwargs.pop(name) for name in how & kwargs.keys()}
+            given, called = flat(read_params("apply", params)), {name: kwargs.pop(name) for name in how & kwargs.keys()}
             return skeletons.beside(given, args)(given, args, kwargs, **called)
 
         return apply, params, *last
 
     def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
-        given, called = flat(params), {name: kwargs.pop(name) for name in how & kwargs.keys()}
+        given, called = flat(read_params("apply", params)), {name: kwargs.pop(name) for name in how & kwargs.keys()}
         return skeletons.beside(given, args).with_buffers(given, buffers, args, kwargs, **called)
 
     fresh = {name: None if buffer is None else buffer.detach().clone() for name, buffer in held.items()}

@@ -14,11 +14,12 @@ from shardlib.optim.axis_owner.zero_one_steps import Sent, ZeroOneSteps
 from shardlib.optim.base import GradientTransformation, Owned
 from shardlib.optim.combine import chain, named_chain
 from shardlib.optim.locality import Locality
+from shardlib.optim.norms import global_norm, leaf_norms, vdot
 from shardlib.optim.optimizers.adafactor import adafactor
 from shardlib.optim.optimizers.adagrad import adagrad
 from shardlib.optim.optimizers.adam import adam, adamw
 from shardlib.optim.optimizers.adam8bit import adamw8bit
-from shardlib.optim.optimizers.clip import clip_by_block_norm, clip_by_global_norm, clip_by_value
+from shardlib.optim.optimizers.clip import adaptive_grad_clip, clip_by_block_norm, clip_by_global_norm, clip_by_value
 from shardlib.optim.optimizers.decay import add_decayed_weights
 from shardlib.optim.optimizers.lamb import lamb
 from shardlib.optim.optimizers.lion import lion
@@ -80,6 +81,7 @@ __all__ = [
     "add_decayed_weights",
     "add_noise",
     "adamw8bit",
+    "adaptive_grad_clip",
     "apply_updates",
     "batch_schedule",
     "chain",
@@ -92,9 +94,11 @@ __all__ = [
     "ema",
     "exponential_decay",
     "from_torch",
+    "global_norm",
     "inject_hyperparams",
     "join_schedules",
     "lamb",
+    "leaf_norms",
     "linear_onecycle_schedule",
     "linear_scaling",
     "linear_schedule",
@@ -119,6 +123,7 @@ __all__ = [
     "stochastic_rounding",
     "swa",
     "token_schedule",
+    "vdot",
     "warmup_constant_schedule",
     "warmup_cosine_decay_schedule",
     "warmup_exponential_decay_schedule",

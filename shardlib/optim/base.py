@@ -31,6 +31,7 @@ from shardlib.plan.plan import Plan
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.transform import Transform
 from shardlib.plan.value import ROLES, PlanValue
+from shardlib.sharded.marks import require_no_shards
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, check_trained, leaves_of, trained_part, tree_map
 
@@ -192,7 +193,9 @@ class GradientTransformation:
         if isinstance(params, Sharded):
             return self.init(self._lower(params), shards=MeshShards(params.plan, params.mesh))
         check_trained(params)
-        params = trained_part(params) if shards is WHOLE else params
+        if shards is WHOLE:
+            require_no_shards("init", params)
+            params = trained_part(params)
         return self._init(params) if self.locality is None else self._init(params, shards.allowing(self.locality))
 
     def sends(self, shards: Shards) -> Mapping[str, int]:
@@ -235,6 +238,7 @@ class GradientTransformation:
                 return stored(updates, flat), state
             return Sharded(updates.plan, updates.mesh, "grad", flat), state
         if shards is WHOLE:
+            require_no_shards("update", (updates, params))
             updates, params = trained_part(updates), trained_part(params)
         if params is not None:
             check_alike("update", updates, params, ("updates", "parameters"))
@@ -264,6 +268,7 @@ class GradientTransformation:
         """
         if shards is WHOLE:
             require_untied(params)
+            require_no_shards("apply", (params, updates))
             params, updates, copies = map(trained_part, (params, updates, copies))
         scale = self.lead(updates, scale, shards)
         return self.body(params, updates, state, scale=scale, shards=shards, copies=copies)

@@ -96,6 +96,12 @@ class Shards:
         values = [fn(leaf) for leaf in leaves_of(tree)]
         return torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
 
+    def max(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
+        """The largest fn(leaf) over the leaves, float64, 0-d; ``fn`` returns a maximum over the elements of its argument. −∞
+        without elements."""
+        self._require(Locality.GLOBAL, "a maximum over all elements")
+        return _largest([fn(leaf) for leaf in leaves_of(tree) if leaf.numel()], device_of(tree))
+
     @property
     def summation(self) -> Summation:
         """How sums over elements are made and held."""
@@ -291,16 +297,25 @@ class MeshShards(Shards):
 
     def sum(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
         self._require(Locality.GLOBAL, "a sum over all elements")
-        if self._partial:
-            raise IllegalComposition(
-                "an optimizer sums over all elements after other transformations, and its states are on disk, of which a few "
-                "buckets are in memory at a time: put clips first in the outermost chain, or use offload('host')"
-            )
+        self._require_all()
         for known_fn, known_tree, value in self._known:
             if known_fn is fn and known_tree is tree:
                 return value
         local = self._counting.added(fn, self._unpadded(tree))
         return self.summation.values(self._over_ranks(local)).to(device_of(tree))
+
+    def max(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> torch.Tensor:
+        self._require(Locality.GLOBAL, "a maximum over all elements")
+        self._require_all()
+        local = _largest([fn(leaf) for leaf in self._unpadded(tree) if leaf.numel()], device_of(tree))
+        return self._largest_over_ranks(local.view(1))[0]
+
+    def _require_all(self) -> None:
+        if self._partial:
+            raise IllegalComposition(
+                "an optimizer sums over all elements after other transformations, and its states are on disk, of which a few "
+                "buckets are in memory at a time: put clips first in the outermost chain, or use offload('host')"
+            )
 
     def _unpadded(self, tree: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         """The elements that this rank works on, without padding, in as few views as possible."""
@@ -348,7 +363,10 @@ class MeshShards(Shards):
         return self._over_ranks(super()._leaf_sums(fns, trees)) / self._counting.differing
 
     def leaf_max(self, fn: Callable[..., torch.Tensor], *trees: Tree) -> torch.Tensor:
-        largest = super().leaf_max(fn, *trees)
+        return self._largest_over_ranks(super().leaf_max(fn, *trees))
+
+    def _largest_over_ranks(self, largest: torch.Tensor) -> torch.Tensor:
+        """The largest of each number over all ranks."""
         for axis, size in self._mesh.shape.items():
             # The maximum by a sum of rows, of which each rank fills one.
             rows = largest.new_zeros((size, len(largest)))
@@ -371,6 +389,12 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         elif start < stop:
             joined.append((start, stop))
     return joined[1:] if len(joined) > 1 and joined[0] == (0, 0) else joined
+
+
+def _largest(values: Sequence[torch.Tensor], device: torch.device | None) -> torch.Tensor:
+    """The largest of these numbers, float64; −∞ for none."""
+    none = torch.full((), -math.inf, dtype=torch.float64, device=device)
+    return torch.stack([none, *(value.to(none) for value in values)]).max()
 
 
 def device_of(tree: Tree) -> torch.device | None:

@@ -15,7 +15,7 @@ from shardlib.optim.replaced import following_masters, following_state
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key
-from shardlib.sharded.shard import require_same_copies, shard_alike
+from shardlib.sharded.shard import put_together, require_same_copies
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, register_node, tree_map
 
@@ -59,9 +59,11 @@ class TrainState:
         buffers: the buffers that the loss function returns beside the loss (BatchNorm's statistics), or None.
         scale: `LossScale`, or None.
         rng: the `Key` that per-step keys are folded from.
+        in_batch: as of `Sharded`.
     """
 
     step: int
+    in_batch = False
     params: Sharded
     opt: OptimizerState
     comm: dict[str, torch.Tensor]
@@ -164,6 +166,12 @@ class TrainState:
         made.__dict__.update(self.__dict__)
         return made
 
+    def for_batch(self) -> TrainState:
+        """This state as a part of a batch: see `Sharded.in_batch`."""
+        made = copy.copy(self)
+        made.in_batch = True
+        return made
+
     def __reduce__(self) -> NoReturn:
         raise TreeError(
             "a TrainState is one rank's part, with its mesh, and cannot be pickled (or returned by sl.launch): save it by "
@@ -200,17 +208,21 @@ def require_state(what: str, state: Any, batch: Any) -> TrainState:
     raise TypeError(f"{what} was given {slip}")
 
 
-def _rebuild(static: tuple[int, LossScale | None, Key], children: Iterable[Any]) -> TrainState:
+def _children(state: TrainState) -> tuple[Iterable[Any], Any]:
+    if state.in_batch:
+        return (), state
+    return (state.params, state.opt, state.comm, state.buffers), (state.step, state.scale, state.rng)
+
+
+def _rebuild(static: Any, children: Iterable[Any]) -> TrainState:
+    if isinstance(static, TrainState):
+        return static
     step, scale, rng = static
     params, opt, comm, buffers = children
     return TrainState(step, params, opt, comm, buffers, scale, rng)
 
 
-register_node(
-    TrainState,
-    lambda s: ((s.params, s.opt, s.comm, s.buffers), (s.step, s.scale, s.rng)),
-    _rebuild,
-)
+register_node(TrainState, _children, _rebuild)
 
 
 def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> TrainState:
@@ -226,7 +238,8 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
 
     Args:
         params: `Sharded` by the state's plan (a ``tree_map`` over ``state.params``), or a whole pytree with the same values
-            on every rank. Other dtypes are cast to the state's.
+            on every rank. Leaves may also be shards, put together from parts of ``state.params`` or what was computed with
+            them: ``{"student": state.params["student"], "teacher": averaged}``. Other dtypes are cast to the state's.
         donate: whether the new state takes over the memory of ``state``, which may then not be used again. States on disk
             are replaced in their files.
 
@@ -248,7 +261,7 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
             "replace_params(donate=False) keeps the old state, and what is on disk is there once: leave donate=True, or keep "
             "it in memory with offload('host')"
         )
-    given = params if isinstance(params, Sharded) else shard_alike(params, state.params.plan, state.params.mesh)
+    given = params if isinstance(params, Sharded) else put_together(params, state.params)
     if given.role != "param" or (given.plan is not plan and given.plan.layout != plan.layout):
         raise TreeError(
             "replace_params: these are not parameters sharded as the state's are; give a tree_map over state.params, or the "

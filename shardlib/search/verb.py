@@ -11,7 +11,6 @@ import torch
 from shardlib.errors import IllegalComposition
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.losses import require_no_buffers
-from shardlib.init.deferred import defer
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.machine import Machine, require_machine
 from shardlib.search.model import Model
@@ -19,6 +18,7 @@ from shardlib.search.refusals import require_arguments, require_choices
 from shardlib.search.searching import Searching
 from shardlib.search.space import Space, choices
 from shardlib.search.value import Search
+from shardlib.sharded.shard import outline
 from shardlib.tree import Tree
 
 
@@ -83,7 +83,7 @@ def search_plan(
     require_no_buffers(
         loss_fn, "close over them, lambda params, batch: loss_fn(params, buffers, batch)[0], and leave memory for them"
     )
-    tree = defer(params).tree if callable(params) else params
+    tree = outline("search_plan", params)
     model = Model(loss_fn, tree, as_tensors(batch, torch.device("cpu")), optimizer, rules)
     require_arguments(ranks, within, model.rows)
     memories = {"host": machine.host_memory, "disk": machine.disk}

@@ -8,7 +8,8 @@ import torch
 
 from shardlib.errors import TreeError, listing
 from shardlib.sharded.local import Local
-from shardlib.sharded.tree import Sharded
+from shardlib.sharded.marks import require_no_shards
+from shardlib.sharded.tree import Sharded, reading
 from shardlib.tree import Tree, flatten
 
 
@@ -19,7 +20,7 @@ def given_params(what: str, given: Any) -> Any:
         what: the function, for the message.
 
     Raises:
-        TreeError: gradients, a module, or a tuple that has parameters in it.
+        TreeError: gradients, a module, a tuple that has parameters in it, or a part of a sharded tree.
     """
     if isinstance(given, tuple) and any(isinstance(_sharded(each), Sharded) for each in given):
         raise TreeError(
@@ -34,6 +35,8 @@ def given_params(what: str, given: Any) -> Any:
     given = _sharded(given)
     if isinstance(given, Sharded) and given.role != "param":
         raise TreeError(f"{what}: these are gradients, where parameters are due; give state.params")
+    if not isinstance(given, Sharded | Local):
+        require_no_shards(what, given)
     return given
 
 
@@ -55,6 +58,23 @@ def require_no_graph(what: str, params: Tree) -> None:
             "parameter.detach(). To differentiate through a gradient (meta-learning, unrolled steps) take it in the loss by "
             "torch.autograd.grad(..., create_graph=True)"
         )
+
+
+def read_params(what: str, given: Any) -> Any:
+    """The tree of whole leaves that a function of parameters reads: ``given``, or inside a loss that of `Sharded` ones.
+
+    Raises:
+        TreeError: sharded parameters outside of a loss, where nothing gathers them; or as `given_params`.
+    """
+    given = _sharded(given)
+    if not isinstance(given, Sharded):
+        return given
+    if reading.get() is None:
+        raise TreeError(
+            f"{what} was given sharded parameters outside of a loss, where nothing gathers them; evaluate it with "
+            "sl.make_eval_step(fn, params), or give it whole ones, sl.unshard(params)"
+        )
+    return given.tree
 
 
 def given_buffers(given: Any) -> Any:

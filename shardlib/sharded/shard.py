@@ -22,28 +22,44 @@ from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform
 from shardlib.plan.value import ROLES
 from shardlib.sharded.checksum import checksum
+from shardlib.sharded.marks import require_no_shards
 from shardlib.sharded.on_disk import Filling, ParamsOnDisk, params_rest
+from shardlib.sharded.reshard import Resharded
 from shardlib.sharded.tree import Sharded, check_same_tree, check_ties
-from shardlib.tree import Tree, check_tensors, flatten
+from shardlib.tree import Tree, check_tensors, flatten, unflatten
+
+Source = Deferred | Resharded  # of leaves' values
 
 
 def shard_by(
-    params: Tree | Callable[[], Tree], mesh: Mesh, transform: Transform, *, filled_later: bool = False
+    params: Tree | Callable[[], Tree] | Resharded, mesh: Mesh, transform: Transform, *, filled_later: bool = False
 ) -> Sharded:
     """This rank's shards of ``params``, or of what the function ``params`` makes, under the plan of ``transform``.
 
     Args:
         filled_later: whether leaves may be on the meta device. Their shards are zeros, which the caller fills.
     """
-    source = defer(params) if callable(params) else None
+    source = params if isinstance(params, Resharded) else defer(params) if callable(params) else None
     tree = source.tree if source else params
+    require_no_shards("shard", tree)
     plan = build_plan(tree, mesh, transform)
     if plan.step.remat:
         plan.step.remat.require_decided()
     _check_ranks_agree(plan, mesh)
-    if not filled_later:
+    if not filled_later and not isinstance(source, Resharded):
         _check_values(tree, mesh)
     return _placed(plan.at(mesh.coords), mesh, tree, source, to_disk=params_rest(plan))
+
+
+def outline(what: str, params: Any) -> Tree:
+    """The whole leaves that ``what`` makes a plan for, with or without values: of `Sharded` parameters, a function that makes
+    them, or a pytree."""
+    if isinstance(params, Sharded):
+        return Resharded(params).tree
+    if callable(params):
+        return defer(params).tree
+    require_no_shards(what, params)
+    return params
 
 
 def shard_alike(params: Tree, plan: Plan, mesh: Mesh) -> Sharded:
@@ -61,6 +77,28 @@ def shard_alike(params: Tree, plan: Plan, mesh: Mesh) -> Sharded:
     return _placed(plan, mesh, params)
 
 
+def put_together(params: Tree, like: Sharded) -> Sharded:
+    """`shard_alike` of a pytree in which leaves may also be shards, as those of ``like`` are, or made of these.
+
+    Shapes tell: where no leaf has the shape of a shard alone, all are whole.
+    """
+    plan = like.plan
+    paths, leaves, treedef = flatten(params)
+    check_tensors(paths, leaves)
+    planned = dict(zip(plan.shape.paths, plan.leaves, strict=True))
+    held = {path: leaf for path, leaf in planned.items() if leaf.bucket in plan.bucket_of}
+    whole = {path: leaf.compute.shape for path, leaf in held.items()}
+    local = {path: plan.local_shape(leaf, "param") for path, leaf in held.items()}
+    shapes = {path: tuple(leaf.shape) for path, leaf in zip(paths, leaves, strict=True)}
+    if not any(local.get(path) == shape != whole[path] for path, shape in shapes.items() if path in whole):
+        return shard_alike(params, plan, like.mesh)
+    cut = [
+        shard_like(like, planned[path].path, leaf) if whole.get(path) == shapes[path] != local[path] else leaf
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    return Sharded(plan, like.mesh, "param", tree=unflatten(treedef, cut))
+
+
 def shard_like(params: Sharded, path: str, whole: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a whole tensor in the place of the leaf ``path``, in the shape that the leaf has in the tree."""
     plan, mesh = params.plan, params.mesh
@@ -71,7 +109,7 @@ def shard_like(params: Sharded, path: str, whole: torch.Tensor) -> torch.Tensor:
     return flat.view(shape)
 
 
-def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Deferred | None = None, *, to_disk: bool = False) -> Sharded:
+def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Source | None = None, *, to_disk: bool = False) -> Sharded:
     """This rank's shards of the values in ``tree``, or of the values that ``source`` makes; zeros where there are none."""
     held: _Buffers = _OnDisk(plan, mesh) if to_disk else _InMemory(plan, mesh)
     bucket_of = {path: bucket for bucket in plan.buckets for path in bucket.paths}

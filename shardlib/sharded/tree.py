@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from shardlib.errors import DonatedStateError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
+from shardlib.sharded.marks import mark
 from shardlib.sharded.on_disk import BufferOnDisk, BuffersOnDisk
 from shardlib.tree import Tree, flatten, register_node, unflatten
 
@@ -32,6 +34,10 @@ class _Held:
         self.taken: str | None = None
 
 
+# How a tree is read inside a function that runs on parameters: as whole leaves. The executor sets it for as long.
+reading: ContextVar[Callable[[Sharded], Tree] | None] = ContextVar("reading", default=None)
+
+
 class Sharded:
     """This rank's shards of a parameter pytree (role "param") or of its gradients (role "grad").
 
@@ -39,13 +45,19 @@ class Sharded:
     bucket, and leaves are views of the buffers. The result of a ``tree_map`` is packed into new buffers when they are next
     read.
 
+    Inside a loss, or a function that is evaluated, the tree has whole leaves, gathered on use, and a ``tree_map`` over it
+    returns a plain tree: see `shardlib.execute.beside`.
+
     Attributes:
         plan: the plan; with several stages its part for this rank, in which other stages' leaves are None
             (``plan.everywhere`` is the whole plan).
         mesh: the mesh that the tree is sharded over.
         role: "param", or "grad" for anything in the layout of the optimizer (gradients, updates).
         tree: the nested tree of shards, in the local shape of their spec.
+        in_batch: whether the tree is part of a batch, in which it has no leaves, so that nothing cuts or compares it.
     """
+
+    in_batch = False
 
     def __init__(
         self, plan: Plan, mesh: Mesh, role: str, buffers: Mapping[str, torch.Tensor] | None = None, tree: Tree = None
@@ -56,12 +68,21 @@ class Sharded:
     @property
     def tree(self) -> Tree:
         self._check()
+        read = reading.get()
+        return self.shards if read is None else read(self)
+
+    @property
+    def shards(self) -> Tree:
+        """`tree`, outside of any function that runs on parameters."""
+        self._check()
         if self._held.tree is not None:
             return self._held.tree
         with without_func():  # what is kept must belong to no level of torch.func
             tree = unflatten(self.plan.shape.treedef, self._leaves())
         if self.on_disk is None:  # what was read from disk is not kept
             self._held.tree = tree
+            if self.mesh.size > 1:
+                mark(self.buffers.values())
         return tree
 
     @property
@@ -121,6 +142,12 @@ class Sharded:
     def shares(self, other: Sharded) -> bool:
         """Whether taking one of the two takes both."""
         return self._held is other._held
+
+    def for_batch(self) -> Sharded:
+        """This tree as a part of a batch: see `in_batch`."""
+        made = self.under(self.plan)
+        made.in_batch = True
+        return made
 
     def lent(self) -> Sharded:
         """A tree over this one's memory that stays readable when this one is taken, for who knows what is there then."""
@@ -213,17 +240,23 @@ class Sharded:
 
 
 def _children(node: Sharded) -> tuple[Iterable[Any], Any]:
-    return (node.tree,), (node.plan, node.mesh, node.role)
+    if reading.get() is not None:
+        return (node.tree,), None
+    return ((), node) if node.in_batch else ((node.tree,), (node.plan, node.mesh, node.role))
 
 
-def _build(static: Any, children: Iterable[Any]) -> Sharded:
-    plan, mesh, role = static
+def _build(static: Any, children: Iterable[Any]) -> Any:
+    if isinstance(static, Sharded):
+        return static
     (tree,) = children
+    if static is None:
+        return tree
     if func_transform() is not None and any(map(of_func, flatten(tree)[1])):
         raise TreeError(
             "torch.func is given a Sharded tree, whose leaves are this rank's shards. Take sl.value_and_grad(loss_fn), or "
             "give it a plain tree, sl.unshard(params)"
         )
+    plan, mesh, role = static
     return Sharded(plan, mesh, role, tree=tree)
 
 

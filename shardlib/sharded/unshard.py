@@ -33,14 +33,20 @@ def unshard(params: Any) -> Tree:
     [torch.Size([8, 4]), torch.Size([8, 4])]
     """
     params = sharded_params("unshard", params)
-    whole: dict[str, torch.Tensor] = {}
-    plan = params.plan.everywhere
-    compute = {placement.path: placement.compute for placement in plan.placements}
+    whole, plan = dict(whole_leaves(params)), params.plan.everywhere
+    return unflatten(plan.shape.treedef, [whole.get(leaf.path) for leaf in plan.leaves])
+
+
+def whole_leaves(params: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+    """Path and whole value of each leaf, copied to the memory that its shards lie in; tied leaves once, by the first path.
+
+    One bucket is gathered at a time. Collective: every rank takes all of them.
+    """
+    compute = {placement.path: placement.compute for placement in params.plan.everywhere.placements}
     for bucket, buffer in _whole_buffers(params):
         for path, leaf in zip(bucket.paths, bucket.leaves(buffer), strict=True):
             where = params.mesh.device_for(params.memory(bucket))
-            whole[path] = _gather_slices(leaf, compute[path], params.mesh).to(where, copy=True)
-    return unflatten(plan.shape.treedef, [whole.get(leaf.path) for leaf in plan.leaves])
+            yield path, _gather_slices(leaf, compute[path], params.mesh).to(where, copy=True)
 
 
 def _whole_buffers(params: Sharded) -> Iterator[tuple[Bucket, torch.Tensor]]:

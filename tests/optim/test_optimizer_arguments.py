@@ -22,6 +22,7 @@ MAKERS = {
     opt.lamb: {"lr": 0.1}, opt.adagrad: {"lr": 0.1}, opt.rmsprop: {"lr": 0.1}, opt.adafactor: {"lr": 0.1},
     opt.muon: {"lr": 0.1}, opt.onebit_adam: {"lr": 0.1, "freeze_step": 5}, opt.onebit_lamb: {"lr": 0.1, "freeze_step": 5},
     opt.zero_one_adam: {"lr": 0.1, "var_freeze_step": 5}, opt.clip_by_global_norm: {}, opt.clip_by_value: {},
+    opt.adaptive_grad_clip: {"clipping": 0.1},
     opt.clip_by_block_norm: {}, opt.add_decayed_weights: {}, opt.add_noise: {"eta": 0.1, "gamma": 0.5, "key": 0},
     opt.ema: {}, opt.lookahead: {"fast_optimizer": SGD, "sync_period": 5, "slow_step_size": 0.5},
     opt.skip_nonfinite: {"inner": SGD}, opt.skip_unused: {"inner": SGD},
@@ -30,6 +31,7 @@ MAKERS = {
 FREE = {"ns_coeffs", "gamma", "decay_offset"}  # of either sign, or no number
 SHARES = {"b1", "b2", "momentum", "decay", "beta", "coeff_beta"}
 POSITIVE = {
+    "clipping",
     "eps", "max_norm", "max_delta", "min_coeff", "max_coeff", "min_factor", "max_factor", "factor_threshold", "decay_rate",
     "clipping_threshold", "slow_step_size", "consistent_rms",
 }  # fmt: skip
@@ -38,7 +40,7 @@ STEPS = {
     "min_dim_size_to_factor", "sync_period",
 }  # fmt: skip
 OTHER = {"nesterov", "eps_in_sqrt", "centered", "bias_correction", "axis", "scales", "factored", "debias",
-         "multiply_by_parameter_scale", "fast_optimizer", "reset_state", "inner", "key"}  # fmt: skip
+         "multiply_by_parameter_scale", "fast_optimizer", "reset_state", "inner", "key", "norm_type"}  # fmt: skip
 
 
 def wrong_values():

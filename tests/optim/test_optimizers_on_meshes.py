@@ -31,6 +31,8 @@ ON_CUTS = {
     "muon": lambda: by_matrix(opt.muon(0.02), opt.sgd(0.1)),
     "adafactor": lambda: opt.adafactor(0.05, 3, momentum=0.9, weight_decay_rate=0.01),
     "block norm": lambda: opt.chain(opt.clip_by_block_norm(0.3), opt.sgd(0.1)),
+    "rows": lambda: opt.chain(opt.adaptive_grad_clip(0.3), opt.sgd(0.1)),
+    "largest": lambda: opt.chain(opt.clip_by_global_norm(0.3, math.inf), opt.clip_by_global_norm(1.0, 1), opt.sgd(0.1)),
     "noise": lambda: opt.chain(opt.add_noise(0.01, 0.5, key=1), opt.sgd(0.1)),
     "masks": lambda: by_matrix(
         opt.chain(opt.masked(opt.clip_by_block_norm(0.1), "*", exclude="*attn*"), opt.lamb(0.02)),

@@ -22,10 +22,10 @@ DEFECTS = (
     Defect(
         "clipped by the norm of a rank's own shard",
         "norm",
-        "optim/optimizers/clip.py",
+        "optim/norms.py",
         "each rank clips by another number",
-        "norm = shards.sum(sum_of_squares, updates).sqrt()",
-        "norm = Shards.sum(shards, sum_of_squares, updates).sqrt()",
+        "_root(shards.sum(_powers(ord), flat), ord)",
+        "_root(Shards.sum(shards, _powers(ord), flat), ord)",
         (_MICRO,),
     ),
     Defect(

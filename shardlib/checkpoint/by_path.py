@@ -1,0 +1,219 @@
+"""What a state has of one parameter, whole: the parameter itself, its master, moments and gradients, to read and to write."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from shardlib.checkpoint.decoding import decoded
+from shardlib.checkpoint.fills import Fill, joined
+from shardlib.checkpoint.fragments import (
+    GRADS,
+    MASTERS,
+    PARAMS,
+    Fragment,
+    needed_fragments,
+    owned_fragments,
+    sharded_fragments,
+)
+from shardlib.checkpoint.packed import Parts, outlined, outlined_params
+from shardlib.checkpoint.rank_local import diverged_axis
+from shardlib.collectives import primitives
+from shardlib.errors import IllegalComposition, TreeError, listing
+from shardlib.mesh.index_map import IndexMap
+from shardlib.mesh.mesh import Mesh
+from shardlib.optim.on_disk import InPlace, in_files
+from shardlib.optim.train_state import OptimizerState, TrainState
+from shardlib.plan.plan import Plan
+from shardlib.sharded.checksum import checksums
+from shardlib.sharded.tree import Sharded
+
+_LABELS = {PARAMS: "param", MASTERS: "master", GRADS: "grad"}
+
+
+def read_leaf(state: TrainState | Sharded, path: str) -> dict[str, torch.Tensor]:
+    """Name -> whole tensor of what a state has for the parameter at ``path``, on the CPU. Collective.
+
+    The names are "param", "master" (its fp32 copy, under `precision`) and those of the optimizer's fields that have an
+    element for each of the parameter's: "mu" and "nu" of Adam, "trace" of SGD's momentum. Where a chain has several of one
+    name, they are told apart by what stands before: "0/mu". It does not matter how the state is laid out: over ranks, in
+    host memory, on disk or in few bits.
+
+    Args:
+        state: a `TrainState`; or `Sharded` parameters, with "param" alone, or gradients, with "grad".
+        path: such as "blocks/0/weight".
+
+    Raises:
+        TreeError: there is no such parameter.
+
+    >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adam(1e-3))
+    >>> sl.read_leaf(state, "w")
+    {'param': tensor([1., 1.]), 'mu': tensor([0., 0.]), 'nu': tensor([0., 0.])}
+    """
+    params = state.params if isinstance(state, TrainState) else state
+    path = _leaf(params.plan, path)
+    pieces = [
+        (fragment.name, fragment.window, fragment.start, fragment.data.detach().cpu())
+        for fragment in _owned(state, path)
+    ]
+    whole: dict[str, torch.Tensor] = {}
+    for of_rank in primitives.all_gather_object(params.mesh, list(params.mesh.shape), pieces):
+        for name, window, start, data in of_rank:
+            if name not in whole:
+                whole[name] = torch.empty(window.shape, dtype=data.dtype)
+            whole[name].view(-1)[IndexMap(window, start).flat(len(data))] = data
+    labels = _labels(whole, path)
+    return {labels[name]: whole[name] for name in sorted(whole, key=_order)}
+
+
+def write_leaf(
+    state: TrainState | Sharded, path: str, values: Mapping[str, torch.Tensor], *, donate: bool = True
+) -> TrainState | Sharded:
+    """``state`` with other whole tensors for the parameter at ``path``, under the names of `read_leaf`. Collective.
+
+    A parameter and its master are one: give either, and both follow. What is not named stays as it is.
+
+    Args:
+        values: the same on every rank. Other dtypes are cast to the state's.
+        donate: whether the new state takes over the memory of ``state``, which may then not be used again. Parameters and
+            gradients by themselves are copied.
+
+    Raises:
+        TreeError: no such parameter, names that the state does not have for it, or other shapes.
+        RankMismatch: ranks were given different values.
+        IllegalComposition: the ranks of an optimizer that reduces gradients itself have diverged; or ``donate=False`` with
+            anything on disk.
+
+    >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adam(1e-3))
+    >>> state = sl.write_leaf(state, "w", {"nu": torch.full((2,), 0.5)})
+    >>> sl.read_leaf(state, "w")["nu"]
+    tensor([0.5000, 0.5000])
+    """
+    if isinstance(state, Sharded):
+        made = copy.deepcopy(state)
+        _write(list(sharded_fragments(made)), made.plan, made.mesh, path, values, {})
+        return made
+    if not donate and in_files(state.params.plan):
+        raise IllegalComposition(
+            "write_leaf(donate=False) keeps the old state, and what is on disk is there once: leave donate=True"
+        )
+    settled = state.settled_on_disk()
+    if not donate:
+        settled = copy.deepcopy(settled)
+    parts = outlined(settled)
+    if diverged_axis(parts) is not None:
+        raise IllegalComposition(
+            "write_leaf: the ranks' parameters differ now, since the optimizer sent nothing in its last step; write after a "
+            "step that sends: sl.optim.ZeroOneSteps(...).sent(state.step) is not Sent.NOTHING"
+        )
+    _write(list(needed_fragments(parts)), parts.params.plan, parts.params.mesh, path, values, parts.packed)
+    params = settled.params.next()
+    after = TrainState(
+        settled.step, params, settled.opt, settled.comm, settled.buffers, settled.scale, settled.rng
+    ).fitting()
+    if donate:
+        state.take("write_leaf", "the state that it returned, or pass donate=False to keep this one")
+    return after
+
+
+class _Values:
+    """Whole tensors by name, in the place of saved ones."""
+
+    def __init__(self, whole: Mapping[str, torch.Tensor]) -> None:
+        self._whole = whole
+
+    def fill(self, fragment: Fragment, name: str) -> None:
+        index = IndexMap(fragment.window, fragment.start).flat(fragment.data.numel())
+        fragment.data.copy_(self._whole[name].detach().cpu().reshape(-1)[index])
+
+
+def _write(
+    fragments: list[Fragment],
+    plan: Plan,
+    mesh: Mesh,
+    path: str,
+    values: Mapping[str, torch.Tensor],
+    packed: Mapping[int, Any],
+) -> None:
+    """Fill the fragments of the parameter, views of the state, on all ranks."""
+    path = _leaf(plan, path)
+    held = list(_of(fragments, plan, path))
+    names = primitives.all_gather_object(mesh, list(mesh.shape), [fragment.name for fragment in held])
+    label_of = _labels({name: None for of_rank in names for name in of_rank}, path)
+    shape = plan.everywhere.placement_of[path].compute.shape
+    problems = [
+        f"{name}: not there; there are {', '.join(label_of.values())}"
+        for name in values
+        if name not in label_of.values()
+    ]
+    problems += [
+        f"{name}: shape {tuple(value.shape)}, the parameter's is {tuple(shape)}"
+        for name, value in values.items()
+        if tuple(value.shape) != tuple(shape)
+    ]
+    if {"param", "master"} <= values.keys():
+        problems.append("param and master: they are one, so give the master alone")
+    if problems:
+        raise TreeError(
+            f"write_leaf: what was given for {path} does not fit:\n{listing(problems)}\nread_leaf has the names"
+        )
+    primitives.require_equal(mesh, "values", checksums(dict(values)), "Give write_leaf the same on every rank.")
+    given = {name: values[label] for name, label in label_of.items() if label in values}
+    one = {PARAMS + path, MASTERS + path}
+    for name in one & given.keys():
+        given |= dict.fromkeys(one, given[name])
+    writes = InPlace(packed.values())
+    saved: Any = _Values(given)
+    fills = [Fill(fragment, ((fragment.name, 1.0),)) for fragment in held if fragment.name in given]
+    with torch.no_grad():
+        writes.begin()
+        for fill in joined(fills, packed):
+            fill.run(saved)
+
+
+def _owned(state: TrainState | Sharded, path: str) -> Iterator[Fragment]:
+    """Ranges of what the state has for a leaf, each on one rank."""
+    if isinstance(state, Sharded):
+        params, packed = outlined_params(state)
+        parts = Parts(params, OptimizerState({}, ()), {}, None, {}, packed, {})
+        fragments = sharded_fragments(params, owned=True)
+    else:
+        parts = outlined(state.settled())
+        fragments = owned_fragments(parts, diverged_axis(parts))
+    return decoded(parts, _of(fragments, parts.params.plan, path))
+
+
+def _leaf(plan: Plan, path: str) -> str:
+    """The path by which a plan knows a leaf: of tied ones the first."""
+    known = dict(zip(plan.everywhere.shape.paths, plan.everywhere.leaves, strict=True))
+    if path not in known:
+        raise TreeError(f"there is no parameter {path!r} in the state; its parameters are\n{listing(sorted(known))}")
+    return known[path].path
+
+
+def _of(fragments: Iterator[Fragment] | list[Fragment], plan: Plan, path: str) -> Iterator[Fragment]:
+    """The fragments of a leaf, and not of one whose path ends as this one's does."""
+    longer = tuple(f"/{other}" for other in plan.everywhere.placement_of if other.endswith(f"/{path}"))
+    for fragment in fragments:
+        if fragment.name.endswith(f"/{path}") and not fragment.name.endswith(longer):
+            yield fragment
+
+
+def _labels(names: Mapping[str, Any], path: str) -> dict[str, str]:
+    """The name that users know for each tensor's."""
+    prefixes = {name: name.removesuffix(path) for name in names}
+    trees = {name: prefix.removeprefix("opt/inner/").strip("/") for name, prefix in prefixes.items()}
+    last = Counter(tree.rpartition("/")[2] for tree in trees.values())
+    return {
+        name: _LABELS.get(prefixes[name]) or (short if last[short := tree.rpartition("/")[2]] == 1 else tree)
+        for name, tree in trees.items()
+    }
+
+
+def _order(name: str) -> tuple[int, str]:
+    """The parameter first, then its master."""
+    return next((at for at, prefix in enumerate(_LABELS) if name.startswith(prefix)), len(_LABELS)), name
