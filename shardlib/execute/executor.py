@@ -32,6 +32,7 @@ from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.execute.watch import Watch
+from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import block_runner
 from shardlib.nn.tiled_modules import TiledModules
@@ -82,7 +83,8 @@ class Executor:
         aliases = [path for placement in plan.placements for path in placement.aliases]
         tiled = TiledModules(modules, {*paths, *aliases}) if modules else None
         tokens = Meeting(plan.step.tokens, lambda: self._gathering.meet()) if plan.step.tokens else None
-        self._surroundings = Surroundings(mesh, parts, tiled, tokens)
+        batch = WholeBatch(plan, mesh, trained, lambda: self._gathering.meet())
+        self._surroundings = Surroundings(mesh, batch, parts, tiled, tokens)
         self._units = {
             unit: UnitState(unit, members, self._touch, plan.placement_of, self._slices)
             for unit, members in states.items()
