@@ -107,7 +107,9 @@ def split(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | None = None)
     [tensor([0, 1]), tensor([2, 3])]
     """
     mesh = mesh_with(mesh, axis)
-    _require_one_loss(x, mesh, axis, "split", "Use x.chunk(ranks, dim)[rank]: the step sums its gradient over this axis")
+    _require_one_loss(
+        x, mesh, axis, "split", "Use x.chunk(ranks, dim)[rank]: the step sums its gradient over this axis"
+    )
     _divisible(x, _dim(x, dim), mesh, axis, "split")
     return _Split.apply(x, mesh, axis, _dim(x, dim))
 

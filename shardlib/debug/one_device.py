@@ -30,8 +30,8 @@ class _OneOfSeveral:
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         raise LossError(
-            "gather_batch: plans are compared with one device micro-batch by micro-batch, and this loss needs the rows of all "
-            "ranks. Train a few steps on sl.simulate(..., mesh=...) and on one device, and compare the parameters"
+            "gather_batch: plans are compared with one device micro-batch by micro-batch, and this loss needs the rows of "
+            "all ranks. Train a few steps on sl.simulate(..., mesh=...) and on one device, and compare the parameters"
         )
 
 
@@ -115,7 +115,12 @@ class OneDevice:
         watch, key = Watch(), self.key(step, cell)
         extra = {} if key is None else {"rng": key}
         seed = self._rng.fold_in(step).at_slot(cell)
-        with torch.enable_grad(), seeding_torch(seed, torch.device("cpu")), self._thinned(step, seed, in_order), self._rows():
+        with (
+            torch.enable_grad(),
+            seeding_torch(seed, torch.device("cpu")),
+            self._thinned(step, seed, in_order),
+            self._rows(),
+        ):
             seeded = torch.get_rng_state()
             value = watch.watched(self._loss_fn)(tree, batch, **extra)
             self.draws |= not torch.equal(torch.get_rng_state(), seeded)

@@ -1,5 +1,5 @@
-"""The context in which a model's functions find the mesh, the other ranks' rows, their sequence parts, the modules that run in
-tiles and the way to experts."""
+"""The context in which a model's functions find the mesh, the rows of all ranks, their sequence parts, the modules that run
+in tiles and the way to experts."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ class WholeBatch:
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         if self._microbatches > 1:
             raise LossError(
-                f"gather_batch in a plan with {self._microbatches} micro-batches, each of which would be compared with its own "
-                "rows alone. Leave out accumulate() (pipeline(), reproducible()), and encode the rows in tiles, which takes as "
-                "little memory: sl.nn.tiled(encode, rows, n, dim=0)"
+                f"gather_batch in a plan with {self._microbatches} micro-batches, each of which would be compared with its "
+                "own rows alone. Leave out accumulate() (pipeline(), reproducible()), and encode the rows in tiles, which "
+                "takes as little memory: sl.nn.tiled(encode, rows, n, dim=0)"
             )
         axes = [axis for axis in reversed(self.axes) if self._mesh.shape[axis] > 1]
         if not axes:

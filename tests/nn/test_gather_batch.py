@@ -73,10 +73,10 @@ def one_device(loss=clip):
 def test_every_stage(stage, loss):
     due = one_device(loss)
     for shape, transform, bounds in (
-        (dict(data=4), sl.zero(stage), (0, 2, 4, 6, 8)),
-        (dict(data=4), sl.zero(stage), (0, 1, 4, 6, 8)),  # ranks with different numbers of rows
-        (dict(other=2, data=2), sl.zero(stage, replicate="other"), (0, 2, 4, 6, 8)),
-        (dict(data=2, model=2), sl.chain(sl.zero(stage), SLICED), (0, 2, 4, 6, 8)),
+        ({"data": 4}, sl.zero(stage), (0, 2, 4, 6, 8)),
+        ({"data": 4}, sl.zero(stage), (0, 1, 4, 6, 8)),  # ranks with different numbers of rows
+        ({"other": 2, "data": 2}, sl.zero(stage, replicate="other"), (0, 2, 4, 6, 8)),
+        ({"data": 2, "model": 2}, sl.chain(sl.zero(stage), SLICED), (0, 2, 4, 6, 8)),
     ):
         for result in sl.simulate(trained, transform, loss, bounds, mesh=shape):
             assert_close(result, due, 1e-10)
@@ -89,7 +89,7 @@ def test_an_evaluation_gathers_in_the_order_of_the_batch():
         evaluate = sl.make_eval_step(lambda params, ids: sl.nn.gather_batch(ids), params)
         return evaluate(params, IDS[2 * rank : 2 * rank + 2]).tolist()
 
-    assert sl.simulate(gathered, mesh=dict(other=2, data=2)) == [IDS.tolist()] * 4
+    assert sl.simulate(gathered, mesh={"other": 2, "data": 2}) == [IDS.tolist()] * 4
 
 
 @pytest.mark.parametrize(
@@ -97,33 +97,36 @@ def test_an_evaluation_gathers_in_the_order_of_the_batch():
 )
 def test_micro_batches_are_refused(transform):
     """Each would be compared with its own rows alone; tiles of rows take as little memory."""
-    with pytest.raises(LossError, match="gather_batch in a plan with . micro-batches.*sl.nn.tiled"):
-        sl.simulate(trained, transform, mesh=dict(data=2))
-    tiled = sl.simulate(trained, sl.zero(3), lambda params, batch: clip(params, batch, 2), mesh=dict(data=2))
+    with pytest.raises(LossError, match=r"gather_batch in a plan with . micro-batches.*sl.nn.tiled"):
+        sl.simulate(trained, transform, mesh={"data": 2})
+    tiled = sl.simulate(trained, sl.zero(3), lambda params, batch: clip(params, batch, 2), mesh={"data": 2})
     assert_close(tiled[0], one_device(), 1e-10)
 
 
 def test_a_loss_that_ranks_do_not_share():
     """The pairs of one common loss are wrong by the number of ranks in a step, which takes the mean of the ranks' losses."""
     with pytest.raises(LossError, match=r'all_gather\(dst="invariant"\) over axis .data.*sl.nn.gather_batch'):
-        sl.simulate(trained, sl.zero(2), gathered_by_hand, mesh=dict(data=2))
+        sl.simulate(trained, sl.zero(2), gathered_by_hand, mesh={"data": 2})
     for pair in (sl.collectives.copy, sl.collectives.split):
         with pytest.raises(LossError, match=f"{pair.__name__} over axis 'data'"):
             sl.simulate(
-                trained, sl.zero(0), lambda p, b, pair=pair: pair(p["text"], "data").sum() * b[0].sum(), mesh=dict(data=2)
+                trained,
+                sl.zero(0),
+                lambda p, b, pair=pair: pair(p["text"], "data").sum() * b[0].sum(),
+                mesh={"data": 2},
             )
     with pytest.raises(LossError, match=r'all_reduce\(dst="invariant"\) over axis .data.'):
         sl.simulate(
             trained,
             sl.zero(1),
             lambda p, b: sl.collectives.all_reduce(clip(p, b), "data", dst="invariant"),
-            mesh=dict(data=2),
+            mesh={"data": 2},
         )
     counts = sl.simulate(
         trained,
         sl.zero(1),
         lambda p, b: clip(p, b) / sl.collectives.all_reduce(torch.ones(()), "data", dst="invariant"),
-        mesh=dict(data=2),
+        mesh={"data": 2},
     )  # what has no gradient is summed as before
     assert float(counts[0]["loss"]) < float(one_device()["loss"])
 
@@ -131,4 +134,4 @@ def test_a_loss_that_ranks_do_not_share():
 def test_plans_are_not_compared_by_micro_batches():
     """The debugger's one device computes one micro-batch after the other."""
     with pytest.raises(LossError, match="gather_batch: plans are compared"):
-        sl.debug.check((dict(data=2), sl.zero(1)), clip, (IMAGES, TEXTS, IDS), params=PARAMS)
+        sl.debug.check(({"data": 2}, sl.zero(1)), clip, (IMAGES, TEXTS, IDS), params=PARAMS)
