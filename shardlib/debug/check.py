@@ -266,7 +266,7 @@ class _Subject:
         for rank, value in enumerate(simulate(of_rank, mesh=self.plan.sizes)):
             rows = share_of(batch, self.plan, coords_of(self.plan.sizes, rank))
             outcome = whole if whole.weighted else read_loss(self.trial.loss_fn(self.trial.params, rows), False)
-            due = (outcome.total / outcome.weight).double()
+            due = outcome.total.double() / outcome.weights[0]
             got = torch.as_tensor(value[0] if isinstance(value, tuple) else value, dtype=torch.float64)
             apart = difference(got.reshape(()), due)
             if apart.matters:

@@ -1,8 +1,9 @@
 """Functions that handle sliced parameters, and are plain PyTorch for whole ones; and `Mean`, as which a loss may be
-returned."""
+returned, with its arithmetic."""
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +32,86 @@ class Mean(NamedTuple):
     >>> loss = sl.Mean(torch.tensor([1.0, 2.0, 0.0]).sum(), torch.tensor([1.0, 1.0, 0.0]).sum())
     >>> float(loss.total / loss.weight)
     1.5
+
+    Means are added and subtracted, with scalars too, each of which is a mean of weight 1, and multiplied by scalars. A sum of
+    means is a `Means`, in which each keeps its own weight over ranks and micro-batches: right for a loss over tokens plus one
+    over sequences.
+
+    >>> sl.Mean(torch.tensor(6.0), 3) + 0.1 * sl.Mean(torch.tensor(4.0), 2)
+    Means(terms=(Mean(total=tensor(6.), weight=3), Mean(total=tensor(0.4000), weight=2)))
     """
 
     total: Any
     weight: Any
+
+    __array_ufunc__ = None  # NumPy's scalars leave arithmetic to the mean, which is a tuple to them
+
+    def __add__(self, other: Any) -> Any:
+        return _added(self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return _added(other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return _added(self, _scaled(other, -1))
+
+    def __rsub__(self, other: Any) -> Any:
+        return _added(other, _scaled(self, -1))
+
+    def __mul__(self, factor: Any) -> Any:
+        return _scaled(self, _number(factor))
+
+    def __truediv__(self, divisor: Any) -> Any:
+        return _scaled(self, 1 / _number(divisor))
+
+    def __neg__(self) -> Any:
+        return _scaled(self, -1)
+
+    __rmul__ = __mul__
+
+
+class Means(NamedTuple):
+    """A sum of means: the sum of its terms' quotients, in each of which total and weight are summed over micro-batches and
+    ranks first. A term of weight 0 adds nothing.
+
+    >>> sum(sl.Mean(torch.tensor(total), 1) for total in (1.0, 2.0)).terms
+    (Mean(total=tensor(1.), weight=1), Mean(total=tensor(2.), weight=1))
+    """
+
+    terms: tuple[Mean, ...]
+
+    __array_ufunc__ = None
+    __add__, __radd__, __sub__, __rsub__ = Mean.__add__, Mean.__radd__, Mean.__sub__, Mean.__rsub__
+    __mul__, __rmul__, __truediv__, __neg__ = Mean.__mul__, Mean.__rmul__, Mean.__truediv__, Mean.__neg__
+
+
+def _terms(value: Any) -> tuple[Mean, ...]:
+    if isinstance(value, Means):
+        return value.terms
+    if isinstance(value, Mean):
+        return (value,)
+    return () if isinstance(value, Real) and value == 0 else (Mean(_number(value), 1.0),)
+
+
+def _added(one: Any, other: Any) -> Mean | Means:
+    terms = (*_terms(one), *_terms(other))
+    return terms[0] if len(terms) == 1 else Means(terms)
+
+
+def _scaled(value: Any, factor: Any) -> Any:
+    if not isinstance(value, (Mean, Means)):
+        return factor * value
+    terms = tuple(Mean(factor * total, weight) for total, weight in _terms(value))
+    return terms[0] if len(terms) == 1 else Means(terms)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return value
+    raise TypeError(
+        f"sl.Mean with {type(value).__name__}: means are added to means and scalars, and multiplied by scalars. Take parts of a "
+        "mean by its names, mean.total and mean.weight"
+    )
 
 
 def linear_cross_entropy(
