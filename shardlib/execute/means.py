@@ -97,7 +97,9 @@ def quotients(tree: Tree) -> Tree:
     def divided(leaf: Any) -> Any:
         if not isinstance(leaf, (Mean, Means)):
             return leaf
-        return quotient(torch.stack([torch.stack(mean) for mean in (leaf.terms if isinstance(leaf, Means) else (leaf,))]))
+        return quotient(
+            torch.stack([torch.stack(mean) for mean in (leaf.terms if isinstance(leaf, Means) else (leaf,))])
+        )
 
     return optree.tree_map(divided, tree, is_leaf=lambda leaf: isinstance(leaf, (Mean, Means)))
 

@@ -13,6 +13,7 @@ from shardlib.collectives.sequence.base import Attention, SequenceKind
 from shardlib.errors import LossError, SpecError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.attention import plain_attention
+from shardlib.nn.functional import Mean
 
 
 class SequenceParts:

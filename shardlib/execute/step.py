@@ -41,8 +41,8 @@ class Evaluation:
 
     Attributes:
         loss: the mean over the global batch, 0-d; 0 if the batch has weight 0.
-        weight: the weight by which the loss was divided, a number on the host; 1 for a sum of means, whose weights were divided
-            out before. If it is 0 the gradient is 0 as well.
+        weight: the weight by which the loss was divided, a number on the host; 1 for a sum of means, each of which was
+            divided by its own. If it is 0 the gradient is 0 as well.
         losses: total and weight of each mean of each micro-batch on this rank.
         aux: what the loss function returned besides the loss, or None.
         buffers: the returned buffers, or None.

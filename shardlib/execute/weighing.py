@@ -34,23 +34,28 @@ class Weighing:
 
     @naming("the weights of a sum of means")
     def meet(self, outcome: Outcome | None) -> None:
-        """Learn the weights of a step from its only micro-batch. Collective; ``outcome`` is None where it was not computed."""
+        """Learn the weights of a step from its only micro-batch. Collective; ``outcome`` is None on a rank without one."""
         if self._terms == 1 or self._weights is not None:
             return
-        summation, known = self._plan.reductions.summation, outcome is not None and len(outcome.means) == self._terms
-        mine = outcome.weights if known else torch.zeros(self._terms, dtype=torch.float64, device=self._mesh.device)
+        summation, mine = self._plan.reductions.summation, None if outcome is None else outcome.weights
+        if mine is None or len(mine) != self._terms:
+            mine = torch.zeros(self._terms, dtype=torch.float64, device=self._mesh.device)
         sums = summation.numbers(mine)
         sum_over(self._mesh, self._plan.loss_axes, sums)
         self._weights = summation.values(sums)
 
     def knows(self, outcome: Outcome) -> bool:
-        """Whether `factors` are those of the step."""
-        return len(outcome.means) == 1 or (self._weights is not None and len(self._weights) == len(outcome.means))
+        """Whether `factors` are those of the step. Where nothing has values, on an abstract mesh, any are."""
+        return (
+            self._mesh.abstract
+            or len(outcome.means) == 1
+            or (self._weights is not None and len(self._weights) == len(outcome.means))
+        )
 
     def factors(self, outcome: Outcome) -> torch.Tensor:
         """What each total is multiplied by before backward, ``[terms]``; 1 for a loss that is no sum, and 0 where weights are
         not known."""
-        if len(outcome.means) == 1:
+        if len(outcome.means) == 1 or self._mesh.abstract:
             return torch.ones_like(outcome.weights)
         if not self.knows(outcome):
             return torch.zeros_like(outcome.weights)

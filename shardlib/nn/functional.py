@@ -4,7 +4,7 @@ returned, with its arithmetic."""
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,34 @@ from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunke
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets, widened
 from shardlib.nn.sequence import current_parts, shard_sequence
 
+T = TypeVar("T")
+
 # The number of logits from which they are computed in chunks and not kept. Below it plain operations are as fast, and their
 # backward can be split for zero-bubble schedules.
 _MANY = Threshold(1 << 24)
 
 
+def _with_arithmetic(means: type[T]) -> type[T]:
+    """Give a class of means its operators, in place of those of tuples."""
+    for name, operator in _OPERATORS.items():
+        setattr(means, name, operator)
+    return means
+
+
+_OPERATORS = {
+    "__add__": lambda mean, other: _added(mean, other),
+    "__radd__": lambda mean, other: _added(other, mean),
+    "__sub__": lambda mean, other: _added(mean, _scaled(other, -1)),
+    "__rsub__": lambda mean, other: _added(other, _scaled(mean, -1)),
+    "__neg__": lambda mean: _scaled(mean, -1),
+    "__mul__": lambda mean, factor: _scaled(mean, _number(factor)),
+    "__rmul__": lambda mean, factor: _scaled(mean, _number(factor)),
+    "__truediv__": lambda mean, divisor: _scaled(mean, 1 / _number(divisor)),
+    "__array_ufunc__": None,  # NumPy's scalars would take a mean for a tuple
+}
+
+
+@_with_arithmetic
 class Mean(NamedTuple):
     """A mean as a total and a weight, both scalars. Totals and weights are summed over micro-batches and ranks.
 
@@ -44,32 +67,8 @@ class Mean(NamedTuple):
     total: Any
     weight: Any
 
-    __array_ufunc__ = None  # NumPy's scalars leave arithmetic to the mean, which is a tuple to them
 
-    def __add__(self, other: Any) -> Any:
-        return _added(self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return _added(other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return _added(self, _scaled(other, -1))
-
-    def __rsub__(self, other: Any) -> Any:
-        return _added(other, _scaled(self, -1))
-
-    def __mul__(self, factor: Any) -> Any:
-        return _scaled(self, _number(factor))
-
-    def __truediv__(self, divisor: Any) -> Any:
-        return _scaled(self, 1 / _number(divisor))
-
-    def __neg__(self) -> Any:
-        return _scaled(self, -1)
-
-    __rmul__ = __mul__
-
-
+@_with_arithmetic
 class Means(NamedTuple):
     """A sum of means: the sum of its terms' quotients, in each of which total and weight are summed over micro-batches and
     ranks first. A term of weight 0 adds nothing.
@@ -79,10 +78,6 @@ class Means(NamedTuple):
     """
 
     terms: tuple[Mean, ...]
-
-    __array_ufunc__ = None
-    __add__, __radd__, __sub__, __rsub__ = Mean.__add__, Mean.__radd__, Mean.__sub__, Mean.__rsub__
-    __mul__, __rmul__, __truediv__, __neg__ = Mean.__mul__, Mean.__rmul__, Mean.__truediv__, Mean.__neg__
 
 
 def _terms(value: Any) -> tuple[Mean, ...]:
@@ -109,8 +104,8 @@ def _number(value: Any) -> Any:
     if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return value
     raise TypeError(
-        f"sl.Mean with {type(value).__name__}: means are added to means and scalars, and multiplied by scalars. Take parts of a "
-        "mean by its names, mean.total and mean.weight"
+        f"sl.Mean with {type(value).__name__}: means are added to means and scalars, and multiplied by scalars. Take its "
+        "parts by their names, mean.total and mean.weight"
     )
 
 

@@ -86,7 +86,10 @@ DUE = one_device()
 
 def test_arithmetic():
     one, other = sl.Mean(torch.tensor(6.0), 3), sl.Mean(torch.tensor(4.0), 2)
-    value = lambda mean: sum(float(t.total) / float(t.weight) for t in getattr(mean, "terms", (mean,)))
+
+    def value(mean):
+        return sum(float(term.total) / float(term.weight) for term in getattr(mean, "terms", (mean,)))
+
     for mean, due in (
         (one + other, 4),
         (sum([one, other, one]), 6),
@@ -98,8 +101,8 @@ def test_arithmetic():
     ):
         assert value(mean) == due
     assert 0 + one is one and isinstance(2 * one, sl.Mean)
-    for wrong in (lambda: one * other, lambda: one + (1, 2), lambda: one * torch.ones(2), lambda: "x" + one):
-        with pytest.raises(TypeError, match="sl.Mean with"):
+    for wrong in (lambda: one * other, lambda: one - "x", lambda: one * torch.ones(2), lambda: "x" + one):
+        with pytest.raises(TypeError, match="Mean with"):
             wrong()
 
 
@@ -142,6 +145,8 @@ def test_gradients_and_evaluation():
     loss = one.total / one.weight + two.total / two.weight + three.total
     flat = iter(torch.autograd.grad(loss, [leaf for tree in params for leaf in tree.values()]))
     grads = [{path: next(flat) for path in tree} for tree in params]
+    plan = sl.make_plan(PARAMS, sl.abstract_mesh(data=2), sl.zero(3), loss_fn=loss_fn, batch=batch_of(0))
+    assert "Gathers per micro-batch: 4 (as traced)" in str(plan)
     for result in sl.simulate(found, mesh={"data": 2}):
         assert_close(result, {"loss": [loss.detach()] * 3, "grads": grads}, 1e-10)
 
@@ -164,12 +169,14 @@ def test_what_is_not_right_is_refused():
         words, pairs = losses(params[1], hidden(params[0], None, batch), batch)
         return words + sl.Mean(pairs.total, next(calls))
 
+    def without_weight(params, batch):
+        return sum(sl.Mean(mean.total, 0) for mean in loss_fn(params, batch)[0].terms[:2])
+
     with pytest.raises(LossError, match="changed when the step was computed again"):
         state, step = sl.make_train_step(counting, PARAMS, sl.optim.sgd(0.1))
         step(state, batch_of(0))
     with pytest.raises(LossError, match="are 0 on all ranks"):
-        no_weight = lambda params, batch: sum(sl.Mean(mean.total, 0) for mean in loss_fn(params, batch)[0].terms[:2])
-        state, step = sl.make_train_step(no_weight, PARAMS, sl.optim.sgd(0.1))
+        state, step = sl.make_train_step(without_weight, PARAMS, sl.optim.sgd(0.1))
         step(state, batch_of(0))
-    with pytest.raises(LossError, match="a sum of 3 sl.Mean.*each by itself"):
+    with pytest.raises(LossError, match=r"a sum of 3 .*each by itself"):
         sl.debug.check(({"data": 2}, sl.zero(1)), lambda p, b: loss_fn(p, b)[0], batch_of(0), params=PARAMS)
