@@ -25,8 +25,9 @@ _REMEDY = (
 
 
 def carry(old: TrainState, fresh: TrainState, anew: Sequence[str], *, donate: bool) -> TrainState:
-    """``fresh``, filled in place with all of ``old`` but its parameters and buffers. Masters follow the parameters of ``fresh``.
-    Collective.
+    """``fresh``, filled in place with all of ``old`` but its parameters and buffers. Collective.
+
+    Masters follow the parameters of ``fresh``.
 
     Args:
         anew: globs over names of tensors that stay as ``fresh`` has them.
