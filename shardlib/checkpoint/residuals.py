@@ -9,6 +9,7 @@ can take them over.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -90,6 +91,15 @@ def residual_fragments(parts: Parts) -> Iterator[Fragment]:
         for leaf in _kept_leaves(parts, channel):
             if leaf.saves:
                 yield leaf.fragment(leaf.data.reshape(-1))
+
+
+def kept_fragments(parts: Parts) -> Iterator[Fragment]:
+    """The fragments of all tensors that exchanges keep on this rank: views, one for each row where rows are scattered."""
+    for channel in parts.params.plan.channels:
+        for leaf in _kept_leaves(parts, channel):
+            *rows, width = leaf.data.shape
+            for number, index in enumerate(itertools.product(*map(range, rows))):
+                yield leaf._replace(start=leaf.start + number * width).fragment(leaf.data[index])
 
 
 def residual_fills(parts: Parts, saved: Saved) -> Iterator[Fill]:

@@ -19,6 +19,9 @@ cotangents are equal). Duals: R↔P, V↔V, I↔I. Hence
     broadcast             V -> V      sum to the source
     ====================  ==========  ======================
 
+The loss of a train step is the mean of the ranks' losses, so along the axes of the batch nothing is Invariant: there "copy",
+"split" and "invariant" are refused for what has a gradient.
+
 Every backward applies a Function of this table, and a tangent is exchanged as its tensor is, so the pairs are right under
 `torch.autograd.grad`, double backward, `torch.func.grad` and forward mode. (The types are those of meta-pytorch/spmd_types.)
 """
@@ -27,13 +30,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.errors import MeshError, SpecError
+from shardlib.errors import LossError, MeshError, SpecError
 from shardlib.mesh.mesh import Mesh, as_mesh, current_mesh
 from shardlib.mesh.transport import Work
 from shardlib.mesh.transport.activity import naming
@@ -41,6 +45,9 @@ from shardlib.mesh.transport.activity import naming
 Pairs = tuple[tuple[int, int], ...]
 
 _DST = ("varying", "invariant")
+
+# The axes over which the surrounding step takes the mean of the ranks' losses; the executor sets it.
+averaged_axes: ContextVar[tuple[str, ...]] = ContextVar("averaged_axes", default=())
 
 
 def all_reduce(
@@ -62,6 +69,7 @@ def all_reduce(
     Raises:
         ValueError: another ``dst``.
         MeshError: no mesh, or a mesh without this axis.
+        LossError: "invariant" along an axis of the batch, in a train step, whose loss is the mean of the ranks'.
 
     >>> total = lambda mesh: sl.collectives.all_reduce(torch.tensor(mesh.rank + 1.0), "data", dst="invariant")
     >>> sl.simulate(total, mesh=dict(data=2))
@@ -70,6 +78,8 @@ def all_reduce(
     if dst not in _DST:
         raise ValueError(f"dst={dst!r}: pass 'invariant' (one common loss follows) or 'varying' (one loss per rank)")
     mesh = mesh_with(mesh, axis)
+    if dst == "invariant":
+        _require_one_loss(x, mesh, axis, 'all_reduce(dst="invariant")', _VARYING)
     function = _SumInvariant if dst == "invariant" else _SumVarying
     return function.apply(x, mesh, axis)
 
@@ -82,7 +92,9 @@ def copy(x: torch.Tensor, axis: str, *, mesh: Mesh | None = None) -> torch.Tenso
     >>> sl.simulate(lambda mesh: sl.collectives.copy(torch.tensor(1.0), "model"), mesh=dict(model=2))
     [tensor(1.), tensor(1.)]
     """
-    return _Copy.apply(x, mesh_with(mesh, axis), axis)
+    mesh = mesh_with(mesh, axis)
+    _require_one_loss(x, mesh, axis, "copy", "Use the tensor itself: the step sums its gradient over this axis")
+    return _Copy.apply(x, mesh, axis)
 
 
 def split(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
@@ -95,6 +107,9 @@ def split(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | None = None)
     [tensor([0, 1]), tensor([2, 3])]
     """
     mesh = mesh_with(mesh, axis)
+    _require_one_loss(
+        x, mesh, axis, "split", "Use x.chunk(ranks, dim)[rank]: the step sums its gradient over this axis"
+    )
     _divisible(x, _dim(x, dim), mesh, axis, "split")
     return _Split.apply(x, mesh, axis, _dim(x, dim))
 
@@ -120,14 +135,18 @@ def all_gather(
 
     Raises:
         ValueError: another ``dst``.
+        LossError: "invariant" along an axis of the batch, as for `all_reduce`.
 
     >>> sl.simulate(lambda mesh: sl.collectives.all_gather(torch.tensor([mesh.rank]), "data"), mesh=dict(data=2))
     [tensor([0, 1]), tensor([0, 1])]
     """
     if dst not in _DST:
         raise ValueError(f"dst={dst!r}: pass 'invariant' (ranks compute the same from it) or 'varying' (they do not)")
+    mesh = mesh_with(mesh, axis)
+    if dst == "invariant":
+        _require_one_loss(x, mesh, axis, 'all_gather(dst="invariant")', _VARYING)
     function = _GatherInvariant if dst == "invariant" else _Gather
-    return function.apply(x, mesh_with(mesh, axis), axis, _dim(x, dim))
+    return function.apply(x, mesh, axis, _dim(x, dim))
 
 
 def reduce_scatter(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
@@ -229,6 +248,18 @@ def exchange(primitive: Callable[..., Work], mesh: Mesh, axis: str, *tensors: An
     """Run one exchange of activations or their cotangents, and wait for it."""
     with mesh.traffic.by_the_loss(), naming(ACTIVATIONS):
         primitive(mesh, axis, *tensors).wait()
+
+
+_VARYING = 'Use sl.nn.gather_batch(x), or dst="varying"'
+
+
+def _require_one_loss(x: torch.Tensor, mesh: Mesh, axis: str, what: str, remedy: str) -> None:
+    """Refuse a pair whose backward takes the loss for one that all ranks share, where it is the mean of the ranks' losses."""
+    if axis in averaged_axes.get() and mesh.shape[axis] > 1 and torch.is_grad_enabled() and x.requires_grad:
+        raise LossError(
+            f"{what} over axis {axis!r}, along which the batch varies: the step takes the mean of the losses of its "
+            f"{mesh.shape[axis]} ranks, and this gradient would be wrong by that factor. {remedy}"
+        )
 
 
 def _dim(x: torch.Tensor, dim: int) -> int:

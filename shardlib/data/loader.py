@@ -35,6 +35,7 @@ def loader(
     samples: int = 0,
     shuffle: bool = True,
     epochs: int | None = None,
+    drop_last: bool = False,
     over: Sequence[str] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     map: Callable[[Any, int], Any] | None = None,
@@ -63,8 +64,10 @@ def loader(
         epochs: the end of the stream; None for one without end. The last batch then has the rows that are left. Ranks' shares
             of it differ by at most one row, and may have no rows. An epoch of a curriculum by difficulty ends when all
             samples that may be drawn by then have been.
+        drop_last: whether a last batch with fewer rows is left out, as plans with micro-batches need it.
         over: the axes of a mesh over which the batch varies, where their names do not say it.
-        collate: from a list of samples to a batch; by default torch's ``default_collate``.
+        collate: from a list of samples to a batch; by default torch's ``default_collate``, to which lists of numbers in a
+            sample are rows of a tensor.
         map: ``map(batch, step)`` -> batch, where ``step`` is the number of batches before this one; called after the
             curriculum has cut the batch.
         workers: processes that read ahead, as in torch's ``DataLoader``, which runs them.
@@ -86,6 +89,10 @@ def loader(
     dataset, share, plan = as_dataset(dataset), share_of(where, over), as_curriculum(batch)
     order, end = _order(dataset, plan, Key(seed).seed, shuffle, epochs)
     check_rows(plan.rows, share)
+    if drop_last and end is not None and end < plan.rows(0):
+        raise BatchError(
+            f"loader: drop_last=True leaves out the only batch, of {end} samples for {plan.rows(0)} rows: use smaller batches"
+        )
     if not is_count(workers):
         raise BatchError(f"loader: workers={workers!r}: 0 for none, or the number of processes that read ahead")
     require_functions("loader", collate, map)
@@ -93,7 +100,7 @@ def loader(
     # Every epoch that the batches reach into costs a computation of its own.
     ahead = min(_INDICES() * share.count, len(dataset))
     rows = _Rows(fetch_of(dataset, collate), plan, map)
-    made = Loader(order, share, plan.rows, end, rows, ahead, workers, pinned).seek(samples)
+    made = Loader(order, share, plan.rows, end, drop_last, rows, ahead, workers, pinned).seek(samples)
     primitives.require_equal(
         share.mesh,
         "data loaders",
@@ -108,6 +115,7 @@ def loader(
             "samples that may be drawn": plan.limits,
             "samples": made.samples,
             "epochs": epochs,
+            "drop_last": drop_last,
         },
         "Make the loader with the same dataset and arguments on every rank.",
     )
@@ -127,9 +135,18 @@ class Loader:
     samples: int
 
     def __init__(
-        self, order: Order, share: Share, batch: Pace, end: int | None, rows: _Rows, ahead: int, workers: int, pin: bool
+        self,
+        order: Order,
+        share: Share,
+        batch: Pace,
+        end: int | None,
+        drop_last: bool,
+        rows: _Rows,
+        ahead: int,
+        workers: int,
+        pin: bool,
     ) -> None:
-        self._order, self._share, self._batch, self._end = order, share, batch, end
+        self._order, self._share, self._batch, self._end, self._drop_last = order, share, batch, end, drop_last
         self._rows, self._ahead, self._workers, self._pin = rows, ahead, workers, pin
 
     def seek(self, samples: int) -> Self:
@@ -191,6 +208,8 @@ class Loader:
         while self._end is None or start < self._end:
             batch, rows = self._batch(self._batch.step_at(start)), self._rows_from(start)
             if self._end is not None and rows < batch:
+                if self._drop_last:
+                    return
                 first, last = index * rows // count, (index + 1) * rows // count
                 # A rank without rows reads one all the same, for dtypes and shapes.
                 numbers = np.arange(start + first, start + max(last, first + 1))

@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
 from shardlib.data.order import Order, Shuffled, Unshuffled
-from shardlib.data.rows import as_dataset
+from shardlib.data.rows import as_dataset, collated
 from shardlib.errors import BatchError, listing
 from shardlib.optim.ranges import is_positive
 from shardlib.rng import Key
@@ -79,7 +78,7 @@ class Mixture:
     def rows_at(self, indices: np.ndarray) -> Any:
         """The batch of the samples at ``indices``: whole arrays at once if every source reads them so."""
         if not all(hasattr(source, "rows_at") for source in self._sources):
-            return default_collate([self[index] for index in indices.tolist()])
+            return collated([self[index] for index in indices.tolist()])
         source_of = np.searchsorted(self._starts, indices, side="right") - 1
         chosen = np.unique(source_of)
         parts = [self._sources[s].rows_at(indices[source_of == s] - self._starts[s]) for s in chosen]

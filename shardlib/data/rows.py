@@ -99,7 +99,45 @@ def fetch_of(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Fetch:
     """The function from indices to a batch: the dataset's ``rows_at``, or its samples, collated."""
     if collate is None and hasattr(dataset, "rows_at"):
         return dataset.rows_at
-    return _Collated(dataset, collate or default_collate)
+    return _Collated(dataset, collate or collated)
+
+
+def collated(samples: list[Any]) -> Any:
+    """A batch of samples by torch's ``default_collate``, to which a list of numbers in a sample is a tensor: token ids, as
+    Hugging Face's datasets give them without a format, are rows and no columns.
+
+    Raises:
+        BatchError: lists of other lengths in the samples; names them.
+    """
+    samples = [optree.tree_map(_as_tensor, sample, is_leaf=_is_numbers) for sample in samples]
+    paths, firsts, _ = flatten(samples[0])
+    leaves = [flatten(sample)[1] for sample in samples] if any(map(_is_array, firsts)) else []
+    ragged = []
+    for path, *column in zip(paths, *leaves):
+        shapes = {tuple(leaf.shape) for leaf in column if isinstance(leaf, (torch.Tensor, np.ndarray))}
+        if len(shapes) > 1:
+            ragged.append(f"{path or 'the samples'}: {', '.join(map(str, sorted(shapes)))}")
+    if ragged:
+        raise BatchError(
+            f"loader: rows of other shapes make no batch:\n{listing(ragged)}\nPad them by collate= (transformers has "
+            "DataCollatorWithPadding), or lay documents end to end by sl.data.packed"
+        )
+    return default_collate(samples)
+
+
+def _is_numbers(value: Any) -> bool:
+    return type(value) is list and bool(value) and all(map(_is_number_or_numbers, value))
+
+
+def _is_number_or_numbers(value: Any) -> bool:
+    return isinstance(value, (int, float)) or _is_numbers(value)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    try:
+        return torch.tensor(leaf) if type(leaf) is list else leaf
+    except ValueError:  # lists of other lengths within one sample
+        return leaf
 
 
 class _Collated:

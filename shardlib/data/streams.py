@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from shardlib.collectives import primitives
 from shardlib.common.devices import pins
 from shardlib.data.curriculum import Curriculum
 from shardlib.data.pace import Pace
 from shardlib.data.ranks import Share, share_of
-from shardlib.data.rows import require_functions, to_device
+from shardlib.data.rows import collated, require_functions, to_device
 from shardlib.errors import BatchError
 from shardlib.optim.ranges import is_step
 
@@ -89,7 +89,7 @@ def streams(
             f"streams: {', '.join(wrong)} cannot be iterated over; for a dataset with an index use sl.data.loader"
         )
     require_functions("streams", collate, map)
-    return Streams(datasets, share, batch, collate or default_collate, map, ahead)
+    return Streams(datasets, share, batch, collate or collated, map, ahead)
 
 
 class Streams:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardlib.debug.codecs import codec_laws
 from shardlib.debug.comparing import side_by_side
 from shardlib.debug.difference import Difference, difference
 from shardlib.debug.finding import Finding, ranks_named
@@ -140,7 +141,7 @@ def check(
     rows = as_tensors(batch, torch.device("cpu"))
     subject = _Subject(in_float64(given), Trial(loss_fn, values, widened(rows), optimizer, _STEPS, key))
     with eagerly():
-        laws = tuple(subject.laws())
+        laws = (*subject.laws(), *_in_few_bits(with_owner(given, optimizer)))
         return Check(laws, (*left_out(given, optimizer), *subject.notes))
 
 
@@ -266,7 +267,7 @@ class _Subject:
         for rank, value in enumerate(simulate(of_rank, mesh=self.plan.sizes)):
             rows = share_of(batch, self.plan, coords_of(self.plan.sizes, rank))
             outcome = whole if whole.weighted else read_loss(self.trial.loss_fn(self.trial.params, rows), False)
-            due = (outcome.total / outcome.weight).double()
+            due = outcome.total.double() / outcome.weights[0]
             got = torch.as_tensor(value[0] if isinstance(value, tuple) else value, dtype=torch.float64)
             apart = difference(got.reshape(()), due)
             if apart.matters:
@@ -274,6 +275,19 @@ class _Subject:
                 yield Law(name, found, "", "look for torch.is_grad_enabled() in the loss function")
                 return
         yield Law(name)
+
+
+def _in_few_bits(plan: Plan) -> Iterator[Law]:
+    """Sums in few bits, in the plan's own dtypes, lose nothing but by noise."""
+    if not plan.channels:
+        return
+    name = "sums in few bits count every rank and every element alike"
+    try:
+        found = codec_laws(plan)
+    except Exception as error:  # a codec that is for buffers of one kind alone
+        yield Law(name, None, f"not tested, as the codec raised {type(error).__name__} on drawn buffers")
+        return
+    yield Law(name, found, "", "see what the codec sends for, and adds up of, each rank" if found else "")
 
 
 _LAWS = {

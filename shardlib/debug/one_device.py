@@ -16,6 +16,7 @@ from shardlib.errors import BatchError, LossError, ShardlibError
 from shardlib.execute.losses import read_loss, wants
 from shardlib.execute.surroundings import casting
 from shardlib.execute.thinning import Layers
+from shardlib.nn.batch import current_batch
 from shardlib.nn.blocks import block_runner
 from shardlib.optim.base import GradientTransformation
 from shardlib.plan.plan import Plan
@@ -23,6 +24,16 @@ from shardlib.rng import Key, seeding_torch
 from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
 
 Leaves = dict[str, torch.Tensor]
+
+
+class _OneOfSeveral:
+    """A micro-batch without the others, as `shardlib.nn.batch.Rows`."""
+
+    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        raise LossError(
+            "gather_batch: plans are compared with one device micro-batch by micro-batch, and this loss needs the rows of "
+            "all ranks. Train a few steps on sl.simulate(..., mesh=...) and on one device, and compare the parameters"
+        )
 
 
 @dataclass
@@ -105,7 +116,12 @@ class OneDevice:
         watch, key = Watch(), self.key(step, cell)
         extra = {} if key is None else {"rng": key}
         seed = self._rng.fold_in(step).at_slot(cell)
-        with torch.enable_grad(), seeding_torch(seed, torch.device("cpu")), self._thinned(step, seed, in_order):
+        with (
+            torch.enable_grad(),
+            seeding_torch(seed, torch.device("cpu")),
+            self._thinned(step, seed, in_order),
+            self._rows(),
+        ):
             seeded = torch.get_rng_state()
             with casting(self._plan.step.autocast, torch.device("cpu")):
                 value = watch.watched(self._loss_fn)(tree, batch, **extra)
@@ -116,6 +132,16 @@ class OneDevice:
         grads = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
         found = zip(self._trained, leaves, grads, strict=True)
         return Evaluated(run, {path: torch.zeros_like(leaf) if g is None else copied(g) for path, leaf, g in found})
+
+    @contextmanager
+    def _rows(self) -> Iterator[None]:
+        """A context in which a micro-batch is one of those of the plan."""
+        several = self._plan.batch_ranks * self._plan.step.microbatches > 1
+        before = current_batch.set(_OneOfSeveral() if several else None)
+        try:
+            yield
+        finally:
+            current_batch.reset(before)
 
     @contextmanager
     def _thinned(self, step: int, key: Key, leaves: list[torch.Tensor]) -> Iterator[None]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
 from shardlib.debug.backward import backward, interrupted
+from shardlib.debug.codecs import codec_laws
 from shardlib.debug.compressed import compressed
 from shardlib.debug.difference import Difference, difference
 from shardlib.debug.finding import Finding, worst
@@ -58,7 +60,8 @@ def reduction(view: StepView) -> Finding | None:
             found = _route(view, bucket, mine) if mine else None
         if found:
             return found
-    return None
+    found = codec_laws(view.plan) if lossy else None
+    return found and replace(found, step=view.number)
 
 
 def _in_order(view: StepView) -> list[Bucket]:

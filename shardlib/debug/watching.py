@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from shardlib.debug.notes import Block, Call, Run, copied
+from shardlib.errors import LossError
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import read_loss
 from shardlib.nn.blocks import Runner, Sequential, block_runner
@@ -82,7 +83,12 @@ class _WatchedBlocks(Sequential):
 
 def _note_loss(run: Run, value: Any) -> None:
     outcome = read_loss(value, False)
-    run.total, run.weight = copied(outcome.total), copied(outcome.weight)
+    if len(outcome.means) > 1:
+        raise LossError(
+            f"the loss is a sum of {len(outcome.means)} sl.Mean, and a debugger compares one mean. Give it each by itself: "
+            "lambda params, batch: loss_fn(params, batch).terms[0]"
+        )
+    run.total, run.weight = map(copied, outcome.means[0])
     loss = value[0] if isinstance(value, tuple) else value
     total = loss[0] if isinstance(loss, tuple) else loss
     if total.requires_grad:

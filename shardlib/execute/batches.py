@@ -102,7 +102,8 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     if failures:
         raise BatchError(
             f"rank {mesh.rank}'s batch does not fit the plan:\n{listing(failures)}\nUse a batch per rank whose size is a "
-            f"multiple of {n}, the number of micro-batches, on the mesh's device."
+            f"multiple of {n}, the number of micro-batches, on the mesh's device. sl.data.loader(..., drop_last=True) leaves "
+            "out the last batch of its epochs if that has fewer rows."
         )
     if n > 1:
         _require_rows(batch, tensors, n, mesh)

@@ -9,13 +9,14 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.errors import HandleError, listing
 from shardlib.mesh.mesh import Mesh
+from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
 from shardlib.sharded.landing import Landing
 
 # _TOLERANCE: relative difference up to which two ranks' sums over the same numbers count as equal. _ROUNDING: a gradient with
 # a norm below this share of the whole gradient's is rounding error, and so is a difference of losses below it.
 _TOLERANCE, _ROUNDING = 1e-3, 1e-6
-_Losses = Sequence[tuple[torch.Tensor, torch.Tensor]]
+_Losses = Sequence[Mean]
 
 
 def require_alike(grads: Mapping[str, torch.Tensor], landing: Landing, losses: _Losses, plan: Plan, mesh: Mesh) -> None:
@@ -26,7 +27,7 @@ def require_alike(grads: Mapping[str, torch.Tensor], landing: Landing, losses: _
     Args:
         grads: bucket name -> this rank's shard of the gradient, summed over the batch.
         landing: that of ``grads``.
-        losses: total and weight of each micro-batch on this rank.
+        losses: total and weight of each mean of each micro-batch on this rank.
 
     Raises:
         HandleError: on every rank; names the losses, or the parameters.

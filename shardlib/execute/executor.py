@@ -33,6 +33,7 @@ from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.execute.watch import FirstRun
+from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import block_runner
 from shardlib.nn.tiled_modules import TiledModules
@@ -84,7 +85,13 @@ class Executor:
         tiled = TiledModules(modules, {*paths, *aliases}) if modules else None
         tokens = Meeting(plan.step.tokens, lambda: self._gathering.meet()) if plan.step.tokens else None
         self._surroundings = Surroundings(
-            mesh, parts, tiled, tokens, plan.step.autocast, lambda further: self._beside.read(further)
+            mesh,
+            WholeBatch(plan, mesh, trained, lambda: self._gathering.meet()),
+            parts,
+            tiled,
+            tokens,
+            plan.step.autocast,
+            lambda further: self._beside.read(further),
         )
         self._units = {
             unit: UnitState(unit, members, self._touch, plan.placement_of, self._slices)
@@ -146,25 +153,28 @@ class Executor:
         params: Sharded,
         gradients: Gradients,
         turn: Turn,
-        fn: Callable[[Tree], tuple[torch.Tensor, Any]],
-        seed: torch.Tensor,
+        fn: Callable[[Tree], tuple[Sequence[torch.Tensor], T]],
+        seeds: Callable[[T | None], Sequence[torch.Tensor]],
         thinned: Thinned | None,
-    ) -> Any:
-        """Run one micro-batch: ``total, rest = fn(parameters)``, and add ``total``'s gradient × ``seed`` to ``gradients``.
+    ) -> T | None:
+        """Run one micro-batch: ``totals, rest = fn(parameters)``, and add the totals' gradients × ``seeds(rest)`` to
+        ``gradients``. Without seeds there is no backward.
 
         Returns ``rest``, or None if the step will be repeated because this rank left the trace.
         """
         try:
-            total, rest = self._attempt(lambda: self.open(params, gradients, fn, thinned)) or (None, None)
-            if total is not None and self.record.order is None:
-                refuse_reentrant_checkpoints(total)
+            totals, rest = self._attempt(lambda: self.open(params, gradients, fn, thinned)) or ((), None)
+            if totals and self.record.order is None:
+                for total in totals:
+                    refuse_reentrant_checkpoints(total)
                 self.require_names()
                 if self.mesh.rank == 0 and not self.mesh.abstract:
                     self.blocks.tell_of_none()
             self._gathering.turn()
             # The loss of one micro-batch may be a constant.
-            outputs = [] if total is None or not total.requires_grad else [total]
-            self.differentiate(outputs, [seed.to(output.dtype) for output in outputs], (), gradients, turn)
+            started = [(total, seed.to(total.dtype)) for total, seed in zip(totals, seeds(rest)) if total.requires_grad]
+            outputs, cotangents = zip(*started) if started else ((), ())
+            self.differentiate(outputs, cotangents, (), gradients, turn)
             gradients.land()
             return rest
         finally:

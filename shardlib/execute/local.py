@@ -13,6 +13,7 @@ from shardlib.execute.dealing import DealtHandle
 from shardlib.execute.handles import Handle
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.execute.surroundings import Surroundings
+from shardlib.execute.whole_batch import WholeBatch
 from shardlib.plan.placement import Placement
 from shardlib.sharded.local import Local
 from shardlib.tree import unflatten
@@ -44,7 +45,8 @@ class LocalRunner:
         plan, mesh = params.plan, params.mesh
         # Second copies of experts would change no number, and be sent anew for every token.
         tokens = None if plan.step.tokens is None else replace(plan.step.tokens, spare=0)
-        self._surroundings = Surroundings(mesh, None, None, tokens, plan.step.autocast)
+        batch = WholeBatch(plan, mesh, False, lambda: None)
+        self._surroundings = Surroundings(mesh, batch, None, None, tokens, plan.step.autocast)
         self._params, self._slices = params, Slices(mesh, None)
         leaves = [leaf.to(mesh.device) for _, leaf in params.leaves()]
         source = _There(leaves)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 
 from shardlib.errors import REENTRANT, LossError
 from shardlib.execute.means import as_number, described, is_number
-from shardlib.nn.functional import Mean
+from shardlib.nn.functional import Mean, Means
 from shardlib.plan.thinning import Thinned
 
 
@@ -18,18 +19,27 @@ class Outcome(NamedTuple):
     """The result of one call of a loss function.
 
     Attributes:
-        total: the loss, or the total of a `Mean`; 0-d.
-        weight: the weight of a `Mean`; 1 for a scalar loss.
-        weighted: whether the loss is a `Mean`.
+        means: the terms of a sum of means, or the only one, of tensors, 0-d; a scalar loss has weight 1.
+        weighted: whether the loss is a `Mean`, or a sum of means.
         aux: what the function returned besides the loss, or None.
         buffers: the returned buffers, or None.
     """
 
-    total: torch.Tensor
-    weight: torch.Tensor
+    means: tuple[Mean, ...]
     weighted: bool
     aux: Any
     buffers: Any
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The loss, or the total of a `Mean`; the totals' sum of several, for what depends on all of them."""
+        first, *others = (mean.total for mean in self.means)
+        return sum(others, start=first)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The means' weights in float64, ``[terms]``."""
+        return torch.stack([mean.weight for mean in self.means]).double()
 
 
 def require_function(fn: Any, what: str, parameters: str) -> None:
@@ -101,12 +111,25 @@ def read_loss(value: Any, with_buffers: bool) -> Outcome:
     aux = None
     if _is_pair(value):
         value, aux = value
-    if not isinstance(value, Mean):
-        _require_scalar("loss", value)
-        return Outcome(value.reshape(()), torch.ones((), device=value.device), False, aux, buffers)
-    total, weight = value
-    if is_number(total) and not isinstance(total, torch.Tensor):  # sl.Mean(0, 0): nothing to learn from
-        total = as_number(total, weight.device if isinstance(weight, torch.Tensor) else torch.device("cpu"))
+    if isinstance(value, (Mean, Means)):
+        return Outcome(tuple(map(_checked, _tensors(value))), True, aux, buffers)
+    _require_scalar("loss", value)
+    return Outcome((Mean(value.reshape(()), torch.ones((), device=value.device)),), False, aux, buffers)
+
+
+def _tensors(value: Mean | Means) -> tuple[Mean, ...]:
+    """The terms of a loss. Constants, such as those of sl.Mean(0, 0), are tensors where the other numbers are."""
+    terms = (value,) if isinstance(value, Mean) else value.terms
+    numbers = [number for term in terms for number in term]
+    device = next((number.device for number in numbers if isinstance(number, torch.Tensor)), torch.device("cpu"))
+    return tuple(
+        Mean(as_number(total, device) if isinstance(total, Real) else total, weight) for total, weight in terms
+    )
+
+
+def _checked(mean: Mean) -> Mean:
+    """A mean in the loss, of tensors."""
+    total, weight = mean
     _require_scalar("total of the loss", total)
     if not is_number(weight):
         raise LossError(
@@ -118,7 +141,7 @@ def read_loss(value: Any, with_buffers: bool) -> Outcome:
             "require gradients; its gradient is not computed, since the weight of all micro-batches and ranks is known only "
             "after the last backward. Pass weight.detach(), or return the quotient, a scalar, as the loss"
         )
-    return Outcome(total.reshape(()), as_number(weight, total.device), True, aux, buffers)
+    return Mean(total.reshape(()), as_number(weight, total.device))
 
 
 def _require_scalar(name: str, value: Any) -> None:
@@ -139,7 +162,7 @@ def require_gradient(outcome: Outcome, thinned: Thinned | None, where: str) -> N
     Where a step leaves out layers, these may be all that is trained. ``where`` names the rank and the micro-batch.
     """
     left_out = thinned is not None and thinned.dropped
-    if not outcome.total.requires_grad and not left_out and not (outcome.weighted and outcome.weight == 0):
+    if not outcome.total.requires_grad and not left_out and not (outcome.weighted and not outcome.weights.any()):
         raise LossError(
             f"the loss {where} does not depend on any trained parameter, so it has no gradient; check for .detach(), .item() "
             "or torch.no_grad() in the loss function, and for freeze() that matches everything. A batch with nothing to "

@@ -13,7 +13,7 @@ from shardlib.collectives.primitives import sum_over
 from shardlib.collectives.summation import Summation
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
-from shardlib.nn.functional import Mean
+from shardlib.nn.functional import Mean, Means
 from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, path_names
 
@@ -92,9 +92,23 @@ def sum_means(tree: Tree, plan: Plan, mesh: Mesh) -> Tree:
 
 
 def quotients(tree: Tree) -> Tree:
-    """A pytree with every `Mean` divided: total over weight, NaN for a weight of 0. Other leaves are unchanged."""
-    values = (torch.where(weight == 0, torch.nan, total / weight) for total, weight in means(tree).values())
-    return _with_means(tree, values)
+    """A pytree with every `Mean`, or sum of means, as a number: see `quotient`. Other leaves are unchanged."""
+
+    def divided(leaf: Any) -> Any:
+        if not isinstance(leaf, (Mean, Means)):
+            return leaf
+        return quotient(
+            torch.stack([torch.stack(mean) for mean in (leaf.terms if isinstance(leaf, Means) else (leaf,))])
+        )
+
+    return optree.tree_map(divided, tree, is_leaf=lambda leaf: isinstance(leaf, (Mean, Means)))
+
+
+def quotient(means: torch.Tensor) -> torch.Tensor:
+    """The sum of totals over weights, ``[terms, 2]``, without those of weight 0; NaN if all are. 0-d."""
+    totals, weights = means.unbind(1)
+    value = torch.where(weights == 0, 0.0, totals / weights).sum()
+    return torch.where((weights == 0).all(), torch.nan, value)
 
 
 def means(tree: Tree) -> dict[str, Mean]:

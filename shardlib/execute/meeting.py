@@ -1,4 +1,4 @@
-"""Exchanges of tokens with experts as exchanges that ranks agree on, like gathers."""
+"""Exchanges of the function itself (tokens with experts, rows with other ranks) that ranks agree on, like gathers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,12 @@ class _Met:
         self._coming, self._meet = coming, meet
 
     def wait(self) -> torch.Tensor:
-        return _MeetInBackward.apply(self._coming.wait(), self._meet)
+        return meeting_in_backward(self._coming.wait(), self._meet)
+
+
+def meeting_in_backward(rows: torch.Tensor, meet: Callable[[], None]) -> torch.Tensor:
+    """``rows``, before whose gradients leave the ranks meet."""
+    return _MeetInBackward.apply(rows, meet)
 
 
 class _MeetInBackward(torch.autograd.Function):

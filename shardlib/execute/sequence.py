@@ -13,6 +13,7 @@ from shardlib.collectives.sequence.base import Attention, SequenceKind
 from shardlib.errors import LossError, SpecError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.attention import plain_attention
+from shardlib.nn.functional import Mean
 
 
 class SequenceParts:
@@ -123,14 +124,14 @@ def require_whole_loss(
     kind: SequenceKind,
     mesh: Mesh,
     done: Iterable[str],
-    loss: tuple[torch.Tensor, torch.Tensor] | None,
+    loss: Sequence[Mean] | None,
     along: Sequence[str] = (),
 ) -> None:
     """Refuse a loss function that would train wrongly without a sign. Collective; called after the function's first call.
 
     Args:
         done: the steps that the function took on this rank.
-        loss: total and weight of the loss, 0-d; None on a rank that does not compute it.
+        loss: the means of the loss; None on a rank that does not compute it.
         along: axes along which ranks run different code, and so take different steps of the same call.
 
     Raises:
@@ -138,7 +139,7 @@ def require_whole_loss(
     """
     numbers = None
     if loss is not None and not mesh.abstract:
-        numbers = torch.stack([number.detach().double().to(mesh.device) for number in loss]).tolist()
+        numbers = torch.stack([number.detach().double().to(mesh.device) for mean in loss for number in mean]).tolist()
     everyone = primitives.all_gather_object(mesh, [*along, kind.axis], (set(done), numbers))
     taken = {step for steps, _ in everyone for step in steps}
     if not kind.needs_attention:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,9 @@ from shardlib.execute.shares import Shares
 from shardlib.execute.stages.base import Call, keys_of
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.totals import Sums, Totals
+from shardlib.execute.weighing import Weighing, alike
 from shardlib.mesh.mesh import Mesh
+from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, states_of_generators
 from shardlib.sharded.landing import Landing
@@ -39,8 +41,9 @@ class Evaluation:
 
     Attributes:
         loss: the mean over the global batch, 0-d; 0 if the batch has weight 0.
-        weight: the weight by which the loss was divided, a number on the host. If it is 0 the gradient is 0 as well.
-        losses: total and weight of each micro-batch on this rank.
+        weight: the weight by which the loss was divided, a number on the host; 1 for a sum of means, each of which was
+            divided by its own. If it is 0 the gradient is 0 as well.
+        losses: total and weight of each mean of each micro-batch on this rank.
         aux: what the loss function returned besides the loss, or None.
         buffers: the returned buffers, or None.
         grads: bucket name -> this rank's shard of the summed gradient, not yet multiplied by ``scale``.
@@ -59,7 +62,7 @@ class Evaluation:
 
     loss: torch.Tensor
     weight: float
-    losses: list[tuple[torch.Tensor, torch.Tensor]]
+    losses: Sequence[Mean]
     aux: Any
     buffers: Any
     grads: Mapping[str, torch.Tensor]
@@ -108,6 +111,9 @@ class LossStep:
         self._inputs = Inputs(plan, mesh)
         self._shares = Shares(plan, mesh, draws=plan.step.thins or wants(loss_fn, "rng"))
         self._weight: float | None = None  # of the last batch, if losses had weights
+        self._terms = 1  # means in the last batch's losses
+        self._last_weights: torch.Tensor | None = None  # of the means in the last batch's losses, if they are a sum
+        self._weights: torch.Tensor | None = None  # the same, where the batch before had them too
         self._compared = False  # whether ranks with copies of parameters have compared gradients, as they do once
         # A scalar loss is divided by a power of two before backward, since that does not round 16-bit losses, and by the rest
         # when the sum is complete. With residuals it is divided by the exact number of shares before backward, so that they
@@ -165,7 +171,8 @@ class LossStep:
             keys = keys_of(plan, mesh, microbatches, rng, first)
             thinned = [plan.step.thinned(step, key) for key in keys]
             given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, buffers)
-            return Call(params, microbatches, keys, thinned, given, loss_scale, self._share)
+            weighing = Weighing(plan, mesh, self._terms, self._weights)
+            return Call(params, microbatches, keys, thinned, given, loss_scale, self._share, weighing)
 
         call = called(self._shares.first(rows))
         share += self._shares.number(rows)
@@ -183,18 +190,21 @@ class LossStep:
             totals.layer_tokens = sum(record.layer_tokens for record in records)
             sums = totals.over_ranks(landing.squares(), share + strayed + reads.failed, reached)
             if not sums.differ:
-                break
+                totals.require_agreement()
+                if call.weighing.fits(sums.weights):
+                    break
             landing.wait_for_all()
-            reads.explain(list(mesh.shape))
-            self._inputs.explain()
-            call = called(self._shares.exchanged(rows))
-            share = 0.0  # the inputs agree, so a rank left the trace, or ranks have different numbers of rows
-            for record in records:
-                record.distrust()
+            if sums.differ:
+                reads.explain(list(mesh.shape))
+                self._inputs.explain()
+                call = called(self._shares.exchanged(rows))
+                share = 0.0  # the inputs agree, so a rank left the trace, or ranks have different numbers of rows
+                for record in records:
+                    record.distrust()
             restore_generators(draws)
             if reached is not None:
                 reached.clear()
-        totals.require_agreement()
+        self._note_weights(sums)
         if not self._compared:
             require_alike(grads, landing, totals.losses, plan, mesh)
             self._compared = True
@@ -219,6 +229,12 @@ class LossStep:
             empty=empty_leaves(batch),
             used=sums.used,
         )
+
+    def _note_weights(self, sums: Sums) -> None:
+        """Note what the next step may expect of a sum of means."""
+        steady = self._plan.step.microbatches > 1 and alike(self._last_weights, sums.weights)
+        self._weights = sums.weights if steady else None
+        self._terms, self._last_weights = 1 if sums.weights is None else len(sums.weights), sums.weights
 
     def expected_scale(self, loss_scale: float) -> float | None:
         """The `Evaluation.scale` of the next call, if its losses' weights sum to what the last one's did."""

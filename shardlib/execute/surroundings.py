@@ -1,5 +1,5 @@
-"""The context in which a model's functions find the mesh, their sequence parts, the modules that run in tiles, the way to
-experts and what further sharded trees hold."""
+"""The context in which a model's functions find the mesh, the rows of all ranks, their sequence parts, the modules that run
+in tiles, the way to experts and what further sharded trees hold."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from shardlib.collectives.pairs import averaged_axes
 from shardlib.execute.sequence import SequenceParts
+from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh, current_mesh
+from shardlib.nn.batch import current_batch
 from shardlib.nn.moe.experts import Exchange, current_exchange
 from shardlib.nn.sequence import current_parts
 from shardlib.nn.tiled_modules import TiledModules, current_modules
@@ -24,6 +27,7 @@ class Surroundings:
     """What is around the code of a function, in forward and in recomputation, which may run in a thread of autograd's.
 
     Attributes:
+        batch: the rows of all ranks.
         parts: the sequence's parts; None if sequences are whole.
         modules: the modules that run in tiles; None if there are none.
         tokens: how tokens travel to their experts; None if every rank has all experts.
@@ -32,6 +36,7 @@ class Surroundings:
     """
 
     mesh: Mesh
+    batch: WholeBatch
     parts: SequenceParts | None
     modules: TiledModules | None
     tokens: Exchange | None
@@ -42,6 +47,7 @@ class Surroundings:
     def installed(self, casts: bool = True) -> Iterator[None]:
         """The context. Backward is outside of autocast (not ``casts``): checkpoints turn on what was on in their forward."""
         mesh, parts = current_mesh.set(self.mesh), current_parts.set(self.parts)
+        batch, averaged = current_batch.set(self.batch), averaged_axes.set(self.batch.axes)
         modules, tokens = current_modules.set(self.modules), current_exchange.set(self.tokens)
         read = reading.set(self.read)
         try:
@@ -51,6 +57,8 @@ class Surroundings:
             reading.reset(read)
             current_exchange.reset(tokens)
             current_modules.reset(modules)
+            averaged_axes.reset(averaged)
+            current_batch.reset(batch)
             current_mesh.reset(mesh)
             current_parts.reset(parts)
 

@@ -11,9 +11,10 @@ from shardlib.collectives.primitives import sum_over
 from shardlib.execute import agreement
 from shardlib.execute.agreement import Agreement
 from shardlib.execute.losses import Outcome
-from shardlib.execute.means import Results
+from shardlib.execute.means import Results, quotient
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
+from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, flatten
 
@@ -25,8 +26,9 @@ class Sums:
     """The sums over all ranks and micro-batches of a step.
 
     Attributes:
-        total: the losses' totals; 0-d.
-        weight: the losses' weights; 0-d.
+        total: the losses' totals; 0-d. Of a sum of means its value.
+        weight: the losses' weights; 0-d. Of a sum of means 1, or 0 if all its weights are.
+        weights: the weights of a sum of means, ``[terms]``; None for another loss.
         squares: the squares of the gradients' elements; 0-d.
         differ: whether a rank left the trace (see `shardlib.execute.record`) or could not read parameters, or ranks were
             given different inputs.
@@ -39,6 +41,7 @@ class Sums:
 
     total: torch.Tensor
     weight: torch.Tensor
+    weights: torch.Tensor | None
     squares: torch.Tensor
     differ: bool
     weighted: bool
@@ -54,7 +57,7 @@ class Totals:
     Attributes:
         aux: the last micro-batch's aux, with each `Mean` summed over micro-batches.
         buffers: the last micro-batch's buffers.
-        losses: total and weight of each micro-batch on this rank.
+        losses: total and weight of each mean of each micro-batch on this rank.
         layer_tokens: tokens that this rank's layers saw, summed over layers.
         faults: errors in the losses, with remedies; `require_agreement` raises them on every rank.
     """
@@ -62,26 +65,31 @@ class Totals:
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         self._plan, self._mesh = plan, mesh
         self._summation = plan.reductions.summation
-        self._losses = torch.zeros((2, self._summation.width), dtype=torch.float64, device=mesh.device)
+        self._terms = 0  # the number of means in the loss, 1 for a scalar; 0 before the first micro-batch
+        self._losses = self._zeros(1)
         self._negative = torch.zeros((), dtype=torch.bool, device=mesh.device)
-        self._weighted: bool | None = None
+        self._weighted = False
         self._aux = Results(mesh.device, self._summation, "micro-batch", "aux")
         self.buffers: Tree = None
-        self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.losses: list[Mean] = []
         self.layer_tokens = 0
         self.faults: list[str] = []
 
     def add(self, outcome: Outcome) -> None:
         """Add the detached outcome of one micro-batch."""
-        if self._weighted not in (None, outcome.weighted):
-            kinds = f"{_loss(self._weighted)} in one micro-batch and {_loss(outcome.weighted)} in another"
+        kind = len(outcome.means), outcome.weighted
+        if not self._terms:
+            self._losses = self._zeros(len(outcome.means))
+        elif kind != (self._terms, self._weighted):
+            kinds = f"{_loss(self._terms, self._weighted)} in one micro-batch and {_loss(*kind)} in another"
             self.faults.append(f"{kinds}. {_REMEDY}")
-        self._weighted = outcome.weighted
-        self.losses.append((outcome.total, outcome.weight))
-        numbers = torch.stack([outcome.total.double(), outcome.weight.double()]).to(self._mesh.device)
-        self._losses += self._summation.numbers(numbers)
+            return
+        self._terms, self._weighted = kind
+        self.losses += outcome.means
+        totals = torch.stack([mean.total.double() for mean in outcome.means])
+        self._losses += self._summation.numbers(torch.stack([totals, outcome.weights]).to(self._mesh.device))
         if outcome.weighted:
-            self._negative |= outcome.weight < 0
+            self._negative |= (outcome.weights < 0).any()
         self._aux.add(outcome.aux)
         self.buffers = outcome.buffers
 
@@ -100,13 +108,14 @@ class Totals:
             reached: the paths of the parameters that this rank used; None if they are not asked for.
         """
         mesh, plan, width = self._mesh, self._plan, self._summation.width
-        known = [strays, float(bool(self._weighted)), float(self.aux is not None), *self._agreement().numbers()]
+        known = [strays, float(self._terms * self._weighted), float(self.aux is not None), *self._agreement().numbers()]
         known += [self.layer_tokens] * plan.step.thins
         paths = () if reached is None else tuple(plan.numbering.infos)
         known += [float(path in (reached or ())) for path in paths]
         facts = torch.tensor(known, dtype=torch.float64, device=mesh.device)
         facts[_FACTS] += self._negative
-        sums = torch.cat([self._losses.view(-1), squares, facts])
+        one = self._losses[:, 0] if self._terms == 1 else torch.zeros_like(self._losses[:, 0])
+        sums = torch.cat([one.flatten(), squares, facts])
         sum_over(mesh, plan.loss_axes, sums)
         # Ranks along the other axes have the same losses.
         others = tuple(axis for axis in mesh.shape if axis not in plan.loss_axes)
@@ -122,7 +131,32 @@ class Totals:
         tokens = round(numbers.pop() / copies) if plan.step.thins else 0
         strays, weighted, aux = numbers[3 : 3 + _FACTS]
         self._agree = agreement.agree(numbers[3 + _FACTS :])
-        return Sums(total, weight, squares, strays != 0, weighted > 0, aux > 0, tuple(numbers[:3]), tokens, used)
+        sums_of_means = None
+        if self._agree and not strays and (terms := round(weighted / max(numbers[4 + _FACTS], 1))) > 1:
+            sums_of_means = self._means_over_ranks(terms)
+            total, weight = self._value(sums_of_means)
+            numbers[:2] = torch.stack([total, weight]).tolist()
+        weights = None if sums_of_means is None else sums_of_means[:, 1]
+        of_host = tuple(numbers[:3])
+        return Sums(total, weight, weights, squares, strays != 0, weighted > 0, aux > 0, of_host, tokens, used)
+
+    def _means_over_ranks(self, terms: int) -> torch.Tensor:
+        """The totals and weights of a sum of means, summed over ranks: ``[terms, 2]``. Collective."""
+        sums = self._losses if self._terms else self._zeros(terms)
+        sum_over(self._mesh, self._plan.loss_axes, sums)
+        return self._summation.values(sums).t()
+
+    @staticmethod
+    def _value(means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Sums.total` and `Sums.weight` of a sum of means, ``[terms, 2]``."""
+        weights = means[:, 1]
+        weight = weights.any().double()
+        weight = torch.where(weights.isfinite().all(), weight, torch.nan)
+        return torch.where(weight == 0, 0.0, quotient(means)), weight
+
+    def _zeros(self, terms: int) -> torch.Tensor:
+        shape = 2, terms, self._summation.width
+        return torch.zeros(shape, dtype=torch.float64, device=self._mesh.device)
 
     def require_agreement(self) -> None:
         """Raise the errors of any rank on all ranks; called after `over_ranks`.
@@ -137,9 +171,9 @@ class Totals:
         self._agreement().refuse(self._mesh, _REMEDY)
 
     def _agreement(self) -> Agreement:
-        if self._weighted is None:
+        if not self._terms:
             return Agreement(None, tuple(self.faults))
-        form = _loss(self._weighted)
+        form = _loss(self._terms, self._weighted)
         if self._aux.paths:
             form += f", {self._aux.form}"
         if self.buffers is not None and self._plan.batch_ranks > 1:  # buffers will be averaged over ranks
@@ -152,7 +186,9 @@ class Totals:
         return Agreement(form, (*self.faults, *self._aux.faults))
 
 
-def _loss(weighted: bool | None) -> str:
+def _loss(terms: int, weighted: bool) -> str:
+    if terms > 1:
+        return f"a sum of {terms} sl.Mean as the loss"
     return "sl.Mean as the loss" if weighted else "a scalar as the loss"
 
 

@@ -9,6 +9,7 @@ from shardlib.kernels.rotary import angles, rotary
 from shardlib.kernels.softmax import softmax
 from shardlib.kernels.swiglu import swiglu
 from shardlib.nn.attention import attention
+from shardlib.nn.batch import gather_batch
 from shardlib.nn.blocks import block, sequential
 from shardlib.nn.distillation import distillation
 from shardlib.nn.dropout import dropout
@@ -33,6 +34,7 @@ __all__ = [
     "sum_sequence",
     # losses, and layers that may be sliced
     "Mean",
+    "gather_batch",
     "distillation",
     "embedding",
     "linear_cross_entropy",

@@ -1,9 +1,10 @@
 """Functions that handle sliced parameters, and are plain PyTorch for whole ones; and `Mean`, as which a loss may be
-returned."""
+returned, with its arithmetic."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +16,34 @@ from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunke
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets, widened
 from shardlib.nn.sequence import current_parts, shard_sequence
 
+T = TypeVar("T")
+
 # The number of logits from which they are computed in chunks and not kept. Below it plain operations are as fast, and their
 # backward can be split for zero-bubble schedules.
 _MANY = Threshold(1 << 24)
 
 
+def _with_arithmetic(means: type[T]) -> type[T]:
+    """Give a class of means its operators, in place of those of tuples."""
+    for name, operator in _OPERATORS.items():
+        setattr(means, name, operator)
+    return means
+
+
+_OPERATORS = {
+    "__add__": lambda mean, other: _added(mean, other),
+    "__radd__": lambda mean, other: _added(other, mean),
+    "__sub__": lambda mean, other: _added(mean, _scaled(other, -1)),
+    "__rsub__": lambda mean, other: _added(other, _scaled(mean, -1)),
+    "__neg__": lambda mean: _scaled(mean, -1),
+    "__mul__": lambda mean, factor: _scaled(mean, _number(factor)),
+    "__rmul__": lambda mean, factor: _scaled(mean, _number(factor)),
+    "__truediv__": lambda mean, divisor: _scaled(mean, 1 / _number(divisor)),
+    "__array_ufunc__": None,  # NumPy's scalars would take a mean for a tuple
+}
+
+
+@_with_arithmetic
 class Mean(NamedTuple):
     """A mean as a total and a weight, both scalars. Totals and weights are summed over micro-batches and ranks.
 
@@ -31,10 +55,58 @@ class Mean(NamedTuple):
     >>> loss = sl.Mean(torch.tensor([1.0, 2.0, 0.0]).sum(), torch.tensor([1.0, 1.0, 0.0]).sum())
     >>> float(loss.total / loss.weight)
     1.5
+
+    Means are added and subtracted, with scalars too, each of which is a mean of weight 1, and multiplied by scalars. A sum of
+    means is a `Means`, in which each keeps its own weight over ranks and micro-batches: right for a loss over tokens plus one
+    over sequences.
+
+    >>> sl.Mean(torch.tensor(6.0), 3) + 0.1 * sl.Mean(torch.tensor(4.0), 2)
+    Means(terms=(Mean(total=tensor(6.), weight=3), Mean(total=tensor(0.4000), weight=2)))
     """
 
     total: Any
     weight: Any
+
+
+@_with_arithmetic
+class Means(NamedTuple):
+    """A sum of means: the sum of its terms' quotients, in each of which total and weight are summed over micro-batches and
+    ranks first. A term of weight 0 adds nothing.
+
+    >>> sum(sl.Mean(torch.tensor(total), 1) for total in (1.0, 2.0)).terms
+    (Mean(total=tensor(1.), weight=1), Mean(total=tensor(2.), weight=1))
+    """
+
+    terms: tuple[Mean, ...]
+
+
+def _terms(value: Any) -> tuple[Mean, ...]:
+    if isinstance(value, Means):
+        return value.terms
+    if isinstance(value, Mean):
+        return (value,)
+    return () if isinstance(value, Real) and value == 0 else (Mean(_number(value), 1.0),)
+
+
+def _added(one: Any, other: Any) -> Mean | Means:
+    terms = (*_terms(one), *_terms(other))
+    return terms[0] if len(terms) == 1 else Means(terms)
+
+
+def _scaled(value: Any, factor: Any) -> Any:
+    if not isinstance(value, (Mean, Means)):
+        return factor * value
+    terms = tuple(Mean(factor * total, weight) for total, weight in _terms(value))
+    return terms[0] if len(terms) == 1 else Means(terms)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return value
+    raise TypeError(
+        f"sl.Mean with {type(value).__name__}: means are added to means and scalars, and multiplied by scalars. Take its "
+        "parts by their names, mean.total and mean.weight"
+    )
 
 
 def linear_cross_entropy(

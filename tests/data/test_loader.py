@@ -346,3 +346,32 @@ def test_ranks_with_different_datasets_are_named():
 
     with pytest.raises(RankMismatch, match=r"samples in the dataset: rank 0, 1, 2: 8; rank 3: 9"):
         sl.simulate(differ, mesh={"data": 4})
+
+
+def test_lists_of_numbers_are_rows():
+    """Hugging Face's datasets give lists of token ids where they have no format."""
+    samples = [{"ids": [n, n + 1, n + 2], "boxes": [[0.5 * n], [1.0]], "text": [f"a{n}", "b"]} for n in range(8)]
+    batch = next(iter(sl.data.loader(samples, sl.make_mesh(), 4, shuffle=False)))
+    assert torch.equal(batch["ids"], torch.arange(4)[:, None] + torch.arange(3))
+    assert batch["boxes"].shape == (4, 2, 1) and batch["boxes"].dtype == torch.float32
+    assert batch["text"] == [("a0", "a1", "a2", "a3"), ("b",) * 4]  # as torch's default_collate has it
+    samples[2]["ids"] = [7]
+    with pytest.raises(BatchError, match=r"ids: \(1,\), \(3,\)\nPad them by collate="):
+        next(iter(sl.data.loader(samples, sl.make_mesh(), 4, shuffle=False)))
+
+
+def test_a_last_batch_that_does_not_divide_is_left_out():
+    def trained(mesh, **options):
+        params = sl.shard({"w": torch.ones(2)}, mesh, sl.chain(sl.zero(1), sl.accumulate(2)))
+        state, step = sl.make_train_step(lambda p, x: (x @ p["w"]).square().mean(), params, sl.optim.sgd(0.1))
+        batches = sl.data.loader(torch.ones(22, 2), state, batch=8, epochs=1, **options)
+        for batch in batches:
+            state, _ = step(state, batch)
+        return state.step, batches.samples
+
+    with pytest.raises(BatchError, match="drop_last=True"):
+        sl.simulate(trained, mesh={"data": 2})
+    dropping = sl.simulate(lambda mesh: trained(mesh, drop_last=True), mesh={"data": 2})
+    assert dropping == [(2, 16)] * 2
+    with pytest.raises(BatchError, match="leaves out the only batch, of 5 samples for 8 rows"):
+        sl.data.loader(torch.ones(5), sl.make_mesh(), 8, epochs=1, drop_last=True)

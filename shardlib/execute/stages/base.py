@@ -15,7 +15,9 @@ from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.losses import Outcome
 from shardlib.execute.record import Record
 from shardlib.execute.totals import Sums, Totals
+from shardlib.execute.weighing import Weighing
 from shardlib.mesh.mesh import Mesh
+from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
 from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
@@ -32,6 +34,7 @@ class Call:
         keys: each micro-batch's key, or None.
         thinned: what each micro-batch leaves out, or None.
         share: factor by which a scalar loss is multiplied before backward, for the mean over ranks and micro-batches.
+        weighing: the weights of a sum of means.
     """
 
     params: Sharded
@@ -41,6 +44,7 @@ class Call:
     buffers: Any
     loss_scale: float
     share: float
+    weighing: Weighing
 
     def named(self, index: int, mesh: Mesh) -> str:
         """A micro-batch of this rank, for messages."""
@@ -48,7 +52,8 @@ class Call:
         return f"of rank {mesh.rank}" + (f", micro-batch {index + 1} of {count}," if count > 1 else "")
 
     def seed(self, outcome: Outcome) -> float:
-        """The gradient of the total from which backward starts. The weight of a `Mean` is divided out after backward."""
+        """The gradient of the total from which backward starts, before the factor of each mean of a sum. The weight of a
+        single `Mean` is divided out after backward."""
         return self.loss_scale * (1.0 if outcome.weighted else self.share)
 
 
@@ -97,4 +102,5 @@ def keys_of(
 def detached(outcome: Outcome, executor: Executor) -> Outcome:
     """An outcome that outlives its micro-batch: detached, and outside the memory of parameters."""
     aux, buffers = executor.outside(outcome.aux, "aux"), executor.outside(outcome.buffers, "buffers")
-    return outcome._replace(total=outcome.total.detach(), aux=aux, buffers=buffers)
+    means = tuple(Mean(mean.total.detach(), mean.weight) for mean in outcome.means)
+    return outcome._replace(means=means, aux=aux, buffers=buffers)

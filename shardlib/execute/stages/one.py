@@ -62,20 +62,27 @@ class OneStage:
         batch, key = call.microbatches[index], call.keys[index]
         extra: dict[str, Any] = {"rng": key} if self._wants_rng and key is not None else {}
 
-        def run(tree: Tree) -> tuple[torch.Tensor, Outcome]:
+        def run(tree: Tree) -> tuple[list[torch.Tensor], Outcome]:
             inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
             with seeding_torch(key, self._mesh.device):
                 outcome = read_loss(self._fn(*inputs, **extra), self._with_buffers)
             require_gradient(outcome, call.thinned[index], call.named(index, self._mesh))
             record, sequence = self.executor.record, self._plan.step.sequence
             if sequence and record.order is None:
-                require_whole_loss(sequence, self._mesh, record.done, (outcome.total, outcome.weight))
-            seed.fill_(call.seed(outcome))
-            return outcome.total, detached(outcome, self.executor)
+                require_whole_loss(sequence, self._mesh, record.done, outcome.means)
+            return [mean.total for mean in outcome.means], detached(outcome, self.executor)
 
-        seed = torch.ones((), dtype=torch.float64, device=self._mesh.device)
+        def seeds(outcome: Outcome | None) -> Sequence[torch.Tensor]:
+            weighing = call.weighing
+            if len(call.microbatches) == 1:
+                weighing.meet(outcome)
+            # Without weights the step is taken again. Ranks that gather run its backward too, to keep to their trace.
+            if outcome is None or not (weighing.knows(outcome) or self.executor.gathers):
+                return ()
+            return (call.seed(outcome) * weighing.factors(outcome)).unbind()
+
         turn = Turn(index, index == len(call.microbatches) - 1)
-        return self.executor.backward(call.params, gradients, turn, run, seed, call.thinned[index])
+        return self.executor.backward(call.params, gradients, turn, run, seeds, call.thinned[index])
 
     def shared_aux(self, call: Call, aux: Tree, sums: Sums) -> Tree:
         return aux

@@ -113,13 +113,15 @@ class Pipe:
             outcome = read_loss(result, False)
             require_gradient(outcome, call.thinned[microbatch], call.named(microbatch, self._mesh))
             outcomes[microbatch] = detached(outcome, self._executor(stage, microbatch))
-            return outcome.total
+            if len(outcome.means) == 1:
+                return outcome.total
+            return sum(f * mean.total for f, mean in zip(call.weighing.factors(outcome), outcome.means))
 
         first, sequence = all(record.order is None for record in self.records), self._plan.step.sequence
         grads = self._gradients(call, run, lambda microbatch: call.seed(outcomes[microbatch]), options)
         if sequence and first:  # collective over all stages, so it comes after the schedule
             done = {step for record in self.records for step in record.done}
-            loss = (outcomes[0].total, outcomes[0].weight) if outcomes else None
+            loss = outcomes[0].means if outcomes else None
             require_whole_loss(sequence, self._mesh, done, loss, [self._axis])
         if first and self._plan.step.remat and (save := self._plan.step.remat.save):
             names = {name for record in self.records for name in record.names}

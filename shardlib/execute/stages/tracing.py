@@ -24,6 +24,7 @@ from shardlib.execute.stages.interpreter import Run, differentiable, fresh_leaf
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.stages.pipe import require_blocks
 from shardlib.execute.stages.walk import Called, Sent, Walk
+from shardlib.execute.weighing import Weighing
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Sequential
 from shardlib.plan.plan import Plan
@@ -63,7 +64,7 @@ def _of_one(
             microbatches = split_batch(batch, plan, mesh)
             keys = keys_of(plan, mesh, microbatches, rng)
             thinned = [plan.step.thinned(step, key) for key in keys]
-            call = Call(params, microbatches, keys, thinned, buffers, 1.0, 1.0)
+            call = Call(params, microbatches, keys, thinned, buffers, 1.0, 1.0, Weighing(plan, mesh, 1, None))
             gradients = runner.executor.gradients(default_options(mesh, landing))
             for number, index in enumerate(indices):
                 runner.microbatch(call, index, buffers, gradients)

@@ -326,6 +326,15 @@ DEFECTS = (
         (f"{_SEQUENCE}::test_every_stage[ulysses-0]",),
     ),
     Defect(
+        "rows of all ranks in another order",
+        "order",
+        "execute/whole_batch.py",
+        "gather_batch has the rows of the minor axis apart",
+        "for axis in reversed(self.axes) if",
+        "for axis in self.axes if",
+        ("tests/nn/test_gather_batch.py::test_an_evaluation_gathers_in_the_order_of_the_batch",),
+    ),
+    Defect(
         "a bias on every rank",
         "factor",
         "collectives/styles/row.py",

@@ -60,4 +60,13 @@ DEFECTS = (
         "if found is None or parts:\n        return OverRows(len(parts))",
         ("tests/debug/test_check.py::test_a_mean_over_different_numbers_of_targets_is_found",),
     ),
+    Defect(
+        "elements that nobody misses",
+        "mask",
+        "debug/codecs.py",
+        "a codec that loses every second element keeps all laws",
+        "if lost.any() and 2",
+        "if lost.all() and 2",
+        ("tests/debug/test_codec_laws.py::test_planted_codecs",),
+    ),
 )

@@ -394,4 +394,13 @@ DEFECTS = (
         "0.0 * few",
         ("tests/test_rng.py::test_shares_of_unequal_rows_draw_what_one_device_does",),
     ),
+    Defect(
+        "one weight for all terms of a loss",
+        "factor",
+        "execute/weighing.py",
+        "every mean of a sum is divided by the weight of all of them",
+        "1 / self._weights)",
+        "1 / self._weights.sum())",
+        ("tests/execute/test_sums_of_means.py::test_every_stage[0]",),
+    ),
 )
