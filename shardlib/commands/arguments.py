@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from shardlib.errors import (
@@ -78,6 +79,13 @@ def share(text: str) -> float:
 def above_zero(text: str) -> float:
     """An argument above 0."""
     return _number(text, lambda number: 0 < number < math.inf, "above 0")
+
+
+def folder(text: str) -> Path:
+    """An argument that is a folder, or will be one."""
+    if (path := Path(text)).exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a file: give a folder")
+    return path
 
 
 def size(text: str) -> int:

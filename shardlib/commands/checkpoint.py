@@ -13,7 +13,7 @@ from shardlib import checkpoint
 from shardlib.checkpoint.manifest import Entry
 from shardlib.checkpoint.reading import open_checkpoint
 from shardlib.checkpoint.safetensors import convert
-from shardlib.commands.arguments import WrongArguments
+from shardlib.commands.arguments import WrongArguments, folder
 from shardlib.errors import CheckpointError
 from shardlib.plan.tables import count, size, table
 from shardlib.tree import matches
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "show":
             command.add_argument("--tensors", default="*", help="a glob over the tensors to list")
         if name == "export":
-            command.add_argument("--to", type=Path, required=True, help="the folder to write into")
+            command.add_argument("--to", type=folder, required=True, help="the folder to write into")
             command.add_argument("--prefix", default="", help="what names in the files begin with, such as model.")
             command.add_argument(
                 "--dtype", choices=_DTYPES, help="of floating-point parameters (default: each one's own)"

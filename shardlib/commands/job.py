@@ -12,7 +12,7 @@ import torch
 
 from shardlib import optim
 from shardlib.commands import model
-from shardlib.commands.arguments import PLANNED, WrongArguments, positive, wrong_arguments
+from shardlib.commands.arguments import PLANNED, WrongArguments, folder, positive, wrong_arguments
 from shardlib.data.bytes import batch_at, load_bytes, split, windows
 from shardlib.evaluate import make_eval_step
 from shardlib.generate import generate
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     """Adds the arguments of `Job`, and ``--out`` with the default ``out``."""
     parser.add_argument("--mesh", help="axes and sizes, such as data=2,model=2; by default every rank on axis data")
     parser.add_argument("--data", help="a text file or folder; by default the source of Python's standard library")
-    parser.add_argument("--out", type=Path, default=Path(out), help="folder for what the command writes")
+    parser.add_argument("--out", type=folder, default=Path(out), help="folder for what the command writes")
     parser.add_argument("--batch", type=positive, default=16, help="rows per step, over all ranks")
     parser.add_argument("--weight-decay", type=float, default=0.1, help="AdamW's")
     parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not (0 < args.min_lr < args.max_lr and args.steps >= 10):
-        raise WrongArguments("a range test needs 0 < --min-lr < --max-lr and --steps of 10 or more")
+        raise WrongArguments("give 0 < --min-lr < --max-lr and --steps of 10 or more")
     mesh = model.running_mesh(args)
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
     # Equal factors from step to step, not equal differences as in optim.lr_range_test_schedule: good rates differ by orders
