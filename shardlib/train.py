@@ -300,11 +300,6 @@ def make_train_step(
     opt = updates.init(lifted)
     require_unpacked(plan, opt.inner)
     skips = skips_unused(opt.inner)
-    if skips and plan.step.ahead:
-        raise IllegalComposition(
-            "skip_unused needs to know what a step used before parameters are updated, and offload(delay=True) and "
-            "offload(speculate=True) update them earlier; drop one of the two"
-        )
     fresh = TrainState(
         step=0,
         params=lifted,

@@ -73,7 +73,8 @@ require_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 # The mode that records operations into a graph (make_fx, torch.export), or None.
 recording: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 func_transform = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func, or None
-of_func = torch._C._functorch.is_functorch_wrapped_tensor  # whether a tensor belongs to a level of torch.func
+# Whether a tensor belongs to a level of torch.func, where it may stand for several.
+of_func: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 without_func = temporarily_clear_interpreter_stack  # a context outside of torch.func's transforms
 forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)  # below 0 outside forward mode
 

@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from shardlib.common._compat import TorchDispatchMode, arguments_of, asks_device, storage_id, taken_apart
+from shardlib.common._compat import (
+    FakeTensor,
+    TorchDispatchMode,
+    arguments_of,
+    asks_device,
+    of_func,
+    storage_id,
+    taken_apart,
+)
 from shardlib.errors import HandleError
 
 
@@ -85,19 +93,27 @@ def _writes_to(func: Any) -> tuple[dict[str, int], list[str], str]:
 _STATISTICS = ("running_mean", "running_var")
 
 
+def has_place(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own: not what stands for others (handles, those of torch.func), nor a sparse one."""
+    plain = type(tensor) in (torch.Tensor, FakeTensor) or isinstance(tensor, torch.nn.Parameter)
+    return plain and tensor.layout is torch.strided and not of_func(tensor)
+
+
 def place_of(tensor: torch.Tensor) -> tuple[int, int | torch.SymInt]:
-    """Where a tensor's elements begin: its memory, and how far into it. Assignment to ``.data`` changes it."""
-    return storage_id(tensor.untyped_storage()), tensor.storage_offset()
+    """Where a tensor's elements begin: in which memory, at which byte. Assignment to ``.data`` changes it."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:  # without addresses
+        return storage_id(tensor.untyped_storage()), tensor.storage_offset() * tensor.itemsize
+    return 0, tensor.data_ptr()
 
 
 def owner_of(tensor: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """The name of the contiguous tensor in whose memory ``tensor`` begins; None if it begins in none of theirs."""
-    if tensor.layout is not torch.strided:
+    if not has_place(tensor):
         return None
     memory, start = place_of(tensor)
     for name, each in named:
         begins = place_of(each)
-        if begins[0] == memory and 0 <= start - begins[1] < each.numel():
+        if begins[0] == memory and 0 <= start - begins[1] < each.nbytes:
             return name
     return None
 

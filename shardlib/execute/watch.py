@@ -15,7 +15,7 @@ from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common.originals import differentiated
-from shardlib.common.writes import Observer, owner_of, place_of, written
+from shardlib.common.writes import Observer, has_place, owner_of, place_of, written
 from shardlib.errors import LossError, listing
 from shardlib.execute.following import Following
 from shardlib.execute.handles import Handle
@@ -52,7 +52,7 @@ class FirstRun:
         Raises:
             HandleError: the function writes to a parameter; names it.
         """
-        places = {path: place_of(leaf) for path, leaf in leaves.items() if not isinstance(leaf, Handle)}
+        places = {path: place_of(leaf) for path, leaf in leaves.items() if has_place(leaf)}
         with nullcontext() if self._over else self._watched(leaves):
             yield
         self._over = True

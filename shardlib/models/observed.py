@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.common._compat import FakeTensor, version_of
+from shardlib.common._compat import version_of
 from shardlib.common.originals import Names, function_of_user
-from shardlib.common.writes import Observer, owner_of, place_of
+from shardlib.common.writes import Observer, has_place, owner_of, place_of
 from shardlib.common.writes import written as written_to
 from shardlib.errors import TreeError
-
-_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)  # what stands for a parameter while it is elsewhere has no memory
 
 
 class FirstCalls:
@@ -55,9 +53,9 @@ class FirstCalls:
 
     @contextmanager
     def _watched(self, mode: Any, parameters: Any, buffers: Any, written: set[str]) -> Iterator[None]:
-        plain = {name: leaf for name, leaf in parameters.items() if type(leaf) in _PLAIN}
+        plain = {name: leaf for name, leaf in parameters.items() if has_place(leaf)}
         before = {name: (_state(leaf), leaf.detach()) for name, leaf in plain.items()}
-        held = [(name, buffer) for name, buffer in buffers.items() if buffer is not None]
+        held = [(name, buffer) for name, buffer in buffers.items() if buffer is not None and has_place(buffer)]
 
         def writes(tensor: torch.Tensor, operator: str) -> None:
             if (name := owner_of(tensor, held)) is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardlib.common._compat import no_modes, own_buffers, own_parameters, version_of, watch_checkpoints
-from shardlib.common.writes import place_of
+from shardlib.common.writes import has_place, place_of
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
 from shardlib.models.adapted import adapt_in_place
 from shardlib.models.copying import Copy
@@ -387,7 +387,7 @@ class _Call:
 
 
 def _places(buffers: Buffers) -> dict[str, Any]:
-    return {name: place_of(b) for name, b in buffers.items() if b is not None and b.layout is torch.strided}
+    return {name: place_of(b) for name, b in buffers.items() if b is not None and has_place(b)}
 
 
 def _copied(buffer: torch.Tensor | None) -> torch.Tensor | None:

@@ -148,3 +148,16 @@ def test_compiled_code_runs_compiled_while_it_is_looked_at():
     state, step = sl.make_train_step(lambda p, x: compiled(p["w"], x).sum(), params, sl.optim.sgd(0.1))
     step(state, X)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("with_buffers", [False, True])
+def test_transforms_of_torch_func_around_the_first_call(with_buffers):
+    """Their tensors have no memory to look at."""
+    apply, params, *held = sl.from_module(Writing(lambda *_: None), buffers=with_buffers)
+
+    def loss(params, x):
+        out = apply(params, *held, x)
+        return out[0] if with_buffers else out
+
+    grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, X[:, None])
+    assert torch.allclose(grads["b"]["bias"][0], torch.func.grad(loss)(params, X[:1])["b"]["bias"])

@@ -273,8 +273,8 @@ DEFECTS = (
         "agreement",
         "execute/step.py",
         "a rank that used other parameters than before goes on with zeros for them",
-        "share + strayed + reads.failed)",
-        "share + reads.failed)",
+        "share + strayed + reads.failed, reached)",
+        "share + reads.failed, reached)",
         ("tests/execute/test_uneven_use.py::test_ranks_with_drawn_routes_train_like_one_device",),
     ),
     Defect(
