@@ -15,7 +15,6 @@ from shardlib import (
     schedules,
     sparse,
 )
-from shardlib.checkpoint.by_path import read_leaf, write_leaf
 from shardlib.checkpoint.relayout import relayout
 from shardlib.common.version import VERSION
 from shardlib.evaluate import make_eval_step
@@ -73,8 +72,6 @@ __all__ = [
     "profile",
     "value_and_grad",
     "replace_params",
-    "read_leaf",
-    "write_leaf",
     "relayout",
     "to_host",
     "to_disk",

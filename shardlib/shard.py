@@ -56,8 +56,8 @@ def shard(
     [torch.Size([4, 4]), torch.Size([4, 4])]
     """
     mesh = mesh_of_ranks(mesh)
-    sharded = params if isinstance(params, Sharded) else getattr(params, "params", None)
-    if isinstance(sharded, Sharded) and (sharded is not params or sharded.role != "param"):
+    role = params.role if isinstance(params, Sharded) else "param"
+    if role != "param" or isinstance(getattr(params, "params", None), Sharded):
         raise TreeError(f"shard: {type(params).__name__} is not parameters; give the ones of a state, state.params")
     given = Resharded(params) if isinstance(params, Sharded) else params
     return shard_by(given, mesh, default_transform(transform, stage))

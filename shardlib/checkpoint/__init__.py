@@ -1,5 +1,6 @@
 """Saving and restoring a train state, on the same mesh or another."""
 
+from shardlib.checkpoint.by_path import read_leaf, write_leaf
 from shardlib.checkpoint.commit import complete, remove, step_of
 from shardlib.checkpoint.dcp import import_dcp
 from shardlib.checkpoint.deepspeed import import_deepspeed
@@ -22,6 +23,7 @@ __all__ = [
     "import_deepspeed",
     "import_safetensors",
     "latest",
+    "read_leaf",
     "read_notes",
     "relayout_payload",
     "remove",
@@ -29,4 +31,5 @@ __all__ = [
     "save",
     "step_of",
     "with_rollback",
+    "write_leaf",
 ]

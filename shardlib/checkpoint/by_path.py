@@ -51,7 +51,7 @@ def read_leaf(state: TrainState | Sharded, path: str) -> dict[str, torch.Tensor]
         TreeError: there is no such parameter.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adam(1e-3))
-    >>> sl.read_leaf(state, "w")
+    >>> sl.checkpoint.read_leaf(state, "w")
     {'param': tensor([1., 1.]), 'mu': tensor([0., 0.]), 'nu': tensor([0., 0.])}
     """
     params = state.params if isinstance(state, TrainState) else state
@@ -89,8 +89,8 @@ def write_leaf(
             anything on disk.
 
     >>> state, _ = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.adam(1e-3))
-    >>> state = sl.write_leaf(state, "w", {"nu": torch.full((2,), 0.5)})
-    >>> sl.read_leaf(state, "w")["nu"]
+    >>> state = sl.checkpoint.write_leaf(state, "w", {"nu": torch.full((2,), 0.5)})
+    >>> sl.checkpoint.read_leaf(state, "w")["nu"]
     tensor([0.5000, 0.5000])
     """
     if isinstance(state, Sharded):

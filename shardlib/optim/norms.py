@@ -75,9 +75,9 @@ def vdot(one: Tree, other: Tree) -> torch.Tensor:
     plans = [tree.plan.layout if isinstance(tree, Sharded) else None for tree in (one, other)]
     if plans[0] != plans[1]:
         raise TreeError("vdot: these trees are sharded by different plans, or one is plain; give both in one layout")
-    flat, shards = _flat("vdot", one, other)
-    check_alike("vdot", *flat, ("first tree", "second tree"))
-    return shards.leaf_sums((_product,), *flat).sum()
+    (first, second), shards = _flat("vdot", one, other)
+    check_alike("vdot", first, second, ("first tree", "second tree"))
+    return shards.leaf_sums((_product,), first, second).sum()
 
 
 def norm_of(flat: Tree, ord: float, shards: Shards) -> torch.Tensor:

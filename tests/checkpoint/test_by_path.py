@@ -32,13 +32,13 @@ def written(mesh, transform, make):
     state, step = sl.make_train_step(loss_fn, sl.shard(model(), mesh, transform), make())
     for _ in range(2):
         state, _ = step(state, BATCH)
-    found = {path: sl.read_leaf(state, path) for path in PATHS}
+    found = {path: sl.checkpoint.read_leaf(state, path) for path in PATHS}
     for whole in found.values():
         whole.pop("master", None)
     moments = {name: torch.linspace(0, 1, 21).view(3, 7) for name in found["w"] if name != "param"}
-    state = sl.write_leaf(state, "tied", {"param": torch.ones(7, 5)})
-    state = sl.write_leaf(state, "blocks/0/w", moments)
-    kept = sl.read_leaf(state, "w")["param"], sl.read_leaf(state, "blocks/0/w")
+    state = sl.checkpoint.write_leaf(state, "tied", {"param": torch.ones(7, 5)})
+    state = sl.checkpoint.write_leaf(state, "blocks/0/w", moments)
+    kept = sl.checkpoint.read_leaf(state, "w")["param"], sl.checkpoint.read_leaf(state, "blocks/0/w")
     kept[1].pop("master", None)
     state, _ = step(state, BATCH)
     return found, kept, sl.unshard(state)
@@ -73,9 +73,9 @@ def test_of_slices_and_copies(mesh, transform):
 
     def run(mesh):
         state, _ = sl.make_train_step(lambda p, x: loss_fn(p, x), sl.shard(params, mesh, transform), CLIPPED())
-        before = sl.read_leaf(state, "blocks/0/w")
-        state = sl.write_leaf(state, "blocks/0/w", {"param": before["param"] * 2, "nu": before["param"]})
-        return before, sl.read_leaf(state, "blocks/0/w"), sl.unshard(state)
+        before = sl.checkpoint.read_leaf(state, "blocks/0/w")
+        state = sl.checkpoint.write_leaf(state, "blocks/0/w", {"param": before["param"] * 2, "nu": before["param"]})
+        return before, sl.checkpoint.read_leaf(state, "blocks/0/w"), sl.unshard(state)
 
     weight = params["blocks"][0]["w"]
     for before, after, whole in sl.simulate(run, mesh=mesh):
@@ -92,9 +92,9 @@ def test_of_stages():
     def run(mesh):
         transform = sl.chain(sl.zero(1), sl.pipeline(schedule="1f1b", microbatches=1))
         state, _ = sl.make_train_step(loss, sl.shard(params, mesh, transform), sl.optim.sgd(0.1, momentum=0.9))
-        name = next(name for name in sl.read_leaf(state, "1/w") if name != "param")
-        state = sl.write_leaf(state, "1/w", {name: torch.ones(4, 4)})
-        return sl.read_leaf(state, "1/w")[name], sl.read_leaf(state, "0/w")[name]
+        name = next(name for name in sl.checkpoint.read_leaf(state, "1/w") if name != "param")
+        state = sl.checkpoint.write_leaf(state, "1/w", {name: torch.ones(4, 4)})
+        return sl.checkpoint.read_leaf(state, "1/w")[name], sl.checkpoint.read_leaf(state, "0/w")[name]
 
     for found in sl.simulate(run, mesh={"data": 2, "pipe": 2}):
         assert_same(found, (torch.ones(4, 4), torch.zeros(4, 4)))
@@ -107,9 +107,9 @@ def test_masters_and_parameters_are_one():
         state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.0))
         for name in ("param", "master"):
             value = torch.full((7,), 1.0001 if name == "master" else 3.0001)
-            state = sl.write_leaf(state, "b", {name: value})
+            state = sl.checkpoint.write_leaf(state, "b", {name: value})
             state, _ = step(state, BATCH)  # writes the master's rounding
-            found = sl.read_leaf(state, "b")
+            found = sl.checkpoint.read_leaf(state, "b")
             assert_same(found, {"param": value.bfloat16(), "master": value})
 
     sl.simulate(run, mesh={"data": 2})
@@ -119,11 +119,11 @@ def test_gradients_and_states_that_are_kept():
     def run(mesh):
         sharded = sl.shard(model(), mesh, stage=2)
         _, grads = sl.value_and_grad(loss_fn)(sharded, BATCH)
-        assert_same(sl.read_leaf(grads, "w"), {"grad": sl.unshard(grads)["w"]})
-        changed = sl.write_leaf(grads, "b", {"grad": torch.ones(7)})
+        assert_same(sl.checkpoint.read_leaf(grads, "w"), {"grad": sl.unshard(grads)["w"]})
+        changed = sl.checkpoint.write_leaf(grads, "b", {"grad": torch.ones(7)})
         assert_same(sl.unshard(changed), sl.unshard(grads) | {"b": torch.ones(7).double()})
         state, _ = sl.make_train_step(loss_fn, sharded, CLIPPED())
-        other = sl.write_leaf(state, "b", {"param": torch.zeros(7)}, donate=False)
+        other = sl.checkpoint.write_leaf(state, "b", {"param": torch.zeros(7)}, donate=False)
         assert_same((sl.unshard(other)["b"], sl.unshard(state)["b"]), (torch.zeros(7).double(), model()["b"]))
 
     sl.simulate(run, mesh={"data": 2})
@@ -133,14 +133,14 @@ def test_what_does_not_fit_is_refused(tmp_path):
     def run(mesh):
         state, _ = sl.make_train_step(loss_fn, sl.shard(model(), mesh, stage=1), CLIPPED())
         with pytest.raises(TreeError, match="no parameter 'c' in the state"):
-            sl.read_leaf(state, "c")
+            sl.checkpoint.read_leaf(state, "c")
         with pytest.raises(TreeError, match=r"mo: not there; there are param, .*(\n.*)*nu: shape \(2,\).*\(7,\)"):
-            sl.write_leaf(state, "b", {"mo": torch.ones(7), "nu": torch.ones(2)})
+            sl.checkpoint.write_leaf(state, "b", {"mo": torch.ones(7), "nu": torch.ones(2)})
         with pytest.raises(RankMismatch, match="values"):
-            sl.write_leaf(state, "b", {"nu": torch.full((7,), float(mesh.rank))})
+            sl.checkpoint.write_leaf(state, "b", {"nu": torch.full((7,), float(mesh.rank))})
         on_disk = sl.shard(model(), mesh, sl.chain(sl.zero(1), sl.offload("disk", folder=str(tmp_path))))
         state, _ = sl.make_train_step(loss_fn, on_disk, CLIPPED())
         with pytest.raises(IllegalComposition, match="leave donate=True"):
-            sl.write_leaf(state, "b", {"nu": torch.ones(7)}, donate=False)
+            sl.checkpoint.write_leaf(state, "b", {"nu": torch.ones(7)}, donate=False)
 
     sl.simulate(run, mesh={"data": 2})
