@@ -89,8 +89,11 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def transformed() -> bool:
-    """Whether forward mode or torch.func is at work, so that a tensor may have a tangent, or be a batch of tensors."""
-    return func_transform() is not None or forward_level() >= 0
+    """Whether forward mode or torch.func is at work, so that a tensor may have a tangent, or be a batch of tensors.
+
+    What is compiled is one function to both.
+    """
+    return not torch.compiler.is_compiling() and (func_transform() is not None or forward_level() >= 0)
 
 
 _FIRST = 2**63  # above every sequence number that autograd assigns

@@ -1,7 +1,6 @@
 """Tensors that are read, and made, tile by tile, so that of a whole tensor and of its gradient there is one copy each.
 
-Where a gradient is differentiated again (``create_graph``) each tile adds a tensor of the whole size to it. Forward mode and
-`torch.func` see plain views and copies.
+Forward mode and `torch.func` see plain views and copies.
 """
 
 from __future__ import annotations
@@ -49,17 +48,8 @@ class _Sum:
 
     def put(self, grad: torch.Tensor, number: int) -> None:
         if self._gradient is None:
-            self._gradient = self._zeros()
-        self.view(self._gradient, number).copy_(grad)
-
-    def alone(self, grad: torch.Tensor, number: int) -> torch.Tensor:
-        """What one tile adds to the gradient, in the graph."""
-        whole = self._zeros()
-        self.view(whole, number).copy_(grad)
-        return whole
-
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros_like(self._like, device=self._device)
+            self._gradient = torch.zeros_like(self._like, device=self._device)
+        self.view(self._gradient, number).copy_(grad)  # which autograd follows, where this is differentiated again
 
     def take(self) -> torch.Tensor | None:
         gradient, self._gradient = self._gradient, None
@@ -76,8 +66,8 @@ class _Gradient(torch.autograd.Function):
         return x.new_zeros(()).expand(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, alone: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return ctx.total.take() if alone is None else alone, None
+    def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return ctx.total.take(), None
 
 
 class _Take(torch.autograd.Function):
@@ -88,9 +78,7 @@ class _Take(torch.autograd.Function):
         return total.view(x, number)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
-        if grad is not None and torch.is_grad_enabled():
-            return ctx.total.alone(grad, ctx.number), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None, None]:
         if grad is not None:
             ctx.total.put(grad, ctx.number)
         return None, None, None, None

@@ -129,24 +129,8 @@ def differentiable(
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             kept = _saved(ctx)
-            positions = _floats(kept)
-
-            def plain(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                return tuple(plain_backward(*_replaced(kept, positions, values)))
-
-            pull = torch.func.vjp(plain, *[kept[i] for i in positions])[1]
+            positions, pull = _pull_of(plain_backward, kept)
             return _replaced((None,) * len(kept), positions, pull(gradients))
-
-        @staticmethod
-        def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-            kept, outputs = _saved_for_forward(ctx)
-            positions = _floats(kept)
-
-            def plain(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                return tuple(plain_backward(*_replaced(kept, positions, values)))
-
-            pull = torch.func.vjp(plain, *[kept[i] for i in positions])[1]
-            return _pushed(lambda *gradients: pull(gradients), outputs, [tangents[i] for i in positions])
 
     class Forward(torch.autograd.Function):
         generate_vmap_rule = True
@@ -168,10 +152,21 @@ def differentiable(
             gradients = tuple(gradient.contiguous() for gradient in gradients)
             values = (*_saved(ctx), *gradients)
             # Seldom does anything differentiate a gradient, and applying the Function takes as long as a small kernel.
-            plain = _without_derivatives()
-            computed = _computed(backward_pass, values) if plain else _backwards[name].apply(*values)
+            if _without_derivatives():
+                computed = _computed(backward_pass, values)
+            else:
+                computed = (PushedBackward if transformed() else _backwards[name]).apply(*values)
             return _replaced((None,) * ctx.count, ctx.positions, per_input(computed, gradients))
 
+    # Apart, as the compiler takes no Function with a jvp.
+    class PushedBackward(Backward):
+        @staticmethod
+        def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+            kept, outputs = _saved_for_forward(ctx)
+            positions, pull = _pull_of(plain_backward, kept)
+            return _pushed(lambda *gradients: pull(gradients), outputs, [tangents[i] for i in positions])
+
+    class PushedForward(Forward):
         @staticmethod
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
             kept, outputs = _saved_for_forward(ctx)
@@ -190,7 +185,10 @@ def differentiable(
         if has_torch_function(inputs):  # an autograd.Function does not ask handles for their tensors
             return handle_torch_function(call, inputs, *inputs)
         # Applying the Function takes as long as a small kernel.
-        outputs = _computed(forward_pass, inputs) if _without_derivatives() else Forward.apply(*inputs)
+        if _without_derivatives():
+            outputs = _computed(forward_pass, inputs)
+        else:
+            outputs = (PushedForward if transformed() else Forward).apply(*inputs)
         return outputs[: len(outputs) - backward_only]
 
     call.__name__ = call.__qualname__ = name.split("::")[-1]
@@ -319,6 +317,16 @@ def _saved_for_forward(ctx: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, .
     """What `_save` saved, and the outputs, where forward mode asks."""
     count = len(ctx.tensors)
     return _replaced(ctx.constants, ctx.tensors, ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+
+
+def _pull_of(function: Pass, values: tuple[Any, ...]) -> tuple[list[int], Callable[..., Any]]:
+    """Positions of the floating-point tensors among ``values``, and from the gradients of ``function(*values)`` to theirs."""
+    positions = _floats(values)
+
+    def plain(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(function(*_replaced(values, positions, tensors)))
+
+    return positions, torch.func.vjp(plain, *[values[i] for i in positions])[1]
 
 
 def _pushed(
