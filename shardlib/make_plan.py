@@ -25,7 +25,7 @@ from shardlib.plan.transform import Transform
 from shardlib.rng import Key
 from shardlib.shard import default_transform
 from shardlib.sharded.shard import outline
-from shardlib.transforms.changes import changes, difference
+from shardlib.transforms.changes import changes, difference, largest, other_changes
 from shardlib.tree import Tree, leaves_of
 
 
@@ -129,4 +129,5 @@ def make_plan(
     wanted = "disk" in limits.bytes or any(bucket.memory.optimizer == "disk" for bucket in plan.everywhere.buckets)
     on_disk = wanted and fault_on_disk(optimizer, plan) is None
     edits = partial(changes, sizes=mesh.shape, rows=rows, elementwise=optimizer.separable, disk=on_disk)
-    raise Planner(limits, edits, difference, rough, fitting, known.holds).refusal(transform, plan)
+    others = partial(other_changes, weights=largest(plan))
+    raise Planner(limits, edits, difference, rough, fitting, known.holds, others).refusal(transform, plan)

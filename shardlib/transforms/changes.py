@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import itertools
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -11,12 +14,15 @@ from shardlib.plan.transform import Chain, Transform, chain
 from shardlib.transforms.accumulate import Accumulate, accumulate
 from shardlib.transforms.offload import Offload, offload
 from shardlib.transforms.pipeline import Pipelined
+from shardlib.transforms.precision import Precision
 from shardlib.transforms.remat import Remat, remat
+from shardlib.transforms.tile import Tile, tile
 from shardlib.transforms.zero import Zero, zero
 
 _FOLDER = "states"
 _SHARES = (0.25, 0.5, 0.75)  # of the states
 _MICROBATCHES = 256  # at most: more of them hold hardly less, and a step of small ones is slow
+_TILES, _WEIGHTS = (4, 16), 3
 _T = TypeVar("_T", bound=Transform)
 
 
@@ -52,6 +58,24 @@ def changes(
         yield from edits(cut, (_cut(cut, n) for n in _smaller(cut.microbatches if cut else 1, rows)))
     else:
         yield from edits(staged, (replace(staged, microbatches=n) for n in _smaller(staged.microbatches, rows)))
+
+
+def other_changes(transform: Transform, full: Collection[str], weights: Sequence[str]) -> Iterator[Chain]:
+    """The chains with one transform edited in a way that `changes` leaves out: sums of gradients in 16 bits, which round
+    them, and tiles, which only some uses of a weight allow.
+
+    Args:
+        full: as of `changes`.
+        weights: globs of weights, or of their layers, that tiles may make smaller.
+    """
+    members = _members(transform)
+    mixed, tiled = _first(members, Precision), _first(members, Tile)
+    if mixed and mixed.reduce_dtype == "fp32" and mixed.compute != "fp32":
+        rounded = replace(mixed, reduce_dtype=mixed.compute)
+        yield chain(*(rounded if member is mixed else member for member in members))
+    if tiled is None and "device" in full:
+        for glob, n in itertools.product(weights, _TILES):
+            yield chain(*members, tile(glob, n))
 
 
 def _remats(before: Remat | None, full: bool) -> Iterator[Remat]:
@@ -111,6 +135,16 @@ def _smaller(present: int, rows: int) -> Iterator[int]:
 
 def _cut(before: Accumulate | None, microbatches: int) -> Accumulate:
     return replace(before, microbatches=microbatches) if before else accumulate(microbatches)
+
+
+def largest(plan: Plan) -> list[str]:
+    """The globs of a plan's largest weights; those of one layer of all blocks have one glob."""
+    sizes: dict[str, int] = {}
+    for leaf in plan.leaves:
+        if len(leaf.compute.shape) > 1:
+            glob = re.sub(r"(?<=/)\d+(?=/)", "*", leaf.path)
+            sizes[glob] = math.prod(leaf.compute.shape)
+    return sorted(sizes, key=lambda glob: -sizes[glob])[:_WEIGHTS]
 
 
 def _first(members: tuple[Transform, ...], kind: type[_T]) -> _T | None:

@@ -75,3 +75,13 @@ def test_of_changes_together_the_cheapest_is_told(searched):
     refusal, planned = searched({"half": (1.0, 1.0, 0.5)}, half=further)
     assert "but together these do: later. A step takes about 2.00 times" in refusal
     assert planned == ["half", "tight", "first", "later"]
+
+
+def test_two_quick_changes_are_told_in_place_of_more_after_the_one_that_holds_least(searched):
+    refusal, planned = searched(
+        {"quick": (1.1, 1.1, 0.5), "least": (8.0, 8.0, 0.1)},
+        least={"more": (8.03, 8.03, 0.0)},
+        quick={"both": (1.4, 1.4, 0.0), "longer": (9.0, 9.0, 0.0)},
+    )
+    assert "but together these do: both. A step takes about 1.40 times" in refusal
+    assert planned == ["quick", "least", "more", "both"]

@@ -9,7 +9,7 @@ import shardlib as sl
 from shardlib.errors import IllegalComposition
 from shardlib.plan.transform import Transform
 from shardlib.transforms.accumulate import Accumulate
-from shardlib.transforms.changes import changes, difference
+from shardlib.transforms.changes import changes, difference, largest, other_changes
 from shardlib.transforms.offload import Offload
 
 
@@ -78,3 +78,29 @@ def test_recompute_of_no_block_is_told_as_left_out():
     before, after = (sl.chain(sl.zero(0), sl.remat(policy, store="host")) for policy in ("full", "auto"))
     made = sl.make_plan({"w": torch.ones(8)}, sl.abstract_mesh(data=1), sl.chain(sl.zero(0), sl.remat(blocks=0)))
     assert difference(before, after, made) == "leave out sl.remat(store='host')"
+
+
+def test_rounded_sums_and_tiles_are_tried_where_nothing_else_fits():
+    params = {"blocks": [{"up": torch.ones(64, 8), "gain": torch.ones(8)} for _ in range(2)], "head": torch.ones(32, 8)}
+    parallel = sl.chain(sl.zero(3), sl.precision("bf16"))
+    weights = largest(sl.make_plan(params, sl.abstract_mesh(data=2), parallel))
+    assert weights == ["blocks/*/up", "head"]
+    found = [
+        set(changed.transforms) - set(parallel.transforms) for changed in other_changes(parallel, {"device"}, weights)
+    ]
+    rounded, *tiles = [new for (new,) in found]
+    assert rounded == sl.precision("bf16", reduce_dtype="bf16")
+    assert tiles == [sl.tile(glob, n) for glob in weights for n in (4, 16)]
+    assert not [*other_changes(sl.chain(sl.zero(0)), {"host"}, weights)]
+
+
+def test_a_refusal_names_rounded_sums_where_nothing_else_holds_less():
+    def loss_fn(params, x):
+        return (x @ params["w"]).sum()
+
+    params, batch = {"w": torch.ones(256, 256)}, torch.ones(1, 256)
+    parallel = sl.chain(sl.precision("bf16"), sl.offload(params="host", gradients="host"))
+    given = {"loss_fn": loss_fn, "batch": batch, "optimizer": sl.optim.sgd(0.1)}
+    peak = sl.make_plan(params, sl.abstract_mesh(data=1), parallel, **given).peak_bytes
+    with pytest.raises(IllegalComposition, match=r"reduce_dtype='bf16'"):
+        sl.make_plan(params, sl.abstract_mesh(data=1), parallel, device_memory=int(0.8 * peak), **given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardlib.errors import IllegalComposition, ShardlibError, listing
@@ -15,6 +15,9 @@ from shardlib.plan.tiers.limits import Limits
 from shardlib.plan.transform import Transform
 
 _TOGETHER = 4  # changes that are made together, at most
+_FIRST = 12  # changes that others are tried with in pairs
+_PAIRS = 16  # pairs that are traced
+Changes = Callable[[Transform, Collection[str]], Iterable[Transform]]
 
 
 class Candidate(NamedTuple):
@@ -38,14 +41,17 @@ class Planner:
         rough: plans without a trace, and so counts too little.
         exact: plans with one.
         holds: returns whether what such a plan was found to hold is what it does hold; else it is planned anew.
+        others: returns chains as ``changes`` does, which are tried where those do not fit.
     """
 
     limits: Limits
-    changes: Callable[[Transform, Collection[str]], Iterable[Transform]]
+    changes: Changes
     difference: Callable[[Transform, Transform, Plan], str]
     rough: Callable[[Transform], Plan]
     exact: Callable[[Transform], Plan]
     holds: Callable[[Plan], bool]
+    others: Changes = lambda transform, full: ()
+    _known: dict[str, Candidate | None] = field(default_factory=dict)  # what has been planned, by the code of its chain
 
     def refusal(self, transform: Transform, plan: Plan) -> IllegalComposition:
         """The error that names every memory which ``plan`` does not fit, and the cheapest change that fits."""
@@ -57,7 +63,10 @@ class Planner:
     def _advice(self, start: Candidate) -> str:
         best, alone = self._best(start)
         if not self.holds(best.plan):
+            self._known.clear()
             best, alone = self._best(start)
+        if best.excess:
+            best, alone = self._with_others(start, best)
         if not best.edits:
             return "There is no change that holds less"
         if alone and not best.excess:
@@ -71,19 +80,42 @@ class Planner:
         planned, skipped = self._alone(start)
         if fitting := [candidate for candidate in planned if not candidate.excess]:
             return min(fitting, key=lambda candidate: candidate.seconds), True
-        best = self._least([start, *planned], skipped)
+        best = self._more(self._least([start, *planned], skipped), self.changes)
+        return self._pair(start, planned, skipped, best), False
+
+    def _with_others(self, start: Candidate, best: Candidate) -> tuple[Candidate, bool]:
+        """What ``others`` give, alone if one of them fits, or else on top of what holds least without them."""
+        other = self._least([start], self._edits(start, self.others))
+        if other.edits and not other.excess:
+            return other, True
+        return self._more(min(best, other, key=lambda candidate: candidate[:2]), self.others), False
+
+    def _more(self, best: Candidate, changes: Changes) -> Candidate:
+        """``best`` with more changes, each time the one after which least is missing."""
         while best.edits and best.excess and best.edits < _TOGETHER:
-            after = self._least([best], self._edits(best))
+            after = self._least([best], self._edits(best, changes))
             if after is best:
                 break
             best = after
-        return best, False
+        return best
+
+    def _pair(self, start: Candidate, planned: list[Candidate], skipped: list[_Edit], best: Candidate) -> Candidate:
+        """The cheapest two changes together, or ``best`` if it is cheaper. What holds least after one change may be slow,
+        where two quick ones hold as little as they must."""
+        singles = [*planned, *(Candidate(edit.excess, edit.seconds, 1, edit.after, edit.plan) for edit in skipped)]
+        quickest = sorted(singles, key=lambda single: single.seconds)[:_FIRST]
+        edits = (edit for single in quickest for edit in self._edits(single, self.changes) if not edit.excess)
+        pairs = {repr(edit.after): edit for edit in edits}
+        for edit in sorted(pairs.values(), key=lambda edit: edit.seconds)[:_PAIRS]:
+            if (best.excess or edit.seconds < best.seconds) and (candidate := self._planned(edit)):
+                best = min(best, candidate, key=lambda candidate: candidate[:2])
+        return best
 
     def _alone(self, start: Candidate) -> tuple[list[Candidate], list[_Edit]]:
         """The changes that may fit, planned up to those that take longer than one that fits; and those that hold too much
         even without a trace."""
         planned, skipped, least = [], [], math.inf
-        for edit in sorted(self._edits(start), key=lambda edit: edit.seconds):
+        for edit in sorted(self._edits(start, self.changes), key=lambda edit: edit.seconds):
             if edit.excess:
                 skipped.append(edit)
             elif edit.seconds < least and (candidate := self._planned(edit)):
@@ -95,27 +127,32 @@ class Planner:
         """What holds least beyond the limits, and takes least of these; edits that cannot be it are not traced."""
         best = min(planned, key=lambda candidate: candidate[:2])
         for edit in sorted(edits, key=lambda edit: edit.seconds):
-            if edit[2:] < best[:2] and (candidate := self._planned(edit)):
+            if (edit.excess, edit.seconds) < best[:2] and (candidate := self._planned(edit)):
                 best = min(best, candidate, key=lambda candidate: candidate[:2])
         return best
 
-    def _edits(self, before: Candidate) -> Iterator[_Edit]:
+    def _edits(self, before: Candidate, changes: Changes) -> Iterator[_Edit]:
         full = {use.tier.memory for use in self.limits.uses(before.plan) if not use.fits}
-        for after in self.changes(before.transform, full):
+        for after in changes(before.transform, full):
             try:
                 plan = self.rough(after)
             except ShardlibError:  # it does not compose with the other transforms
                 continue
             plan = replace(plan, traces=assumed(before.plan, plan))
-            yield _Edit(before, after, self.limits.excess(plan), nominal_seconds(plan))
+            yield _Edit(before, after, plan, self.limits.excess(plan), nominal_seconds(plan))
 
     def _planned(self, edit: _Edit) -> Candidate | None:
         before, after, *_ = edit
-        try:
-            plan = self.exact(after)
-        except Exception:  # the loss does not run on smaller micro-batches, say; what it raises then is its own
-            return None
-        return Candidate(self.limits.excess(plan), nominal_seconds(plan), before.edits + 1, after, plan)
+        code = repr(after)
+        if code not in self._known:
+            try:
+                plan = self.exact(after)
+            except Exception:  # the loss does not run on smaller micro-batches, say; what it raises then is its own
+                self._known[code] = None
+            else:
+                excess, seconds = self.limits.excess(plan), nominal_seconds(plan)
+                self._known[code] = Candidate(excess, seconds, before.edits + 1, after, plan)
+        return self._known[code]
 
     def _shown(self, candidate: Candidate, start: Candidate) -> str:
         held = listing([str(use) for use in self.limits.uses(candidate.plan)])
@@ -125,9 +162,11 @@ class Planner:
 
 
 class _Edit(NamedTuple):
-    """A candidate, its chain with one edit, and what that holds beyond the limits and the seconds of a step, at least."""
+    """A candidate, its chain with one edit, its plan without a trace, and what that holds beyond the limits and the seconds
+    of a step, at least."""
 
     before: Candidate
     after: Transform
+    plan: Plan
     excess: float
     seconds: float
