@@ -11,7 +11,6 @@ none of which is made here: only the places of tensors are read, and then the by
 
 from __future__ import annotations
 
-import glob
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,18 +76,14 @@ def import_deepspeed(
     FileNotFoundError: nothing-there has no file 'latest'; give the folder that save_checkpoint was given, or a tag
     """
     mesh = mesh_of("import_deepspeed", into)
-    read, moments, buffers = from_first_rank(mesh, lambda: _read(Path(folder), tag, left_out, _STATE + prefix), folder)
+    read, moments = from_first_rank(mesh, lambda: _read(Path(folder), tag, left_out, _STATE + prefix), folder)
     if isinstance(into, TrainState):
         read = read._replace(held=replace(read.held, tensors=moments | read.held.tensors))
-    else:  # parameters alone have no place for buffers
-        partial = [*globs_of(partial), *map(glob.escape, buffers)]
     return import_into(read, into, prefix, partial)
 
 
-def _read(
-    folder: Path, tag: str | None, left_out: Sequence[str], optimizer: str
-) -> tuple[Imported, dict[str, Entry], Sequence[str]]:
-    """The parameters and buffers of a checkpoint, the tensors of its optimizer, and the names of the buffers."""
+def _read(folder: Path, tag: str | None, left_out: Sequence[str], optimizer: str) -> tuple[Imported, dict[str, Entry]]:
+    """The parameters and buffers of a checkpoint, and the tensors of its optimizer."""
     if tag is None:
         if not (folder / "latest").is_file():
             raise FileNotFoundError(
@@ -112,8 +107,8 @@ def _read(
     sizes = {file: (at / file).stat().st_size for file in (*ranks, *models)}
     held = Manifest(step=0, seed=0, scale=None, mesh={}, tensors=tensors, files=sizes)
     of_kind = {kind: {name: number(at, value) for name, value in of.items()} for kind, of in numbers.items()}
-    read = Imported(at, held, described[0]["global_steps"], of_kind, optimizer)
-    return read, moments, described[0].get("buffer_names") or ()
+    buffers = tuple(described[0].get("buffer_names") or ())
+    return Imported(at, held, described[0]["global_steps"], of_kind, optimizer, buffers), moments
 
 
 def _files(at: Path) -> tuple[list[str], list[str]]:

@@ -6,6 +6,7 @@ A parameter's name is its path with dots. A tensor of an optimizer's state has t
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,7 @@ class Imported(NamedTuple):
         numbers: kind -> a parameter's name -> the number that the optimizer keeps for it: as "step" the updates it has made,
             as "mu_product" NAdam's product.
         optimizer: what names of the optimizer's tensors begin with, before a parameter's path with dots.
+        buffers: the names of tensors that are buffers, where the files tell.
     """
 
     folder: Path
@@ -54,6 +56,7 @@ class Imported(NamedTuple):
     step: int | None
     numbers: Mapping[str, Mapping[str, float]]
     optimizer: str
+    buffers: Sequence[str] = ()
 
 
 def mesh_of(what: str, target: Any) -> Mesh:
@@ -86,8 +89,8 @@ def import_into(
         The parameters, or a state at the step.
     """
     if isinstance(target, Sharded):
-        with Saved(read.folder, read.held) as saved:
-            fill_params(saved, target, prefix, partial)
+        with Saved(read.folder, read.held) as saved:  # parameters alone have no place for buffers
+            fill_params(saved, target, prefix, [*globs_of(partial), *map(glob.escape, read.buffers)])
         return target
     return _import_state(read if step is None else read._replace(step=step), target, prefix, partial)
 

@@ -62,8 +62,8 @@ def initialised(given: nn.Module, key: Key, names: Collection[str] | None = None
     written = ((name, leaf) for name, leaf in module.named_parameters() if name in drawn)
     _require_written(module, written, counted, "parameters")
     for name, leaf in real.items():
-        owner, _, last = name.rpartition(".")
-        own_parameters(module.get_submodule(owner))[last] = leaf
+        path, _, last = name.rpartition(".")
+        own_parameters(module.get_submodule(path))[last] = leaf
     return module
 
 

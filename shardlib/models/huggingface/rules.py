@@ -56,7 +56,8 @@ def expert_rules(module: nn.Module) -> tuple[str, ...]:
     >>> huggingface.expert_rules(model)
     ('*layers/*/mlp/experts/gate_up_proj', '*layers/*/mlp/experts/down_proj')
     """
-    if any(is_adapted_parameter(child) and hasattr(child.get_base_layer(), EXPERTS) for child in module.modules()):
+    wrappers: list[Any] = [child for child in module.modules() if is_adapted_parameter(child)]
+    if any(hasattr(wrapper.get_base_layer(), EXPERTS) for wrapper in wrappers):
         raise TreeError(
             f"{type(module).__name__} has adapters on experts' leaves (target_parameters), in whose factors all experts lie "
             "together, so that they are not dealt out: leave sl.experts out of the plan (sl.zero(3) shards the leaves), or "
