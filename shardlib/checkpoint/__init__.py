@@ -1,5 +1,6 @@
 """Saving and restoring a train state, on the same mesh or another."""
 
+from shardlib.checkpoint.carrying import carry
 from shardlib.checkpoint.commit import complete, remove, step_of
 from shardlib.checkpoint.dcp import import_dcp
 from shardlib.checkpoint.deepspeed import import_deepspeed
@@ -14,6 +15,7 @@ from shardlib.checkpoint.save import save
 __all__ = [
     "Manager",
     "bytes_to_read",
+    "carry",
     "checkpoint_at",
     "complete",
     "export_safetensors",
