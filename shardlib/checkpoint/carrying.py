@@ -80,7 +80,8 @@ def _matched(given: Parts, parts: Parts, anew: Sequence[str]) -> _Copies:
     held: dict[str, list[Fragment]] = {}
     for fragment in _fragments(given):
         held.setdefault(fragment.name, []).append(fragment)
-    wholes, copies = dict(common_leaves(given)), []
+    wholes = dict(common_leaves(given))
+    copies: _Copies = []
     found: dict[str, str] = {}
     wanted = set[str]()
     for fragment in _fragments(parts):
