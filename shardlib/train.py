@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from shardlib.checkpoint.carrying import carry
 from shardlib.collectives import primitives
 from shardlib.common.boundaries import untransformed
 from shardlib.errors import IllegalComposition, TreeError
@@ -133,8 +132,6 @@ def make_train_step(
     rng: Key | int = 0,
     donate: bool = True,
     nonfinite: str | None = None,
-    state: TrainState | None = None,
-    anew: Sequence[str] = (),
 ) -> tuple[TrainState, Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]]:
     """Make the initial state, and ``train_step(state, batch) -> (state, metrics)``.
 
@@ -165,11 +162,6 @@ def make_train_step(
         donate: whether a step may reuse the memory of the state it is given; that state may not be used again.
         nonfinite: what to do about a loss or gradient that is not finite, or a batch of weight 0 (see `Mean`), whose loss is
             0: "raise" (the default), or "skip" the update (the default under dynamic loss scaling).
-        state: the state of another train step on the same mesh, with which this one goes on: its step, key, loss scale,
-            buffers, and all that its optimizer and exchanges keep. The parameters are ``params``, such as ``state.params``.
-            ``rng`` is not used, and ``state`` is used up unless ``donate=False``. See docs/changes.md.
-        anew: globs over names of tensors (``"opt/*/head"``; see ``shardlib checkpoint show``) that begin anew: ``state`` may
-            lack them, or have them in another shape or in vain.
 
     Ranks that share a batch must be given the same batch, and all ranks the same optimizer, buffers, rng and state. The
     arguments of `make_train_step` are compared at once; step number, rng, loss scale, injected hyper-parameters and the
@@ -178,7 +170,7 @@ def make_train_step(
     Raises:
         TypeError: an optimizer that is not a gradient transformation (see `optim.from_torch` for torch's optimizers).
         IllegalComposition: an optimizer that declares no locality, on shards.
-        TreeError: parameters of `torch.inference_mode`; a ``state`` that does not fit, whose tensors are listed.
+        TreeError: parameters of `torch.inference_mode`.
         RankMismatch: ranks were given different arguments; names them and the ranks. The step raises it too.
 
     >>> loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
@@ -195,9 +187,6 @@ def make_train_step(
             "and sl.make_train_step (torch.no_grad() is fine), and clone parameters that were made there: param.clone()"
         )
     plan, mesh = with_owner(lifted.plan, optimizer), lifted.mesh
-    if state is not None:
-        buffers = state.buffers if buffers is None else buffers
-        lifted = lifted.lent() if lifted.shares(state.params) else lifted
     lifted = at_rest(lifted.under(plan))
     policy = nonfinite or ("skip" if plan.step.loss_scale else "raise")
     if policy not in ("raise", "skip"):
@@ -300,7 +289,7 @@ def make_train_step(
     opt = updates.init(lifted)
     require_unpacked(plan, opt.inner)
     skips = skips_unused(opt.inner)
-    fresh = TrainState(
+    state = TrainState(
         step=0,
         params=lifted,
         opt=opt,
@@ -309,8 +298,7 @@ def make_train_step(
         scale=plan.step.loss_scale,
         rng=key,
     )
-    begun = fresh.fitting() if state is None else carry(state, fresh, anew, donate=donate)
-    return begun, train_step
+    return state.fitting(), train_step
 
 
 def unused_params(

@@ -1,6 +1,7 @@
 """Saving and restoring a train state, on the same mesh or another."""
 
 from shardlib.checkpoint.by_path import read_leaf, write_leaf
+from shardlib.checkpoint.carrying import carry
 from shardlib.checkpoint.commit import complete, remove, step_of
 from shardlib.checkpoint.dcp import import_dcp
 from shardlib.checkpoint.deepspeed import import_deepspeed
@@ -15,6 +16,7 @@ from shardlib.checkpoint.save import save
 __all__ = [
     "Manager",
     "bytes_to_read",
+    "carry",
     "checkpoint_at",
     "complete",
     "export_safetensors",

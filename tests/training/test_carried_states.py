@@ -16,11 +16,10 @@ def loss_fn(params, batch):
     return (torch.tanh(batch @ params["body"]) @ params["head"] - batch).square().mean()
 
 
-def trained(mesh, transform, state=None, steps=range(3), tx=None, params=PARAMS, **options):
+def trained(mesh, transform, old=None, steps=range(3), params=PARAMS, anew=()):
     """A state after some steps, begun anew or from another one's."""
-    params = sl.shard(params, mesh, transform)
-    tx = sl.optim.adamw(1e-2) if tx is None else tx
-    state, step = sl.make_train_step(loss_fn, params, tx, state=state, **options)
+    state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), sl.optim.adamw(1e-2))
+    state = state if old is None else sl.checkpoint.carry(old, state, anew=anew)
     for number in steps:
         batch = BATCHES[number]
         state, _ = step(state, batch.chunk(mesh.size)[mesh.rank])
@@ -50,7 +49,7 @@ def test_other_micro_batches_and_frozen_parameters(stage):
         state = trained(mesh, sl.zero(stage))
         params = sl.unshard(state.params)
         ramped = trained(mesh, sl.chain(sl.zero(stage), sl.accumulate(4)), state, range(3, 6), params=params)
-        with pytest.raises(DonatedStateError, match="make_train_step has taken over"):
+        with pytest.raises(DonatedStateError, match="carry has taken over"):
             state.opt  # noqa: B018
         assert ramped.step == 6
         state = trained(mesh, sl.zero(stage))
@@ -82,14 +81,14 @@ def test_residuals_masters_and_the_loss_scale(transform):
                 state, _ = step(state, BATCHES[number].float().chunk(2)[mesh.rank])
             return state
 
-        def made(sharded, rate, **options):
-            return sl.make_train_step(loss_fn, sharded, sl.optim.adamw(rate), donate=False, **options)
+        def made(sharded, rate):
+            return sl.make_train_step(loss_fn, sharded, sl.optim.adamw(rate), donate=False)
 
         state, step = made(sl.shard(params, mesh, transform), 1e-2)
         state = stepped(state, step, range(3))
         due = stepped(state, step, range(3, 6))
-        carried, other = made(state.params, lambda count: 1e-2, state=state)
-        found = stepped(carried, other, range(3, 6))
+        fresh, other = made(state.params, lambda count: 1e-2)
+        found = stepped(sl.checkpoint.carry(state, fresh, donate=False), other, range(3, 6))
         return [(each.step, values(each), each.comm, each.opt.masters, each.scale) for each in (due, found)]
 
     for due, found in sl.simulate(run, mesh={"data": 2}):
@@ -98,23 +97,25 @@ def test_residuals_masters_and_the_loss_scale(transform):
 
 
 def test_what_begins_anew_and_what_does_not_fit():
-    mesh, first = sl.make_mesh(), trained(sl.make_mesh(), sl.zero(0))
-    kept = {"donate": False, "state": first}
-    state, _ = sl.make_train_step(loss_fn, first.params, sl.optim.adamw(1e-2), anew=["opt/inner/*mu/*"], **kept)
+    first, adamw = trained(sl.make_mesh(), sl.zero(0)), sl.optim.adamw(1e-2)
+
+    def carried(tx, params=None, **options):
+        fresh, step = sl.make_train_step(loss_fn, first.params if params is None else params, tx, donate=False)
+        return sl.checkpoint.carry(first, fresh, donate=False, **options), step
+
+    state, _ = carried(adamw, anew=["opt/inner/*mu/*"])
     assert state.step == 3 and state.opt.inner.count == 3
     moments = [next(iter(each.values())) for each in (state.opt.inner.mu, state.opt.inner.nu, first.opt.inner.nu)]
     assert not moments[0].any() and torch.equal(moments[1], moments[2])
     with pytest.raises(TreeError, match=r"does not fit(.|\n)*opt/inner/mu/body: in the old state alone(.|\n)*anew="):
-        sl.make_train_step(loss_fn, first.params, sl.optim.sgd(0.1), **kept)
-    state, step = sl.make_train_step(loss_fn, first.params, sl.optim.sgd(0.1), anew=["opt/*"], **kept)
+        carried(sl.optim.sgd(0.1))
+    state, step = carried(sl.optim.sgd(0.1), anew=["opt/inner/*"])
     assert step(state, BATCHES[3])[0].step == 4
-    grown = sl.shard({**PARAMS, "body": torch.zeros(6, 7)}, mesh)
     with pytest.raises(TreeError, match=r"mu/body: \(6, 6\) in the old state, \(6, 7\) in the new one"):
-        sl.make_train_step(loss_fn, grown, sl.optim.adamw(1e-2), **kept)
+        carried(adamw, {**PARAMS, "body": torch.zeros(6, 7)})
+    packed, _ = sl.make_train_step(loss_fn, {"w": torch.zeros(128, 64)}, sl.optim.adamw8bit(1e-2))
     with pytest.raises(IllegalComposition, match="in few bits, cannot be carried over: save it"):
-        large = {"w": torch.zeros(128, 64)}
-        packed, _ = sl.make_train_step(lambda p, x: p["w"].sum(), large, sl.optim.adamw8bit(1e-2))
-        sl.make_train_step(lambda p, x: p["w"].sum(), packed.params, sl.optim.adamw8bit(1e-2), state=packed)
+        sl.checkpoint.carry(packed, packed)
 
     def elsewhere(mesh):
         state = trained(mesh, sl.zero(2))
