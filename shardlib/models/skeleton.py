@@ -256,7 +256,7 @@ class _Call:
             name
             for name, buffer in now.items()
             if buffer is not self._held.get(name)
-            or (name in self._places and place_of(buffer) != self._places[name])
+            or (buffer is not None and name in self._places and place_of(buffer) != self._places[name])
             or (buffer is not None and name in self._versions and version_of(buffer) != self._versions[name])
         }
 
