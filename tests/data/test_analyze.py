@@ -415,7 +415,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         (["none.tokens"], "No such file"),
         (["a.tokens", "--metric", "mine_to_analyze:depth"], "mine_to_analyze:depth"),
         (["a.tokens", "--sequence", "99"], "a window of sequence=99"),
-        (["a.tokens", "--sequence", "4", "--metric", "depth"], r"^analyze: metric='depth'"),
+        (["a.tokens", "--sequence", "4", "--metric", "depth"], r"^shardlib analyze: metric='depth'"),
     ):
         with pytest.raises(SystemExit, match=message):
             cli.main(["analyze", *arguments, "--out", "d"])
