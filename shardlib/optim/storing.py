@@ -127,12 +127,14 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     >>> sl.optim.apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -0.5])})["w"]
     tensor([1.5000, 0.5000])
     """
-    if isinstance(params, Sharded) != isinstance(updates, Sharded) or getattr(updates, "role", "grad") != "grad":
-        kinds = [getattr(tree, "role", type(tree).__name__) for tree in (params, updates)]
+    if isinstance(params, Sharded) != isinstance(updates, Sharded):
+        kinds = [type(tree).__name__ for tree in (params, updates)]
         raise TreeError(
             f"apply_updates: parameters are a {kinds[0]} and updates a {kinds[1]}; give both Sharded (tx.update returns "
             "Sharded updates for Sharded gradients), or both whole (sl.unshard)"
         )
+    if isinstance(updates, Sharded) and updates.role != "grad":
+        raise TreeError("apply_updates: these are parameters, where updates are due; give what tx.update returned")
     if not isinstance(params, Sharded):
         require_no_shards("apply_updates", (params, updates))
         return _applied(params, updates)
