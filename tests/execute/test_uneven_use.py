@@ -412,7 +412,11 @@ def test_a_plan_names_units_that_the_traced_batch_does_not_use():
     assert "Not used by the traced batch: experts/1, experts/2, last." in text
     whole = str(sl.make_plan(parameters(), sl.abstract_mesh(data=2), stage=3))
     assert "Not used" not in whole
-    values = str(sl.make_plan(parameters(), sl.abstract_mesh(data=2), stage=3, loss_fn=loss_fn, batch=batch_of([1, 2])))
+    batch = batch_of([1, 2])
+    values = str(sl.make_plan(parameters(), sl.abstract_mesh(data=2), stage=3, loss_fn=loss_fn, batch=batch))
+    assert "Not used by the traced batch: " in values and "adds its gathers to every rank's payload" in values
+    batch = optree.tree_map(lambda leaf: leaf.to("meta"), batch)  # of which nobody has values
+    values = str(sl.make_plan(parameters(), sl.abstract_mesh(data=2), stage=3, loss_fn=loss_fn, batch=batch))
     assert "all ranks gather the units that any rank uses" in values
 
 
