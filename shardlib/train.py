@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,9 +62,7 @@ def value_and_grad(
     >>> float(loss), grads["w"]
     (7.0, tensor([3., 4.]))
     """
-    bound: list[tuple[Any, LossStep]] = []
-    scales: list[LossScale | None] = []  # of the next call
-    lifting = Lifting()
+    bound = _Bound()
 
     @untransformed("value_and_grad's function")
     def grad_fn(
@@ -73,20 +72,20 @@ def value_and_grad(
         params = given_params("value_and_grad's function", params)
         if not isinstance(params, Sharded):
             require_no_graph("value_and_grad's function", params)
-        lifted = lifting(params)
+        lifted = bound.lifting(params)
         bound_to = lifted.plan, buffers is not None
-        if not bound or bound[0][0] != bound_to:
-            bound[:] = [(bound_to, LossStep(loss_fn, lifted.plan, lifted.mesh, buffers is not None, buffer_kinds))]
+        if bound.to != bound_to:
+            bound.loss = LossStep(loss_fn, lifted.plan, lifted.mesh, buffers is not None, buffer_kinds)
             BufferKinds(buffer_kinds).require_known(buffers)
-            scales[:] = [lifted.plan.step.loss_scale]
+            bound.to, bound.scale = bound_to, lifted.plan.step.loss_scale
         if lifted.plan.residuals:
             raise IllegalComposition(
                 "gradients are compressed with error feedback, whose residuals are in a TrainState: use sl.make_train_step, "
                 "or feedback=False in onebit() and quantize()"
             )
-        scale, draws = scales[0], states_of_generators(lifted.mesh.device)
+        scale, draws = bound.scale, states_of_generators(lifted.mesh.device)
         while True:
-            evaluation = bound[0][1](
+            evaluation = bound.loss(
                 lifted,
                 batch,
                 buffers,
@@ -103,7 +102,7 @@ def value_and_grad(
             scale = lower
             restore_generators(draws)
         if scale is not None and evaluation.finite:
-            scales[0] = scale.after(True)
+            bound.scale = scale.after(True)
         factor = evaluation.scale
         flat = evaluation.grads
         if factor is not None:
@@ -115,6 +114,17 @@ def value_and_grad(
         return value, grads if isinstance(params, Sharded) else grads.tree
 
     return grad_fn
+
+
+class _Bound(threading.local):
+    """What a function of `value_and_grad` keeps from call to call, of each rank its own: simulated ranks are threads."""
+
+    loss: LossStep
+    scale: LossScale | None  # of the next call
+
+    def __init__(self) -> None:
+        self.to: Any = None  # the plan, and whether there are buffers
+        self.lifting = Lifting()
 
 
 def _times(grad: torch.Tensor, factor: float) -> torch.Tensor:

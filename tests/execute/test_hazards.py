@@ -753,3 +753,14 @@ def test_a_unit_without_a_name_is_called_by_its_leaves():
 
     with pytest.raises(HandleError, match=r"unit 'v and 1 more' is gathered"):
         sl.simulate(run, mesh={"data": 2})
+
+
+def test_a_function_of_value_and_grad_serves_all_simulated_ranks():
+    """They are threads; one plan's runner for all of them would hang."""
+    grad_fn = sl.value_and_grad(lambda params, batch: (batch @ params["w"]).square().mean())
+
+    def run(mesh):
+        params = sl.shard({"w": torch.ones(4, 4)}, mesh, stage=3)
+        return [float(grad_fn(params, torch.full((2, 4), mesh.rank + 1.0))[0]) for _ in range(2)]
+
+    assert sl.simulate(run, mesh={"data": 2}) == [[40.0, 40.0]] * 2
