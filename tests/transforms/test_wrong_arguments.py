@@ -106,6 +106,7 @@ TABLE = [
             "keep": ANY_GLOBS,
             "leaves": RULES | LEFT_OUT,
             "master": FLAG,
+            "autocast": FLAG,
             "loss_scale": {*INTEGER, "half", "NumPy half"} | LEFT_OUT,
         },
     ),
