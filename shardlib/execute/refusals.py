@@ -55,7 +55,7 @@ def refuse_autocast(unit: UnitState, plan: Plan, device: torch.device) -> None:
         if any(len(shape) > 1 for bucket in buckets for shape in bucket.shapes):
             name = _NAMES[torch.get_autocast_dtype(device.type)]
             raise HandleError(
-                f"torch.autocast is on while {unit.label} is gathered in fp32 (ZeRO stage 3): its copies of whole "
+                f"torch.autocast is on while unit {unit.label!r} is gathered in fp32 (ZeRO stage 3): its copies of whole "
                 f"parameters would stay until backward. Put sl.precision({name!r}, autocast=True) in the plan instead, which "
                 "gathers in 16 bits what autocast casts"
             )

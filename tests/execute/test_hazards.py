@@ -749,7 +749,7 @@ def test_a_unit_without_a_name_is_called_by_its_leaves():
             return (params["w"] * batch).sum() + params["v"].sum()
 
     def run(mesh):
-        sl.value_and_grad(loss_fn)(sl.shard({"v": torch.ones(4), "w": torch.ones(4)}, mesh, stage=3), torch.ones(4))
+        sl.value_and_grad(loss_fn)(sl.shard({"v": torch.ones(2, 2), "w": torch.ones(2, 2)}, mesh, stage=3), 1.0)
 
     with pytest.raises(HandleError, match=r"unit 'v and 1 more' is gathered"):
         sl.simulate(run, mesh={"data": 2})
