@@ -26,7 +26,7 @@ from shardlib.models.from_module import from_module, partly_drawn
 from shardlib.models.huggingface.conversion import not_in_files
 from shardlib.models.lineage import NO_VALUES, Lineage, tensors_of
 from shardlib.models.meta import reset_buffers
-from shardlib.models.skeleton import hollow
+from shardlib.models.skeletons import hollow
 from shardlib.plan.transform import Transform, chain
 from shardlib.rng import Key
 from shardlib.shard import default_transform, mesh_of_ranks

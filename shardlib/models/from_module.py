@@ -14,7 +14,8 @@ from torch import nn
 from shardlib.errors import TreeError
 from shardlib.models.meta import initialised, reset_buffers, sharing
 from shardlib.models.refusals import require_all_used, require_module, require_no_renorm, require_trained
-from shardlib.models.skeleton import Buffers, Skeletons, buffers_of
+from shardlib.models.skeleton import Buffers, buffers_of
+from shardlib.models.skeletons import Skeletons
 from shardlib.nn.blocks import Sequential, sequential
 from shardlib.rng import Key
 from shardlib.sharded.given import read_params

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,16 +17,12 @@ from torch import nn
 from shardlib.common._compat import no_modes, own_buffers, own_parameters, version_of, watch_checkpoints
 from shardlib.common.writes import has_place, place_of
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
-from shardlib.models.adapted import adapt_in_place
-from shardlib.models.copying import Copy
 from shardlib.models.observed import FirstCalls
 from shardlib.models.originals import Original
-from shardlib.models.parameter_hooks import ParameterHooks, hooks_of
-from shardlib.models.placeholders import copy_with_placeholders
-from shardlib.models.refusals import explained, require_copies
+from shardlib.models.parameter_hooks import ParameterHooks
+from shardlib.models.refusals import explained
 from shardlib.nn.parts import following, mode_of_modules
 from shardlib.nn.tiled_modules import current_modules
-from shardlib.tree import leaves_of
 
 Named = Mapping[str, torch.Tensor]
 Buffers = Mapping[str, torch.Tensor | None]
@@ -34,66 +30,9 @@ Buffers = Mapping[str, torch.Tensor | None]
 _calls = threading.local()  # ``under_way``: the running calls of this thread, outermost first
 
 
-class Skeletons:
-    """Copies of a module, one per thread and device, as a call puts tensors into the module itself."""
-
-    def __init__(self, module: nn.Module, buffers: Buffers) -> None:
-        # Never called, so that a thread can copy it while another one is in a call.
-        self._pattern = _copied_or_refused(module, copy_with_placeholders)
-        adapt_in_place(self._pattern.module)
-        self._original = Original(module, self._pattern)
-        self._hooks = hooks_of(module, self._pattern.copier)
-        # The module's own may be written to.
-        self._buffers = {name: _copied(buffer) for name, buffer in buffers.items()}
-        self._local = threading.local()
-
-    def beside(self, parameters: Named, args: Any, name: str = "") -> Skeleton:
-        """This thread's skeleton of the submodule ``name``, with buffers on the device of ``parameters`` or ``args``."""
-        if not hasattr(self._local, "made"):
-            self._local.made = {}
-        made: dict[tuple[str, torch.device | None], Skeleton] = self._local.made
-        held = parameters.values() or leaves_of(args)
-        device = next((value.device for value in held if isinstance(value, torch.Tensor)), None)
-        if (name, device) not in made:
-            # Made outside of whatever surrounds the call: a trace on fake tensors, a recomputed block, inference mode.
-            with no_modes(), torch.inference_mode(False):
-                if ("", device) not in made:
-                    copied = copy_with_placeholders(self._pattern.module)
-                    buffers = {name: None if b is None else b.to(device) for name, b in self._buffers.items()}
-                    made["", device] = Skeleton(
-                        copied.module, buffers, self._original.copied_again(copied), self._hooks
-                    )
-                made[name, device] = made["", device].part(name)
-        # A call in another one goes on with what the outer one began with, and compiled functions read no weak references.
-        if not torch.compiler.is_compiling() and not getattr(_calls, "under_way", ()):
-            made["", device].follow()
-        return made[name, device]
-
-
-T = TypeVar("T")
-
-
-def _copied_or_refused(module: nn.Module, copy_of: Callable[[nn.Module], T]) -> T:
-    """A copy of a module.
-
-    Raises:
-        TreeError: the module has attributes that cannot be copied.
-    """
-    try:
-        return copy_of(module)
-    except Exception:
-        require_copies(module)
-        raise
-
-
-def hollow(module: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device, tied ones still tied.
-
-    Raises:
-        TreeError: the module has attributes that cannot be copied.
-    """
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
-    return _copied_or_refused(module, Copy(module.modules(), dict(module.named_parameters()), memo))
+def in_call() -> bool:
+    """Whether a call of a skeleton runs in this thread."""
+    return bool(getattr(_calls, "under_way", ()))
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -153,12 +92,14 @@ class Skeleton:
         module = self.module.get_submodule(name)
         return Skeleton(module, inside, self._original, self.hooks.part(name), name) if name else self
 
-    def follow(self) -> None:
-        """Carry over what was done to the original."""
-        if self._original is not None and (changed := self._original.follow()):
+    def follow(self) -> bool:
+        """Carry over what was done to the original; returns whether its buffers changed."""
+        changed = {} if self._original is None else self._original.follow()
+        if changed:
             device = next((buffer.device for buffer in self._buffers.values() if buffer is not None), None)
             self._buffers |= {name: None if b is None else b.detach().to(device) for name, b in changed.items()}
             self._renew()
+        return bool(changed)
 
     @contextmanager
     def in_mode(self, training: bool | None) -> Iterator[None]:
@@ -411,7 +352,7 @@ def _lasting(fn: Callable[..., Any], args: Any, has_context: bool) -> tuple[Call
 
 
 def _refuse_reentrant() -> None:
-    if getattr(_calls, "under_way", ()) and torch.is_grad_enabled():
+    if in_call() and torch.is_grad_enabled():
         raise LossError(f"the module {REENTRANT}")
 
 

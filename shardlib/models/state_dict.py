@@ -12,7 +12,8 @@ from shardlib.errors import TreeError, listing
 from shardlib.models.from_module import Blocks, flat
 from shardlib.models.meta import reset_buffers
 from shardlib.models.refusals import require_all_used, require_module
-from shardlib.models.skeleton import Buffers, Skeleton, buffers_of, hollow
+from shardlib.models.skeleton import Buffers, Skeleton, buffers_of
+from shardlib.models.skeletons import hollow
 from shardlib.sharded.given import given_buffers, given_params
 from shardlib.sharded.tree import Sharded
 from shardlib.sharded.unshard import unshard
