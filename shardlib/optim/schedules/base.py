@@ -39,6 +39,11 @@ def later(steps: torch.Tensor | float) -> Iterator[None]:
         _later.reset(before)
 
 
+def _steps_later() -> float:
+    """How many: a function of the module's, since schedules are pickled with what they name, and a ContextVar cannot be."""
+    return _later.get()
+
+
 def on_numbers(schedule: Schedule) -> Schedule:
     """``schedule`` for any number, tensor or array of steps, returning a float64 tensor of the same shape.
 
@@ -51,7 +56,7 @@ def on_numbers(schedule: Schedule) -> Schedule:
         at = _numbers(step)
         if at is None:
             raise TypeError(f"a schedule is a function of the step's number, not of {_described(step)}")
-        if steps := _later.get():
+        if steps := _steps_later():
             with later(0.0):  # schedules that this one calls are given its step
                 given = schedule(at + steps)
         else:
