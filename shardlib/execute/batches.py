@@ -110,6 +110,8 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
 
     def parts(leaf: Any) -> Sequence[Any]:
         leaf = cast(leaf, plan)
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach()  # so that x.requires_grad_() in a loss does not mark the caller's tensor
         cut = isinstance(leaf, torch.Tensor) and leaf.dim() and n > 1
         cuts = leaf.tensor_split(n) if cut else [leaf] * n
         return [aligned(part) for part in cuts] if plan.step.tree and isinstance(leaf, torch.Tensor) else cuts
