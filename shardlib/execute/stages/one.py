@@ -79,6 +79,8 @@ class OneStage:
             # Without weights the step is taken again. Ranks that gather run its backward too, to keep to their trace.
             if outcome is None or not (weighing.knows(outcome) or self.executor.gathers):
                 return ()
+            if len(outcome.means) == 1:
+                return (torch.full((), call.seed(outcome), dtype=torch.float64, device=self._mesh.device),)
             return (call.seed(outcome) * weighing.factors(outcome)).unbind()
 
         turn = Turn(index, index == len(call.microbatches) - 1)
