@@ -31,7 +31,9 @@ INSIDE = {
     if is_private(name)
 }
 # Of named tuples, handles, and transformers' models.
-OTHERS = {"_fields", "_path", "_tp_plan", "_init_weights", "_is_expert_parallel", "_keys_to_ignore_on_load_unexpected"}
+OTHERS = {"_fields", "_path", "_tp_plan", "_init_weights", "_is_expert_parallel"} | {
+    f"_keys_to_ignore_on_{when}" for when in ("load_unexpected", "load_missing", "save")
+}
 
 
 def inside_of_torch(source: str) -> Iterator[str]:

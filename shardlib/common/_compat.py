@@ -53,6 +53,9 @@ graph_task = torch._C._current_graph_task_id  # of the backward that runs in thi
 flatten_dense_tensors, unflatten_dense_tensors = _flatten_dense_tensors, _unflatten_dense_tensors
 asks_device = torch.ops.prim.device.default  # dispatched wherever torch reads the device of a fake tensor
 add_to_each_ = torch._foreach_add_
+# Operators of which torch.ops has private names alone.
+unique, grouped_product = torch.ops.aten._unique2.default, torch.ops.aten._grouped_mm.default
+to_copy = torch.ops.aten._to_copy.default
 writes: Callable[[Any], bool] = attrgetter(
     "_schema.is_mutable"
 )  # whether an operator says that it writes to its arguments
@@ -208,6 +211,11 @@ def compiler_of(value: Any) -> Callable[[Any], Any] | None:
         return None
     cells = dict(zip(value.__code__.co_freevars, value.__closure__ or ()))
     return cells["self"].cell_contents if "self" in cells else None
+
+
+def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
+    """Have a module call ``call`` when it is called, as `Module.compile` does."""
+    module._compiled_call_impl = call
 
 
 def is_compiler(value: Any) -> bool:

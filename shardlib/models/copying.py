@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.common._compat import compiled_call, compiler_of, is_compiler, storage_id
+from shardlib.common._compat import compiled_call, compiler_of, is_compiler, set_compiled_call, storage_id
 from shardlib.errors import TreeError
 
 _ATOMIC = (
@@ -146,7 +146,7 @@ class Copy:
         for key, item in entries or ():
             made[self(key)] = self(item)
         if compiled := compiled_call(value):  # a module's, which its state leaves out
-            made._compiled_call_impl = self(compiled)
+            set_compiled_call(made, self(compiled))
         return made
 
 

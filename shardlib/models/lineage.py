@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardlib.common._compat import TorchDispatchMode, pytree, storage_id, writes
+from shardlib.common._compat import TorchDispatchMode, pytree, storage_id, to_copy, writes
 from shardlib.errors import TreeError, listing
 
 NO_VALUES = (
     "Let it wrap, copy and leave out weights, and start new ones without reading these, as LoRA does by default; vocab= "
     "resizes embeddings of tokens"
 )
-_COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+_COPIES = {torch.ops.aten.clone.default, to_copy}
 _MADE_ALIKE = ("new_", "_like")  # parts of names of operators that read of a tensor its form alone
 
 

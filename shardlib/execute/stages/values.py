@@ -12,7 +12,9 @@ from shardlib.common._compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     TorchDispatchMode,
+    grouped_product,
     no_modes,
+    unique,
 )
 from shardlib.tree import leaves_of
 
@@ -123,6 +125,6 @@ _INSTEAD: Mapping[Any, Callable[[Values, Any, Any, Any], Any]] = {
     torch.ops.aten.nonzero.default: _nonzero,
     torch.ops.aten.index.Tensor: _index,
     torch.ops.aten.masked_select.default: _masked_select,
-    torch.ops.aten._unique2.default: _unique,
-    torch.ops.aten._grouped_mm.default: _grouped_mm,
+    unique: _unique,
+    grouped_product: _grouped_mm,
 }
