@@ -20,14 +20,15 @@ from shardlib.tree import Tree, flatten, matches, path_name, tree_map, unflatten
 
 KINDS = ("averaged", "rank-local", "equal")
 EVERY = 16  # steps between two comparisons of buffers that are to be equal: they are read for it
-_STATISTICS = ("running_mean", "running_var")  # BatchNorm's, and those of modules like it
+# Statistics of a batch: BatchNorm's and those of modules like it, and how often experts were chosen.
+_STATISTICS = re.compile(r"(.*[./])?(running_mean|running_var|experts[./]counts)")
 
 
 class BufferKinds:
     """What buffers are to the ranks that share a batch: "averaged" after each step, "rank-local", or "equal".
 
-    By default the running statistics of BatchNorm are averaged, other floating and complex buffers equal, and the rest
-    rank-local. Buffers that are to be equal are compared in the first step and every 16th.
+    By default the running statistics of BatchNorm and the counts of experts are averaged, other floating and complex buffers
+    equal, and the rest rank-local. Buffers that are to be equal are compared in the first step and every 16th.
 
     Args:
         kinds: glob over paths -> kind, of which the first match counts.
@@ -70,7 +71,7 @@ class BufferKinds:
                 return kind
         if not has_mean:
             return "rank-local"
-        return "averaged" if re.split(r"[./]", path)[-1] in _STATISTICS else "equal"
+        return "averaged" if _STATISTICS.fullmatch(path) else "equal"
 
     def after_step(self, buffers: Tree, plan: Plan, mesh: Mesh) -> Tree:
         """Buffers after a step, detached, on every rank as their kinds say. Collective over the batch axes.

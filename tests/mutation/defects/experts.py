@@ -177,8 +177,8 @@ DEFECTS = (
         "skip",
         "execute/executor.py",
         "the plan's exchange of tokens does not reach the loss",
-        "tiled, tokens, lambda",
-        "tiled, None, lambda",
+        "            tiled,\n            tokens,\n",
+        "            tiled,\n            None,\n",
         (f"{_DEALT}::test_stages",),
     ),
     Defect(
