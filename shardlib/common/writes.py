@@ -106,6 +106,12 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int | torch.SymInt]:
     return 0, tensor.data_ptr()
 
 
+def place_for(like: torch.Tensor | None) -> Callable[[torch.Tensor], Any]:
+    """The quickest function that tells where tensors like this one begin: `place_of`, or their address."""
+    addressed = type(like) is torch.Tensor and has_place(like) and not like.is_meta
+    return torch.Tensor.data_ptr if addressed else lambda tensor: place_of(tensor) if has_place(tensor) else None
+
+
 def owner_of(tensor: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """The name of the contiguous tensor in whose memory ``tensor`` begins; None if it begins in none of theirs."""
     if not has_place(tensor):

@@ -15,7 +15,7 @@ from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common.originals import differentiated
-from shardlib.common.writes import Observer, has_place, owner_of, place_of, written
+from shardlib.common.writes import Observer, owner_of, place_for, written
 from shardlib.errors import LossError, listing
 from shardlib.execute.following import Following
 from shardlib.execute.handles import Handle
@@ -52,12 +52,15 @@ class FirstRun:
         Raises:
             HandleError: the function writes to a parameter; names it.
         """
-        places = {path: place_of(leaf) for path, leaf in leaves.items() if has_place(leaf)}
+        plain = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, Handle)}
+        place = place_for(next(iter(plain.values()), None))
+        before = [*map(place, plain.values())]
         with nullcontext() if self._over else self._watched(leaves):
             yield
         self._over = True
-        assigned = [path for path, place in places.items() if place_of(leaves[path]) != place]
-        if assigned:
+        after = [*map(place, plain.values())]
+        if after != before:
+            assigned = [path for path, was, now in zip(plain, before, after) if was != now]
             raise written("an assignment to .data", *assigned)
 
     @contextmanager
