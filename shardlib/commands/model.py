@@ -48,7 +48,7 @@ def add_sizes(parser: argparse.ArgumentParser, title: str = "model", *, given: b
 
 
 def other_sizes(args: argparse.Namespace, held: Mapping[str, int]) -> dict[str, int]:
-    """Those of a model's sizes that are not the given ones."""
+    """The sizes of a model that are not the given ones."""
     return {name: held[name] for name in SIZES if getattr(args, name) not in (None, held[name])}
 
 

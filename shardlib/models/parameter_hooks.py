@@ -31,7 +31,7 @@ class ParameterHooks:
         self._linear: set[Hook] = set()
 
     def part(self, name: str) -> ParameterHooks:
-        """Those of a submodule's parameters, by their names in it."""
+        """The hooks of a submodule's parameters, by their names in it."""
         inside = [key for key in self._hooks if key.startswith(f"{name}.")]
         return ParameterHooks({key.removeprefix(f"{name}."): self._hooks[key] for key in inside})
 
