@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from operator import is_
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -78,7 +79,7 @@ class Copy:
             made += map(self, value)
         elif kind is tuple:
             items = tuple(map(self, value))
-            made = value if all(map(_same, items, value)) else items
+            made = value if all(map(is_, items, value)) else items
         elif kind is FunctionType:
             made = self._function(value) if self.holds_parts(value) else value
         elif kind is MethodType:
@@ -157,10 +158,6 @@ def _has_memory(value: Any) -> bool:
         and value.layout == torch.strided
         and value.numel() > 0
     )
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _contents(cell: CellType) -> Iterator[Any]:

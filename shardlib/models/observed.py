@@ -1,4 +1,5 @@
-"""A look at the first call of a module in each of its modes, for writes that no version counter sees."""
+"""A look at the first call of a module in each of its modes, for writes that no version counter sees, and for uses of the
+parameters of the module that it is a copy of."""
 
 from __future__ import annotations
 
