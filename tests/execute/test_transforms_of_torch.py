@@ -188,6 +188,25 @@ def test_torch_func_in_a_loss(stage, loss):
     check(sl.simulate(run, mesh={"data": RANKS}), REVERSE[loss])
 
 
+def test_torch_func_in_pipeline_stages():
+    """Each micro-batch in flight is a run of its own; the plan traces a stage anew once it knows that it holds parameters."""
+
+    def sloped(p, x, batch):
+        return x + func.vmap(func.grad(lambda x: layer(p, x).square().sum()))(x)
+
+    width = mlp([6, 6, 6, 6, 6])[1]["layers"]
+    last = lambda p, x, batch: (layer(p, x) - batch["y"]).square().mean()  # noqa: E731
+    loss_fn = sl.sequential([lambda p, _, batch: layer(p, batch["x"]), sloped, sloped, last])
+    batches = [dict(zip("xy", regression_batch(8, 6, 6, seed=seed))) for seed in range(2)]
+    chain = sl.chain(sl.pipeline("1f1b", microbatches=2), sl.zero(3))
+    run = lambda m: training.train(m, loss_fn, width, batches, chain, training.optimizer(0.5))  # noqa: E731
+    wanted = one_device.train(loss_fn, width, batches, max_norm=0.5)
+    for losses, *_ in sl.simulate(run, mesh={"data": 2, "pipe": 2}):
+        assert losses == pytest.approx(wanted[0], rel=1e-10)
+    shares = {name: leaf[:4] for name, leaf in batches[0].items()}
+    assert sl.make_plan(width, sl.abstract_mesh(data=2, pipe=2), chain, loss_fn=loss_fn, batch=shares).live_bytes
+
+
 def test_torch_func_that_one_rank_begins_to_call_later():
     """That rank leaves the trace, in whose backward the others gather."""
 
