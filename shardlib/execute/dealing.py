@@ -89,5 +89,6 @@ class DealtHandle(Handle, Dealt):
             return leaf
         window = inside._window._replace(sizes=(len(rows), *inside._window.sizes[1:]))
         return SlicedHandle.make(
-            _Borrowed(leaf), 0, self.path, shape, leaf, leaf.requires_grad, inside._style, window, inside._slices
+            *(_Borrowed(leaf), 0, self.path, shape, leaf, leaf.requires_grad),
+            *(inside._style, window, inside._slices, inside._scaled),
         )
