@@ -90,6 +90,7 @@ GIVEN = {
     "pairs._Permute": PAIRS, "pairs._Broadcast": PAIRS, "pairs._SumTo": PAIRS,
     "journey._Depart": EXPERTS, "journey._Arrive": EXPERTS,
     "ring._Ring": "test_derivatives.py::test_ring_attention_is_refused_by_its_name",
+    "scaled._Product": "transforms/test_scaled_products.py::test_derivatives_are_those_of_the_product",
     "units._Attach": PENALTY, "units._StandIns": PENALTY, "units._Use": PENALTY, "units._Root": STEP, "entry._Entry": STEP,
 }  # fmt: skip
 

@@ -99,7 +99,8 @@ def left_out(plan: Plan, optimizer: GradientTransformation | None = None) -> lis
         if optimizer and optimizer.owns
         else []
     )
-    products = [f"products in 8 bits by {placement.path}" for placement in plan.placements if placement.scaled]
+    scaled = sum(placement.scaled for placement in plan.placements)
+    products = [f"matrix products in 8 bits, by {scaled} parameters"] if scaled else []
     return [*sums, *gathers, *products, *owned]
 
 

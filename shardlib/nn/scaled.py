@@ -31,7 +31,7 @@ def scaled_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     >>> x, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0], [3.0]])
     >>> sl.nn.scaled_matmul(x, weight)  # 1/3 of the weight's scale is no 8-bit number
-    tensor([[6.9286]])
+    tensor([[6.9643]])
     """
     product = _Product.apply(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, VALUES, VALUES)
     return product.view(*x.shape[:-1], weight.shape[1])
