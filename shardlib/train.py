@@ -71,7 +71,7 @@ def value_and_grad(
         require_order("value_and_grad's function", "params, batch", params, batch)
         params = given_params("value_and_grad's function", params)
         if not isinstance(params, Sharded):
-            require_no_graph("value_and_grad's function", params)
+            require_no_graph("value_and_grad's function, parameters", params, TreeError, variables=True)
         lifted = bound.lifting(params)
         bound_to = lifted.plan, buffers is not None
         if bound.to != bound_to:

@@ -44,6 +44,10 @@ class SlicedHandle(Handle):
         handle._style, handle._window, handle._slices, handle._scaled = style, window, slices, scaled
         return handle
 
+    def arrived(self) -> SlicedHandle:
+        super().arrived()
+        return self
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         layer = _LAYERS.get(func)
@@ -59,16 +63,10 @@ class SlicedHandle(Handle):
 
 def gathered(value: Any) -> Any:
     """The arguments of a block, gathered: plain tensors for handles of whole leaves; those of slices and experts stay."""
-
-    def arrive(handle: Handle) -> Any:
-        if isinstance(handle, Dealt):
-            gathered(handle.opened())
-            return handle
-        tensor = handle._source.leaf(handle._index)
-        return handle if isinstance(handle, SlicedHandle) else tensor
-
     # A further tree that a block is given, in its batch, say, is gathered where it is used.
-    return pytree.tree_map_only(Handle, arrive, value, is_leaf=lambda each: isinstance(each, Sharded))
+    return pytree.tree_map_only(
+        Handle, lambda handle: handle.arrived(), value, is_leaf=lambda each: isinstance(each, Sharded)
+    )
 
 
 def refuse_slices(value: Any) -> None:
