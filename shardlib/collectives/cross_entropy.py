@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.collectives import primitives
-from shardlib.collectives.pairs import all_reduce, exchange, mesh_with
+from shardlib.collectives.ops import mesh_with
+from shardlib.collectives.pairs import all_gather, all_reduce
 from shardlib.errors import SpecError
 from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.linear_cross_entropy.options import check_options, check_targets, refuse_unknown
@@ -92,7 +92,4 @@ def _own_words(scores: torch.Tensor, words: int, mesh: Mesh, axis: str) -> tuple
 
 def _highest(scores: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
     """The largest score over the whole vocabulary, outside any graph, since it cancels out of the loss."""
-    local = scores.amax(-1)
-    gathered = local.new_empty((mesh.shape[axis], *local.shape))
-    exchange(primitives.all_gather, mesh, axis, gathered, local.contiguous())
-    return gathered.amax(0)
+    return all_gather(scores.amax(-1)[None], axis, mesh=mesh).amax(0)
