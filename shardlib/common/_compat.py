@@ -126,6 +126,13 @@ def differentiated(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad
 
 
+def without_derivatives(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor without derivatives is below the innermost levels of torch.func that differentiate."""
+    while of_func(tensor) and not torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 _TRACING = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
 
 
