@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardlib.collectives.styles.slices import Slices
-from shardlib.common._compat import grad, storage_id
+from shardlib.common._compat import func_transform, grad, storage_id
 from shardlib.execute.activations.host import HostMemory, host_memory
 from shardlib.execute.activations.keeper import Keeper, current_keeper
 from shardlib.execute.activations.names import require_known
@@ -26,7 +26,7 @@ from shardlib.execute.meeting import Meeting
 from shardlib.execute.opaque import outside
 from shardlib.execute.phases import Phases, phases_of
 from shardlib.execute.record import Record
-from shardlib.execute.refusals import explain, refuse_autocast, refuse_func, require_unwritten
+from shardlib.execute.refusals import explain, reached_by_func, refuse_autocast, require_unwritten
 from shardlib.execute.saving import SavedTensors
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.surroundings import Surroundings
@@ -377,7 +377,8 @@ class Executor:
             current_keeper.reset(keeper)
 
     def _touch(self, unit: UnitState) -> None:
-        refuse_func(unit.label)
+        if func_transform() is not None:
+            raise reached_by_func(unit.label)
         if unit is self._gathering.current:
             return
         unit.require_given()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from shardlib.common._compat import func_transform
 from shardlib.common.writes import written
 from shardlib.errors import HandleError
 from shardlib.execute.units import BucketState, UnitState
@@ -38,14 +37,13 @@ def require_unwritten(states: Sequence[BucketState], gathers: bool, error: Excep
         raise refused from error
 
 
-def refuse_func(unit: str) -> None:
-    """Refuse to gather a unit inside a transform of ``torch.func``."""
-    if func_transform() is not None:
-        raise HandleError(
-            f"torch.func inside the loss reaches unit {unit!r}, whose parameters are gathered on use (ZeRO stage "
-            "3), and its transforms cannot cross the gather. Use zero(stage=2), or take the parameters first: "
-            "w = p.clone() outside the torch.func call"
-        )
+def reached_by_func(unit: str) -> HandleError:
+    """The error of a unit that a transform of ``torch.func`` uses."""
+    return HandleError(
+        f"torch.func inside the loss reaches unit {unit!r}, whose parameters are gathered on use (ZeRO stage "
+        "3), and its transforms cannot cross the gather. Use zero(stage=2), or take the parameters first: "
+        "w = p.clone() outside the torch.func call"
+    )
 
 
 def refuse_autocast(unit: UnitState, plan: Plan, device: torch.device) -> None:

@@ -59,6 +59,8 @@ def gathered(value: Any) -> Any:
     """The arguments of a block, gathered: plain tensors for handles of whole leaves; those of slices and experts stay."""
 
     def arrive(handle: Handle) -> Any:
+        if type(handle) is Handle:
+            return handle._source.leaf(handle._index)
         if isinstance(handle, Dealt):
             gathered(handle.opened())
             return handle
