@@ -4,4 +4,4 @@ from shardlib.common.thresholds import Threshold
 from shardlib.plan import units
 
 # Tests have small models, of whose many units they tell: none are merged unless a test says so (see `helpers.merging`).
-units.MERGED = Threshold(0)
+USERS_MERGED, units.MERGED = units.MERGED, Threshold(0)

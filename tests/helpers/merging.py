@@ -5,8 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from unittest import mock
 
+from helpers import USERS_MERGED
 from shardlib.common.thresholds import Threshold
 from shardlib.plan import units
+
+USERS = USERS_MERGED()  # the limit of the library, which tests do not have by default
 
 
 def merging(most: int) -> AbstractContextManager[object]:
