@@ -17,7 +17,7 @@ from shardlib.collectives.styles.base import Compute, Style
 from shardlib.collectives.styles.slices import Slice, Slices
 from shardlib.common._compat import pytree, run_first
 from shardlib.errors import HandleError
-from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm
+from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm, with_handles
 from shardlib.mesh.specs import Window
 from shardlib.nn.functional import embedding, linear_cross_entropy, local_slice, slice_of
 from shardlib.nn.moe.compute import Groups, expert_linear
@@ -64,9 +64,7 @@ class SlicedHandle(Handle):
 def gathered(value: Any) -> Any:
     """The arguments of a block, gathered: plain tensors for handles of whole leaves; those of slices and experts stay."""
     # A further tree that a block is given, in its batch, say, is gathered where it is used.
-    return pytree.tree_map_only(
-        Handle, lambda handle: handle.arrived(), value, is_leaf=lambda each: isinstance(each, Sharded)
-    )
+    return with_handles(lambda handle: handle.arrived(), value, is_leaf=lambda each: isinstance(each, Sharded))
 
 
 def refuse_slices(value: Any) -> None:
