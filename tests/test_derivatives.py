@@ -79,6 +79,7 @@ PAIRS = "collectives/test_collectives.py::test_values_and_two_derivatives"
 EXPERTS = "collectives/test_token_exchanges.py::test_rows_go_to_their_experts_and_back"
 PENALTY = "execute/test_hazards.py::test_a_penalty_on_the_gradient_by_parameters"
 STEP = "execute/test_transforms_of_torch.py::test_backward_inside_the_loss_is_refused"
+AROUND = "execute/test_func_around.py::test_reverse_and_reverse"
 GIVEN = {
     "gelu": HERE, "norm": HERE, "norm_of_sum": HERE, "rotary": HERE, "softmax": HERE, "swiglu": HERE, "dropout": HERE,
     "dropout_onto": HERE, "linear_cross_entropy": HERE, "sparse_attention": HERE, "grouped_matmul": HERE, "permute": HERE,
@@ -90,6 +91,8 @@ GIVEN = {
     "pairs._Permute": PAIRS, "pairs._Broadcast": PAIRS, "pairs._SumTo": PAIRS,
     "journey._Depart": EXPERTS, "journey._Arrive": EXPERTS,
     "ring._Ring": "test_derivatives.py::test_ring_attention_is_refused_by_its_name",
+    "buffers._Gathered": AROUND, "buffers._Scattered": AROUND, "buffers._Summed": AROUND, "buffers._Shared": AROUND,
+    "wholes._Leaves": AROUND, "around._Own": "execute/test_func_around.py::test_refusals",
     "units._Attach": PENALTY, "units._StandIns": PENALTY, "units._Use": PENALTY, "units._Root": STEP, "entry._Entry": STEP,
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, overload
 
 import torch
 
-from shardlib.common._compat import add_to_each_, flatten_dense_tensors, unflatten_dense_tensors
+from shardlib.common._compat import add_to_each_, flatten_dense_tensors, func_transform, unflatten_dense_tensors
 from shardlib.common.thresholds import Threshold
 from shardlib.mesh.specs import chunk_size
 
@@ -303,7 +303,15 @@ class Bucket:
         derivatives pass through the packing of a gradient.
         """
         present = [leaf for leaf in leaves if leaf is not None]
-        if self.ways == 1 and len(present) == len(leaves) > 1 and all(_is_plain(leaf, dtype) for leaf in present):
+        values = (
+            torch.is_grad_enabled() or func_transform() is not None
+        )  # whether the result is differentiated or mapped
+        if (
+            self.ways == 1
+            and not values
+            and len(present) == len(leaves) > 1
+            and all(_is_plain(leaf, dtype) for leaf in present)
+        ):
             return flatten_dense_tensors(present)  # torch's own loop: many small leaves are cheap
         device = next((leaf.device for leaf in leaves if leaf is not None), None)
         columns = []
@@ -314,7 +322,7 @@ class Bucket:
                 columns.append(self._cut(leaf, chunk))
         if self.alone:
             return columns[0].to(dtype).contiguous().view(-1)  # the gradient of a sum has the stride 0
-        if torch.is_grad_enabled() or any(column.dtype != columns[0].dtype for column in columns):
+        if values or any(column.dtype != columns[0].dtype for column in columns):
             return torch.cat([column.to(dtype) for column in columns], dim=1).view(-1)
         out = torch.empty((self.ways, self.owned), dtype=dtype, device=columns[0].device)
         return torch.cat(columns, dim=1, out=out).view(-1)

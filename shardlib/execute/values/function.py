@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.collectives.styles.slices import Slices
+from shardlib.errors import HandleError
 from shardlib.execute.losses import Outcome, read_loss, wants
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.execute.surroundings import Surroundings
@@ -18,6 +19,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner, block_runner
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, seeding_torch
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, unflatten
 
 Buffers = Mapping[str, torch.Tensor]  # bucket name -> this rank's buffer, or the slot of its gradient
@@ -50,7 +52,7 @@ class Function:
         self._wants_rng = wants(fn, "rng")
         self._slices = Slices(mesh, None)
         batch = WholeBatch(plan, mesh, trained, lambda: None)  # every rank makes the same exchanges, in one order
-        self._surroundings = Surroundings(mesh, batch, None, None, None, plan.step.autocast)
+        self._surroundings = Surroundings(mesh, batch, None, None, None, plan.step.autocast, _refuse_further)
         self._blocks = None if blocks is None else blocks(self._surroundings)
 
     def __call__(self, stored: Buffers, slots: Buffers, *args: Any, key: Key | None = None) -> Any:
@@ -97,6 +99,13 @@ class Function:
         finally:
             block_runner.reset(runner)
             self._slices.clear()
+
+
+def _refuse_further(tree: Sharded) -> Tree:
+    raise HandleError(
+        "a function as a function of values (torch.func around it, or compile=True) reads a further sharded tree: give it "
+        "whole leaves, sl.unshard(params), or put it into the tree of parameters and sl.freeze(globs) it"
+    )
 
 
 class _Given:
