@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardlib.collectives.styles.slices import Slices
-from shardlib.common._compat import grad, storage_id
+from shardlib.common._compat import grad, storage_id, without_func
 from shardlib.execute.activations.host import HostMemory, host_memory
 from shardlib.execute.activations.keeper import Keeper, current_keeper
 from shardlib.execute.activations.names import require_known
@@ -26,7 +27,7 @@ from shardlib.execute.meeting import Meeting
 from shardlib.execute.opaque import outside
 from shardlib.execute.phases import Phases, phases_of
 from shardlib.execute.record import Record
-from shardlib.execute.refusals import explain, refuse_autocast, refuse_func, require_unwritten
+from shardlib.execute.refusals import explain, refuse_autocast, refused_for_hooks, require_unwritten
 from shardlib.execute.saving import SavedTensors
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.surroundings import Surroundings
@@ -45,6 +46,7 @@ from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, unflatten
 
 T = TypeVar("T")
+_log = logging.getLogger("shardlib.execute")
 
 
 class Executor:
@@ -183,10 +185,36 @@ class Executor:
     def open(
         self, params: Sharded, gradients: Gradients, fn: Callable[[Tree], Any], thinned: Thinned | None = None
     ) -> Any:
-        """``fn(parameters)`` with a graph, which is kept until `close`. ``thinned`` says what it leaves out."""
+        """``fn(parameters)`` with a graph, which is kept until `close`. ``thinned`` says what it leaves out.
+
+        ``fn`` is called again if it calls `torch.func` for the first time: see `Record.holds`.
+        """
         self._bind(params, gradients, thinned)
-        with self._running(), torch.enable_grad(), self._saved.hooks() if self.gathers else nullcontext():
-            return self._call(fn)
+        draws = states_of_generators(self.mesh.device)
+        hooks = self._saved.hooks() if self.gathers and not self.record.holds else nullcontext()
+        try:
+            with self._running(), torch.enable_grad(), hooks:
+                return self._call(fn)
+        except RuntimeError as error:
+            if not self.gathers or self.record.holds or not refused_for_hooks(error):
+                raise
+            self._hold()
+            if self._gathering.strayed:
+                raise
+        self.close()
+        restore_generators(draws)
+        return self.open(params, gradients, fn, thinned)
+
+    def _hold(self) -> None:
+        """Keep what the graph keeps of gathered parameters, from now on. On a rank that follows a trace the step is repeated,
+        as the trace's backward gathers."""
+        self.record.holds = True
+        self._gathering.strayed = not self.record.agreeing
+        if self.mesh.rank == 0 and not self.mesh.abstract:
+            _log.warning(
+                "torch.func is called in the loss: what it uses of gathered parameters stays on the device until backward, "
+                "since its transforms allow no hooks on saved tensors (print(plan) has the bytes)"
+            )
 
     def outside(self, tree: Tree, what: str) -> Tree:
         """The results of a function, which is called ``what``, as `shardlib.execute.opaque.outside` makes them."""
@@ -316,7 +344,7 @@ class Executor:
             return result
         except (RuntimeError, ValueError) as error:
             require_unwritten([*self._buckets, *self._beside.states], self.gathers, error)
-            explained = self._slices.explain(error) or explain(error, self.plan, self.gathers)
+            explained = self._slices.explain(error) or explain(error, self.plan, self.record.holds)
             if explained:
                 raise explained from error
             raise
@@ -377,12 +405,12 @@ class Executor:
             current_keeper.reset(keeper)
 
     def _touch(self, unit: UnitState) -> None:
-        refuse_func(unit.label)
         if unit is self._gathering.current:
             return
         unit.require_given()
         refuse_autocast(unit, self.plan, self.mesh.device)
-        with torch.inference_mode(False):  # the first touch may be in inference_mode and a later one outside
+        # The first touch may be in inference_mode, or inside a transform of torch.func, and a later one outside.
+        with torch.inference_mode(False), without_func():
             self._gathering.touch(unit)
         self._saved.note_gathered(unit)
 
