@@ -86,6 +86,7 @@ EXPERTS = "collectives/test_token_exchanges.py::test_rows_go_to_their_experts_an
 PENALTY = "execute/test_hazards.py::test_a_penalty_on_the_gradient_by_parameters"
 STEP = "execute/test_transforms_of_torch.py::test_backward_inside_the_loss_is_refused"
 RANKS = "test_derivatives.py::test_every_transform_on_ranks_is_that_of_one_device"
+AROUND = "execute/test_func_around.py::test_reverse_and_reverse"
 GIVEN = {
     "gelu": HERE, "norm": HERE, "norm_of_sum": HERE, "rotary": HERE, "softmax": HERE, "swiglu": HERE, "dropout": HERE,
     "dropout_onto": HERE, "linear_cross_entropy": HERE, "sparse_attention": HERE, "grouped_matmul": HERE, "permute": HERE,
@@ -98,6 +99,8 @@ GIVEN = {
     "journey._Depart": EXPERTS, "journey._Arrive": EXPERTS,
     "ring._Ring": RANKS, "ring._RingGradients": RANKS,
     "scaled._Product": "transforms/test_scaled_products.py::test_derivatives_are_those_of_the_product",
+    "buffers._Gathered": AROUND, "buffers._Scattered": AROUND, "buffers._Summed": AROUND, "buffers._Shared": AROUND,
+    "wholes._Leaves": AROUND, "around._Own": "execute/test_func_around.py::test_refusals",
     "units._Attach": PENALTY, "units._StandIns": PENALTY, "units._Use": PENALTY, "units._Root": STEP, "entry._Entry": STEP,
 }  # fmt: skip
 

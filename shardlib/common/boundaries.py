@@ -41,7 +41,7 @@ class DifferentiatedOnce(torch.autograd.Function):
         cls.jvp = staticmethod(refuse)  # type: ignore[method-assign]
 
 
-def untransformed(what: str) -> Callable[[F], F]:
+def untransformed(what: str, around: Callable[..., Any] | None = None) -> Callable[[F], F]:
     """A decorator of a function that takes a whole step, and that no transform of torch may contain.
 
     It communicates, and computes gradients itself. So torch.func and forward mode would see a constant in its result, and a
@@ -49,6 +49,7 @@ def untransformed(what: str) -> Callable[[F], F]:
 
     Args:
         what: the function, as a user calls it.
+        around: what is called in its place inside torch.func and forward mode, if it has a form that these can differentiate.
 
     Raises:
         HandleError: in a call inside a transform.
@@ -59,12 +60,14 @@ def untransformed(what: str) -> Callable[[F], F]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
                 refuse_compiled(f"{what} is inside of a compiled function")
-            if transformed():
-                raise HandleError(
-                    f"torch.func, or forward mode, around {what}, to which its result is a constant. Use it inside the loss "
-                    "function, or on a plain function of sl.unshard(params)"
-                )
-            return fn(*args, **kwargs)
+            if not transformed():
+                return fn(*args, **kwargs)
+            if around is not None:
+                return around(*args, **kwargs)
+            raise HandleError(
+                f"torch.func, or forward mode, around {what}, to which its result is a constant. Take "
+                "sl.value_and_grad(loss_fn)(params, batch), or an eval step of one batch, which they differentiate"
+            )
 
         return call  # type: ignore[return-value]
 

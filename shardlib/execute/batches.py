@@ -9,6 +9,7 @@ import numpy as np
 import optree
 import torch
 
+from shardlib.common._compat import transformed
 from shardlib.common.alignment import aligned
 from shardlib.errors import BatchError, listing
 from shardlib.execute.uncut import uncut
@@ -90,7 +91,7 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
 
     def parts(leaf: Any) -> Sequence[Any]:
         leaf = cast(leaf, plan)
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and not transformed():
             leaf = leaf.detach()  # so that x.requires_grad_() in a loss does not mark the caller's tensor
         cut = isinstance(leaf, torch.Tensor) and leaf.dim() and n > 1
         cuts = leaf.tensor_split(n) if cut else [leaf] * n

@@ -33,8 +33,10 @@ def given_params(what: str, given: Any) -> Any:
             "apply, params = sl.from_module(module)"
         )
     given = _sharded(given)
-    if isinstance(given, Sharded) and given.role != "param":
-        raise TreeError(f"{what}: these are gradients, where parameters are due; give state.params")
+    if isinstance(given, Sharded):
+        if given.role != "param":
+            raise TreeError(f"{what}: these are gradients, where parameters are due; give state.params")
+        _require_one(what, given)
     if not isinstance(given, Sharded | Local):
         require_no_shards(what, given)
     return given
@@ -118,14 +120,38 @@ def sharded_params(what: str, given: Any) -> Sharded:
     """The parameters that a function was given, if they are sharded, of a train state too.
 
     Raises:
-        TreeError: they are a plain tree, or as `given_params`; gradients are taken.
+        TreeError: they are a plain tree, or at a level of torch.func, or as `given_params`; gradients are taken.
     """
     params = given if isinstance(given, Sharded) else given_params(what, given)
     if not isinstance(params, Sharded):
         raise TreeError(
             f"{what}: {type(params).__name__}, where what sl.shard returned is due, or a train state; plain trees are whole"
         )
+    _require_one(what, params)
+    if params.in_func:
+        raise TreeError(
+            f"{what}: shards that torch.func differentiates or maps, whose values are known outside of it. Return them, and "
+            "give what torch.func returns; a product over all ranks is sl.vdot(one, other)"
+        )
     return params
+
+
+def require_sharded(what: str, *trees: Any) -> None:
+    """Refuse anything but sharded trees. Raises `TreeError`."""
+    for tree in trees:
+        if not isinstance(tree, Sharded):
+            raise TreeError(
+                f"{what}: {type(tree).__name__}, where a tree that sl.shard returned is due, or gradients of it"
+            )
+
+
+def _require_one(what: str, params: Sharded) -> None:
+    """Refuse several trees in one. Raises `TreeError`."""
+    if params.stacked:
+        raise TreeError(
+            f"{what}: shards with a dimension of torch.func.vmap or jacrev in front, which are several trees; take one, "
+            "torch.utils._pytree.tree_map(lambda buffer: buffer[i], trees)"
+        )
 
 
 def _sharded(given: Any) -> Any:

@@ -9,7 +9,7 @@ from helpers.trees import assert_close
 from oracle import one_device
 
 import shardlib as sl
-from shardlib.errors import HandleError, LossError, TreeError
+from shardlib.errors import HandleError, LossError
 
 STAGES = pytest.mark.parametrize("stage", [0, 2, 3])
 RANKS = 2
@@ -281,35 +281,3 @@ def test_compiled_functions_that_would_trace_the_library(pool):
         starts = ["a train step is", "a train step is", "value_and_grad's function is", "an eval step is"]
         for error, start in zip(found, [*starts, "a compiled function uses layers/0,"], strict=True):
             assert error.startswith(start) and error.endswith("sl.block(torch.compile(fn))")
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_torch_func_around_a_step(stage):
-    loss_fn = lambda params, x: (params["w"] * x).square().sum()  # noqa: E731
-    sharded, x = sl.shard({"w": torch.ones(4)}, sl.make_mesh(), stage=stage), torch.arange(4.0)
-    state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1), donate=False)
-    evaluate = sl.make_eval_step(loss_fn, sharded)
-    around = {
-        "value_and_grad's function": lambda x: sl.value_and_grad(loss_fn)(sharded, x)[0],
-        "a train step": lambda x: step(state, x)[1]["loss"],
-        "an eval step": lambda x: evaluate(sharded, x),
-    }
-    for name, fn in around.items():
-        for transform in (torch.func.grad(fn), torch.func.vmap(fn), lambda x, fn=fn: torch.func.jvp(fn, (x,), (x,))):
-            with pytest.raises(HandleError, match=rf"around {name}.*Use it inside the loss"):
-                transform(x)
-    with forward_ad.dual_level(), pytest.raises(HandleError, match="forward mode, around"):
-        sl.value_and_grad(loss_fn)(sharded, forward_ad.make_dual(x, x))
-
-
-def test_torch_func_over_a_sharded_tree():
-    """What is read of it inside of a transform belongs to no level, whoever reads it first."""
-    sharded, x = sl.shard({"w": torch.ones(4)}, sl.make_mesh(), stage=3), torch.arange(4.0)
-    loss_fn = lambda params: (params["w"] * x).square().sum()  # noqa: E731
-    for transform in (torch.func.grad, torch.func.jacrev, torch.func.vmap):
-        with pytest.raises(TreeError, match=r"torch.func is given a Sharded tree.*sl.unshard\(params\)"):
-            transform(loss_fn)(sharded)
-    again = sl.shard({"w": torch.ones(4)}, sl.make_mesh(), stage=3)
-    torch.func.grad(lambda x: (again["w"] * x).sum())(x)
-    assert torch.equal(sl.unshard(sl.value_and_grad(lambda p, x: loss_fn(p))(again, x)[1])["w"], 2 * x.square())
-    assert torch.equal(torch.func.grad(loss_fn)(sl.unshard(sharded))["w"], 2 * x.square())
