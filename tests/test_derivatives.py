@@ -107,11 +107,11 @@ GIVEN = {
 
 # The Functions that no batch of samples comes to, and the test of what says so, or goes another way.
 TILES = "test_derivatives.py::test_tiles_inside_of_torch_func"
-AROUND = "execute/test_transforms_of_torch.py::test_torch_func_around_a_step"
 INSIDE = "execute/test_hazards.py::test_torch_func_inside_the_loss"
 NOT_MAPPED = {
     "tiles._Gradient": TILES, "tiles._Take": TILES, "tiles._Put": TILES, "tiles._Whole": TILES,
-    "units._Attach": INSIDE, "units._StandIns": INSIDE, "units._Use": INSIDE, "units._Root": INSIDE, "entry._Entry": AROUND,
+    "units._Attach": INSIDE, "units._StandIns": INSIDE, "units._Use": INSIDE, "units._Root": INSIDE,
+    "entry._Entry": "execute/test_func_around.py::test_refusals",
 }  # fmt: skip
 
 

@@ -281,7 +281,7 @@ class Bucket:
         return torch.cat([part[:, index] for part in self._parts(buffer, owners)], dim=1).view(-1)
 
     def in_leaves(self, rows: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Write ``rows`` [ways, n], leaf-major buffers of a part of every leaf each, to the leaf-major ``buffer`` [ways·n]."""
+        """Write ``rows`` [ways, n], leaf-major buffers of a part of each leaf, to the leaf-major ``buffer`` [ways·n]."""
         ways = len(rows)
         parts = self._parts(buffer, ways)
         widths = [part.shape[2] for part in parts]
