@@ -51,7 +51,9 @@ post_accumulate_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumul
 wrapper_subclass = torch.Tensor._make_wrapper_subclass
 graph_task = torch._C._current_graph_task_id  # of the backward that runs in this thread; −1 if none does
 flatten_dense_tensors, unflatten_dense_tensors = _flatten_dense_tensors, _unflatten_dense_tensors
-chunk_cat = torch._chunk_cat  # each tensor in as many chunks of its first dimension, padded: [chunks, elements of one of all]
+chunk_cat = (
+    torch._chunk_cat
+)  # each tensor in as many chunks of its first dimension, padded: [chunks, elements of one of all]
 asks_device = torch.ops.prim.device.default  # dispatched wherever torch reads the device of a fake tensor
 add_to_each_ = torch._foreach_add_
 # Operators of which torch.ops has private names alone.

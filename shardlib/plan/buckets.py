@@ -333,7 +333,9 @@ class Bucket:
         derivatives pass through the packing of a gradient.
         """
         present = [leaf for leaf in leaves if leaf is not None]
-        if len(present) == len(leaves) > 1 and all(_is_plain(leaf, dtype) for leaf in present):  # torch's own loops are cheap
+        if len(present) == len(leaves) > 1 and all(
+            _is_plain(leaf, dtype) for leaf in present
+        ):  # torch's own loops are cheap
             if self.ways == 1:
                 return flatten_dense_tensors(present)
             if not torch.is_grad_enabled() and 0 not in self.numels:
