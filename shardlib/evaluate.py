@@ -20,6 +20,7 @@ from shardlib.execute.inputs import Inputs, taken_together
 from shardlib.execute.losses import require_function
 from shardlib.execute.means import Results, is_mean, means, quotients, sum_means
 from shardlib.execute.stages.runner import runner_of
+from shardlib.execute.values.around import Around
 from shardlib.nn.parts import evaluating
 from shardlib.shard import Lifting
 from shardlib.sharded.given import given_params, require_order
@@ -41,8 +42,17 @@ class EvalStep:
         self._together = taken_together(lifted.plan)
         self._inputs = Inputs(lifted.plan, lifted.mesh, self._together)
         self._runner = runner_of(fn, lifted.plan, lifted.mesh, trained=False)
+        self._fn = fn
 
-    @untransformed("an eval step")
+    def _around(self, params: Any, *args: Any) -> Any:
+        """A call inside a transform of torch.func, or forward mode."""
+        params = given_params("an eval step", params)
+        with evaluating():
+            if not isinstance(params, Sharded):
+                return quotients(self._fn(params, *args))
+            return Around(self._fn, params.plan, params.mesh, "an eval step", trained=False).evaluate(params, args)
+
+    @untransformed("an eval step", _around)
     def __call__(self, params: Any, *args: Any) -> Any:
         """The function's result for one batch, with each `Mean` as a number over all ranks' batches.
 
@@ -57,7 +67,7 @@ class EvalStep:
         results.add(self._run(current, *args))
         return self._reduced(results, reads)
 
-    @untransformed("an eval step")
+    @untransformed("an eval step's over()")
     def over(self, params: Any, batches: Iterable[Any]) -> Any:
         """The function's means over several batches. Totals and weights are summed over batches first, then over ranks once.
 

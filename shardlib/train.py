@@ -14,6 +14,7 @@ from shardlib.common.boundaries import untransformed
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.execute.buffers import BufferKinds
 from shardlib.execute.step import LossStep, require_usable
+from shardlib.execute.values.around import Around, plain_value_and_grad
 from shardlib.mesh.transport.activity import in_step
 from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
 from shardlib.optim.base import GradientTransformation, require_unpacked
@@ -62,16 +63,26 @@ def value_and_grad(
     >>> float(loss), grads["w"]
     (7.0, tensor([3., 4.]))
     """
-    bound = _Bound()
+    bound, what = _Bound(), "value_and_grad's function"
 
-    @untransformed("value_and_grad's function")
+    def around(params: Any, batch: Any, *, buffers: Any = None, rng: Key | None = None, step: int | None = None) -> Any:
+        require_order(what, "params, batch", params, batch)
+        params = given_params(what, params)
+        if isinstance(params, Sharded):
+            found = Around(loss_fn, params.plan, params.mesh, what, trained=True)
+            value, aux, grads = found.value_and_grad(params, batch, buffers, rng)
+        else:
+            value, aux, grads = plain_value_and_grad(loss_fn, params, batch, rng)
+        return value if aux is None else (value, aux), grads
+
+    @untransformed(what, around)
     def grad_fn(
         params: Any, batch: Any, *, buffers: Any = None, rng: Key | None = None, step: int | None = None
     ) -> tuple[Any, Tree]:
-        require_order("value_and_grad's function", "params, batch", params, batch)
-        params = given_params("value_and_grad's function", params)
+        require_order(what, "params, batch", params, batch)
+        params = given_params(what, params)
         if not isinstance(params, Sharded):
-            require_no_graph("value_and_grad's function", params)
+            require_no_graph(f"{what}, parameters", params, TreeError, variables=True)
         lifted = bound.lifting(params)
         bound_to = lifted.plan, buffers is not None
         if bound.to != bound_to:

@@ -188,13 +188,17 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one is other or torch.equal(one, other)
 
 
-def register_node(
-    cls: type, children: Callable[[Any], tuple[Iterable[Any], Any]], build: Callable[[Any, Iterable[Any]], Any]
-) -> None:
+Children = Callable[[Any], tuple[Iterable[Any], Any]]
+Build = Callable[[Any, Iterable[Any]], Any]
+
+
+def register_node(cls: type, children: Children, build: Build, in_torch: tuple[Children, Build] | None = None) -> None:
     """Register a class as a pytree node with optree and with torch's own pytrees.
 
-    ``children(node)`` returns the children and static data; ``build(static, children)`` makes the node again.
+    ``children(node)`` returns the children and static data; ``build(static, children)`` makes the node again. ``in_torch``
+    are these two for torch's pytrees, where they differ.
     """
+    torch_children, torch_build = in_torch or (children, build)
     optree.register_pytree_node(
         cls,
         lambda node: (*children(node), None),
@@ -203,8 +207,8 @@ def register_node(
     )
     pytree.register_pytree_node(
         cls,
-        lambda node: _torch_children(children(node)),
-        lambda values, static: build(static, values),
+        lambda node: _torch_children(torch_children(node)),
+        lambda values, static: torch_build(static, values),
     )
 
 

@@ -14,12 +14,14 @@ from shardlib.errors import HandleError, LossError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Once(torch.autograd.Function):
-    """An autograd.Function without a second derivative, forward mode or `torch.func`: torch's own errors do not name it.
+class DifferentiatedOnce(torch.autograd.Function):
+    """A Function without forward mode, whose ``backward``, if it has one, applies another, which has none.
+
+    torch's own errors would name neither the operation nor a remedy.
 
     Attributes:
         what: the operation, as a user calls it.
-        remedy: what has those derivatives.
+        remedy: what has the derivatives that it lacks.
     """
 
     what: ClassVar[str]
@@ -27,31 +29,19 @@ class Once(torch.autograd.Function):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        backward = cls.backward
 
-        @functools.wraps(backward)
-        def once(ctx: Any, *gradients: Any) -> Any:
-            if torch.is_grad_enabled():
-                raise cls._refusal()
-            return backward(ctx, *gradients)
+        def refuse(ctx: Any, *_: Any) -> NoReturn:
+            raise LossError(
+                f"{cls.what} is differentiated once, in backward: it has no second derivative and no forward mode. "
+                f"{cls.remedy}"
+            )
 
-        cls.backward = staticmethod(once)  # type: ignore[method-assign]
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        if transformed():
-            raise cls._refusal()
-        return super().apply(*args)
-
-    @classmethod
-    def _refusal(cls) -> LossError:
-        return LossError(
-            f"{cls.what} is differentiated once, in backward: it has no second derivative, no forward mode and no "
-            f"torch.func. {cls.remedy}"
-        )
+        if cls.backward is torch.autograd.Function.backward:
+            cls.backward = staticmethod(refuse)  # type: ignore[method-assign]
+        cls.jvp = staticmethod(refuse)  # type: ignore[method-assign]
 
 
-def untransformed(what: str) -> Callable[[F], F]:
+def untransformed(what: str, around: Callable[..., Any] | None = None) -> Callable[[F], F]:
     """A decorator of a function that takes a whole step, and that no transform of torch may contain.
 
     It communicates, and computes gradients itself. So torch.func and forward mode would see a constant in its result, and a
@@ -59,6 +49,7 @@ def untransformed(what: str) -> Callable[[F], F]:
 
     Args:
         what: the function, as a user calls it.
+        around: what is called in its place inside torch.func and forward mode, if it has a form that these can differentiate.
 
     Raises:
         HandleError: in a call inside a transform.
@@ -69,12 +60,14 @@ def untransformed(what: str) -> Callable[[F], F]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
                 refuse_compiled(f"{what} is inside of a compiled function")
-            if transformed():
-                raise HandleError(
-                    f"torch.func, or forward mode, around {what}, to which its result is a constant. Use it inside the loss "
-                    "function, or on a plain function of sl.unshard(params)"
-                )
-            return fn(*args, **kwargs)
+            if not transformed():
+                return fn(*args, **kwargs)
+            if around is not None:
+                return around(*args, **kwargs)
+            raise HandleError(
+                f"torch.func, or forward mode, around {what}, to which its result is a constant. Take "
+                "sl.value_and_grad(loss_fn)(params, batch), or an eval step of one batch, which they differentiate"
+            )
 
         return call  # type: ignore[return-value]
 

@@ -9,6 +9,7 @@ import numpy as np
 import optree
 import torch
 
+from shardlib.common._compat import transformed
 from shardlib.common.alignment import aligned
 from shardlib.errors import BatchError, listing
 from shardlib.execute.uncut import uncut
@@ -43,26 +44,6 @@ def as_tensors(tree: Tree, device: torch.device) -> Tree:
 
 def _is_state(value: Any) -> bool:
     return hasattr(value, "for_batch")  # a train state's class is of a room on this floor
-
-
-def require_no_gradient(batch: Tree, mesh: Mesh) -> None:
-    """Refuse tensors of a batch that require a gradient, which is computed of parameters alone.
-
-    Raises:
-        BatchError: lists them.
-    """
-    paths, leaves, _ = flatten(batch)
-    asking = [
-        f"{path or 'batch'}: shape {tuple(leaf.shape)}" + (f", of {leaf.grad_fn.name()}" if leaf.grad_fn else "")
-        for path, leaf in zip(paths, leaves, strict=True)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    ]
-    if asking:
-        raise BatchError(
-            f"rank {mesh.rank}'s batch requires gradients, and those of parameters alone are computed:\n{listing(asking)}\n"
-            "Pass tensor.detach(). A loss that differentiates by its batch asks for it inside: x = x.detach()."
-            "requires_grad_(); what is to be trained too belongs into the tree of parameters"
-        )
 
 
 def cast(leaf: Any, plan: Plan) -> Any:
@@ -110,7 +91,7 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
 
     def parts(leaf: Any) -> Sequence[Any]:
         leaf = cast(leaf, plan)
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and not transformed():
             leaf = leaf.detach()  # so that x.requires_grad_() in a loss does not mark the caller's tensor
         cut = isinstance(leaf, torch.Tensor) and leaf.dim() and n > 1
         cuts = leaf.tensor_split(n) if cut else [leaf] * n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -9,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from shardlib.collectives.styles.slices import Slices
-from shardlib.common._compat import func_transform, grad, storage_id
+from shardlib.common._compat import grad, storage_id, without_func
+from shardlib.common.writes import has_place, owner_of
 from shardlib.execute.activations.host import HostMemory, host_memory
 from shardlib.execute.activations.keeper import Keeper, current_keeper
 from shardlib.execute.activations.names import require_known
@@ -26,8 +28,9 @@ from shardlib.execute.meeting import Meeting
 from shardlib.execute.opaque import outside
 from shardlib.execute.phases import Phases, phases_of
 from shardlib.execute.record import Record
-from shardlib.execute.refusals import explain, reached_by_func, refuse_autocast, require_unwritten
+from shardlib.execute.refusals import explain, refuse_autocast, refused_for_hooks, require_unwritten
 from shardlib.execute.saving import SavedTensors
+from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.tiles import TiledLeaf
@@ -45,6 +48,7 @@ from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, unflatten
 
 T = TypeVar("T")
+_log = logging.getLogger("shardlib.execute")
 
 
 class Executor:
@@ -83,6 +87,7 @@ class Executor:
         modules = {m: n for m, n in plan.step.module_tiles.items() if any(path.startswith(f"{m}/") for path in paths)}
         aliases = [path for placement in plan.placements for path in placement.aliases]
         tiled = TiledModules(modules, {*paths, *aliases}) if modules else None
+        self._scaled = frozenset(leaf.path for leaf in plan.placements if leaf.scaled)
         tokens = Meeting(plan.step.tokens, lambda: self._gathering.meet()) if plan.step.tokens else None
         self._surroundings = Surroundings(
             mesh,
@@ -91,6 +96,7 @@ class Executor:
             tiled,
             tokens,
             plan.step.autocast,
+            ScaledProducts(self._is_scaled) if self._scaled else None,
             lambda further: self._beside.read(further),
         )
         self._units = {
@@ -115,7 +121,7 @@ class Executor:
         self._first = FirstRun(self._buckets, plan.styles, self._slices, parts)
         self._halves: Halves | None = None
         self._phases: Phases | None = None  # of the micro-batch, where somebody follows it
-        self._units_of: dict[int, str] = {}  # identity of the storage of whole parameters -> their unit, for names
+        self._resident: dict[int, BucketState] = {}  # identity of the storage of parameters that are there -> bucket
         self._on_disk: BuffersOnDisk | None = None  # this step's parameters, if they are there
         self._held: frozenset[int] = frozenset()  # the storages of all of this rank's parameters
 
@@ -183,10 +189,36 @@ class Executor:
     def open(
         self, params: Sharded, gradients: Gradients, fn: Callable[[Tree], Any], thinned: Thinned | None = None
     ) -> Any:
-        """``fn(parameters)`` with a graph, which is kept until `close`. ``thinned`` says what it leaves out."""
+        """``fn(parameters)`` with a graph, which is kept until `close`. ``thinned`` says what it leaves out.
+
+        ``fn`` is called again if it calls `torch.func` for the first time: see `Record.holds`.
+        """
         self._bind(params, gradients, thinned)
-        with self._running(), torch.enable_grad(), self._saved.hooks() if self.gathers else nullcontext():
-            return self._call(fn)
+        draws = states_of_generators(self.mesh.device)
+        hooks = self._saved.hooks() if self.gathers and not self.record.holds else nullcontext()
+        try:
+            with self._running(), torch.enable_grad(), hooks:
+                return self._call(fn)
+        except RuntimeError as error:
+            if not self.gathers or self.record.holds or not refused_for_hooks(error):
+                raise
+            self._hold()
+            if self._gathering.strayed:
+                raise
+        self.close()
+        restore_generators(draws)
+        return self.open(params, gradients, fn, thinned)
+
+    def _hold(self) -> None:
+        """Keep what the graph keeps of gathered parameters, from now on. On a rank that follows a trace the step is repeated,
+        as the trace's backward gathers."""
+        self.record.holds = True
+        self._gathering.strayed = not self.record.agreeing
+        if self.mesh.rank == 0 and not self.mesh.abstract:
+            _log.warning(
+                "torch.func is called in the loss: what it uses of gathered parameters stays on the device until backward, "
+                "since its transforms allow no hooks on saved tensors (print(plan) has the bytes)"
+            )
 
     def outside(self, tree: Tree, what: str) -> Tree:
         """The results of a function, which is called ``what``, as `shardlib.execute.opaque.outside` makes them."""
@@ -202,15 +234,31 @@ class Executor:
         stored = storage_id(tensor.untyped_storage()) in self._held or self._beside.holds(tensor)
         return stored or self._saved.bucket_with(tensor) is not None
 
+    def _is_scaled(self, factor: torch.Tensor) -> bool:
+        """Whether products by a matrix are in 8 bits: a parameter, or a view of one."""
+        if isinstance(factor, Handle):
+            return factor._path in self._scaled
+        state = self._bucket_with(factor) if has_place(factor) else None
+        if state is None or state.whole is None:
+            return False
+        return owner_of(factor, zip(state.bucket.paths, state.bucket.leaves(state.whole))) in self._scaled
+
     def unit_of(self, leaf: torch.Tensor) -> str:
         """The unit of a parameter, as the function sees it; "" for other tensors."""
         if isinstance(leaf, Handle):
             own = self.plan.placement_of.get(leaf._path)
             return unit_beside(leaf._source) or ("" if own is None else self.plan.bucket_of[own.bucket].unit)
-        if not self._units_of:
-            wholes = ((state.bucket.unit, state.whole) for state in self._buckets)
-            self._units_of = {storage_id(w.untyped_storage()): unit for unit, w in wholes if w is not None}
-        return self._units_of.get(storage_id(leaf.untyped_storage()), "")
+        state = self._bucket_with(leaf)
+        return "" if state is None else state.bucket.unit
+
+    def _bucket_with(self, leaf: torch.Tensor) -> BucketState | None:
+        """The bucket in whose memory, gathered or there all the time, a tensor lies; None for other tensors."""
+        if found := self._saved.bucket_with(leaf):
+            return found[1]
+        if not self._resident:
+            wholes = ((state, state.whole) for state in self._buckets if not state.gathers)
+            self._resident = {storage_id(w.untyped_storage()): state for state, w in wholes if w is not None}
+        return self._resident.get(storage_id(leaf.untyped_storage()))
 
     def rest(self) -> None:
         """Release all gathered parameters until the backward starts."""
@@ -316,7 +364,7 @@ class Executor:
             return result
         except (RuntimeError, ValueError) as error:
             require_unwritten([*self._buckets, *self._beside.states], self.gathers, error)
-            explained = self._slices.explain(error) or explain(error, self.plan, self.gathers)
+            explained = self._slices.explain(error) or explain(error, self.plan, self.record.holds)
             if explained:
                 raise explained from error
             raise
@@ -345,7 +393,7 @@ class Executor:
         agreeing = self.record.agreeing and not self.mesh.abstract
         self.blocks.begin()
         self.blocks.layers.begin(thinned, computes=agreeing)
-        self._units_of, follow = {}, phases_of.get()
+        self._resident, follow = {}, phases_of.get()
         self._phases = None if follow is None else follow(self)
         if self._phases is not None:
             self._phases.begin()
@@ -361,7 +409,7 @@ class Executor:
     @contextmanager
     def _running(self, backward: bool = False) -> Iterator[None]:
         """The context of the user's code, in forward and in recomputation during backward."""
-        wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles or self.plan.step.thins
+        wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles or self.plan.step.thins or self._scaled
         run = self.blocks.run if wraps_blocks else None
         phases = self._phases
         runner = block_runner.set(phases.around(run) if phases else run)
@@ -377,13 +425,12 @@ class Executor:
             current_keeper.reset(keeper)
 
     def _touch(self, unit: UnitState) -> None:
-        if func_transform() is not None:
-            raise reached_by_func(unit.label)
         if unit is self._gathering.current:
             return
         unit.require_given()
         refuse_autocast(unit, self.plan, self.mesh.device)
-        with torch.inference_mode(False):  # the first touch may be in inference_mode and a later one outside
+        # The first touch may be in inference_mode, or inside a transform of torch.func, and a later one outside.
+        with torch.inference_mode(False), without_func():
             self._gathering.touch(unit)
         self._saved.note_gathered(unit)
 

@@ -51,6 +51,10 @@ class Handle(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
+    def arrived(self) -> torch.Tensor:
+        """What a block gets in place of this handle, whose parameter is gathered now."""
+        return self._source.leaf(self._index)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # This runs for every use of a parameter: hence the inlined look-up, the order of cases, and the flat code.

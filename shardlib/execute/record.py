@@ -42,6 +42,8 @@ class Record:
         layer_tokens: tokens that layers saw in the present step, of all micro-batches and layers of this rank together;
             counted where the plan leaves out parts of layers.
         done: the steps of `shardlib.execute.sequence` that the function took.
+        holds: whether what the graph keeps of gathered parameters stays there until backward, as the function calls
+            `torch.func`, whose transforms allow no hooks on saved tensors. Else backward gathers it again.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
@@ -52,6 +54,7 @@ class Record:
         self.strayed = False
         self.names: set[str] = set()
         self.done: set[str] = set()
+        self.holds = False
         self.layer_tokens = 0
         self._equal_runs, self._needed = 0, 1  # equal runs in a row, and how many it takes to trust the trace
         self._warned: set[str] = set()  # units of which the log says that ranks use them differently

@@ -37,15 +37,6 @@ def require_unwritten(states: Sequence[BucketState], gathers: bool, error: Excep
         raise refused from error
 
 
-def reached_by_func(unit: str) -> HandleError:
-    """The error of a unit that a transform of ``torch.func`` uses."""
-    return HandleError(
-        f"torch.func inside the loss reaches unit {unit!r}, whose parameters are gathered on use (ZeRO stage "
-        "3), and its transforms cannot cross the gather. Use zero(stage=2), or take the parameters first: "
-        "w = p.clone() outside the torch.func call"
-    )
-
-
 def refuse_autocast(unit: UnitState, plan: Plan, device: torch.device) -> None:
     """Refuse to gather a unit under autocast that the function has turned on itself, if it would copy whole parameters."""
     if plan.step.autocast is None and torch.is_autocast_enabled(device.type):
@@ -59,9 +50,9 @@ def refuse_autocast(unit: UnitState, plan: Plan, device: torch.device) -> None:
             )
 
 
-def explain(error: Exception, plan: Plan, gathers: bool) -> HandleError | None:
-    """What to do about an error of torch's; None for others. ``gathers`` is whether units are gathered."""
-    return _explain_dtypes(error, plan) or (_explain_hooks(error) if gathers else None)
+def explain(error: Exception, plan: Plan, holds: bool) -> HandleError | None:
+    """What to do about an error of torch's; None for others. ``holds`` as in `shardlib.execute.record.Record`."""
+    return _explain_dtypes(error, plan) or (_explain_hooks(error) if holds else None)
 
 
 def _explain_dtypes(error: Exception, plan: Plan) -> HandleError | None:
@@ -86,9 +77,14 @@ def _explain_dtypes(error: Exception, plan: Plan) -> HandleError | None:
 
 def _explain_hooks(error: Exception) -> HandleError | None:
     """What ``torch.func`` means by its refusal to start where tensors are saved through hooks; None for other errors."""
-    if "saved tensor hooks" not in str(error):
+    if not refused_for_hooks(error):
         return None
     return HandleError(
-        "torch.func inside the loss differentiates while parameters are gathered on use (ZeRO stage 3), which "
-        "its transforms do not support. Use torch.autograd.grad there, or zero(stage=2)"
+        "torch.func is called in a block that is recomputed (sl.remat, torch.utils.checkpoint), whose hooks on saved tensors "
+        "its transforms do not allow. Call it outside of such blocks, or recompute none (leave out sl.remat)"
     )
+
+
+def refused_for_hooks(error: Exception) -> bool:
+    """Whether ``torch.func`` has refused to start, where tensors are saved through hooks."""
+    return "saved tensor hooks" in str(error)

@@ -12,7 +12,7 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.errors import BatchError, IllegalComposition, LossError, NonFiniteError, TreeError, listing
-from shardlib.execute.batches import as_tensors, empty_leaves, require_no_gradient, rows_of, split_batch
+from shardlib.execute.batches import as_tensors, empty_leaves, rows_of, split_batch
 from shardlib.execute.buffers import BufferKinds
 from shardlib.execute.copies import require_alike
 from shardlib.execute.gradients import ReductionOptions
@@ -20,7 +20,7 @@ from shardlib.execute.inputs import Inputs
 from shardlib.execute.losses import needs, require_function, require_no_buffers, wants
 from shardlib.execute.means import quotients, sum_means
 from shardlib.execute.shares import Shares
-from shardlib.execute.stages.base import Call, keys_of
+from shardlib.execute.stages.base import Call, Runner, keys_of
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.totals import Sums, Totals
 from shardlib.execute.weighing import Weighing, alike
@@ -28,6 +28,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, states_of_generators
+from shardlib.sharded.given import require_no_graph
 from shardlib.sharded.landing import Landing
 from shardlib.sharded.reads import Reads
 from shardlib.sharded.reduction import BoundCodecs
@@ -80,7 +81,9 @@ class Evaluation:
 class LossStep:
     """A loss function bound to a plan.
 
-    ``kinds`` are those of its buffers; see `BufferKinds`.
+    Args:
+        kinds: those of its buffers; see `BufferKinds`.
+        run_by: makes what runs its micro-batches.
 
     Raises:
         LossError: a loss function that is a module, or not callable.
@@ -96,6 +99,7 @@ class LossStep:
         mesh: Mesh,
         with_buffers: bool,
         kinds: Mapping[str, str] | None = None,
+        run_by: Callable[..., Runner] = runner_of,
     ) -> None:
         require_function(loss_fn, "the loss function", "params, buffers, batch" if with_buffers else "params, batch")
         if not with_buffers:
@@ -107,7 +111,7 @@ class LossStep:
             )
         self._loss_fn, self._plan, self._mesh, self._kinds = loss_fn, plan, mesh, BufferKinds(kinds)
         self._codecs = BoundCodecs(mesh)
-        self._runner = runner_of(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
+        self._runner = run_by(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
         self._inputs = Inputs(plan, mesh)
         self._shares = Shares(plan, mesh, draws=plan.step.thins or wants(loss_fn, "rng"))
         self._weight: float | None = None  # of the last batch, if losses had weights
@@ -159,7 +163,7 @@ class LossStep:
                 "(sl.make_train_step does: sl.Key(seed).fold_in(step))"
             )
         batch = as_tensors(batch, mesh.device)
-        require_no_gradient(batch, mesh)
+        require_no_graph(f"rank {mesh.rank}'s batch", batch, BatchError)
         microbatches = split_batch(batch, plan, mesh)
         share, reads = self._inputs.share(batch, equal), Reads(params)
         records = self._runner.records

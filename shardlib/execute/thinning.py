@@ -293,6 +293,8 @@ def _ignoring(computed: Any, result: Any) -> Any:
 
 
 class _Ignoring(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: torch.Tensor, *computed: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)

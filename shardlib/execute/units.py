@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardlib.collectives.styles.slices import Slices
-from shardlib.common._compat import run_first, version_of
+from shardlib.common._compat import run_first, version_of, without_func
 from shardlib.common.boundaries import refuse_compiled
 from shardlib.errors import LossError
 from shardlib.execute.gradients import Gradients
@@ -335,9 +335,9 @@ class UnitState:
             state.stand_in()
 
     def attached(self) -> list[torch.Tensor]:
-        """All leaves, whole and connected to the graph, even if the first touch is under no_grad or inference_mode."""
+        """All leaves, whole and connected to the graph, even if first touched under no_grad or in a transform."""
         if self._leaves is None:
-            with torch.inference_mode(False), torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad(), without_func():
                 self._leaves = [leaf for state in self.buckets for leaf in state.leaves()]
         return self._leaves
 
@@ -350,7 +350,7 @@ class UnitState:
             self._touch(self)
         state, position = self._positions[index]
         if state.each_use:
-            with torch.inference_mode(False), torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad(), without_func():
                 return state.use(position)
         leaves = self._leaves
         return leaves[index] if leaves is not None else self.attached()[index]
@@ -392,7 +392,7 @@ class UnitState:
             if style is not None:
                 window = compute.spec.window(compute.shape, self._slices.mesh.shape, self._slices.mesh.coords)
                 made[path] = SlicedHandle.make(
-                    self, index, path, shape, state.like, wants_gradient, style, window, self._slices
+                    self, index, path, shape, state.like, wants_gradient, style, window, self._slices, placement.scaled
                 )
             elif self.gathers or placement.dealt:
                 made[path] = Handle(self, index, path, shape, state.like, wants_gradient)

@@ -21,7 +21,13 @@ from typing import NamedTuple, overload
 
 import torch
 
-from shardlib.common._compat import add_to_each_, chunk_cat, flatten_dense_tensors, unflatten_dense_tensors
+from shardlib.common._compat import (
+    add_to_each_,
+    chunk_cat,
+    flatten_dense_tensors,
+    func_transform,
+    unflatten_dense_tensors,
+)
 from shardlib.common.thresholds import Threshold
 from shardlib.mesh.specs import chunk_size
 
@@ -275,7 +281,7 @@ class Bucket:
         return torch.cat([part[:, index] for part in self._parts(buffer, owners)], dim=1).view(-1)
 
     def in_leaves(self, rows: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Write ``rows`` [ways, n], each a leaf-major buffer of one part of every leaf, to the leaf-major ``buffer`` [ways·n]."""
+        """Write ``rows`` [ways, n], leaf-major buffers of a part of every leaf each, to the leaf-major ``buffer`` [ways·n]."""
         ways = len(rows)
         parts = self._parts(buffer, ways)
         widths = [part.shape[2] for part in parts]
@@ -295,7 +301,7 @@ class Bucket:
 
     @cached_property
     def _period(self) -> int:
-        """After how many leaves the chunks' sizes repeat, as those of equal blocks do; the number of leaves if they do not."""
+        """After how many leaves the chunks' sizes repeat, as those of equal blocks do; all leaves if they do not."""
         count = len(self.chunks)
         periods = (period for period in range(1, count) if count % period == 0)
         return next((n for n in periods if self.chunks[n:] == self.chunks[:-n]), count)
@@ -333,12 +339,11 @@ class Bucket:
         derivatives pass through the packing of a gradient.
         """
         present = [leaf for leaf in leaves if leaf is not None]
-        if len(present) == len(leaves) > 1 and all(
-            _is_plain(leaf, dtype) for leaf in present
-        ):  # torch's own loops are cheap
+        values = torch.is_grad_enabled() or func_transform() is not None  # the result is differentiated or mapped
+        if not values and len(present) == len(leaves) > 1 and all(_is_plain(leaf, dtype) for leaf in present):
             if self.ways == 1:
-                return flatten_dense_tensors(present)
-            if not torch.is_grad_enabled() and 0 not in self.numels:
+                return flatten_dense_tensors(present)  # torch's own loops are cheap
+            if 0 not in self.numels:
                 return chunk_cat([self._divided(leaf) for leaf in present], 0, self.ways).view(-1)
         device = next((leaf.device for leaf in leaves if leaf is not None), None)
         columns = []
@@ -349,7 +354,7 @@ class Bucket:
                 columns.append(self._cut(leaf, chunk))
         if self.alone:
             return columns[0].to(dtype).contiguous().view(-1)  # the gradient of a sum has the stride 0
-        if torch.is_grad_enabled() or any(column.dtype != columns[0].dtype for column in columns):
+        if values or any(column.dtype != columns[0].dtype for column in columns):
             return torch.cat([column.to(dtype) for column in columns], dim=1).view(-1)
         out = torch.empty((self.ways, self.owned), dtype=dtype, device=columns[0].device)
         return torch.cat(columns, dim=1, out=out).view(-1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 
 from shardlib.common._compat import func_transform, of_func, version_of, without_func
 from shardlib.common.pages import cloned
@@ -43,7 +45,7 @@ class Sharded:
 
     A pytree: ``tree_map`` over it returns another `Sharded`; indexing reads the tree. The shards lie in one flat buffer per
     bucket, and leaves are views of the buffers. The result of a ``tree_map`` is packed into new buffers when they are next
-    read.
+    read. To torch's own pytrees the leaves are the buffers of what is trained, and what is not is a constant.
 
     Inside a loss, or a function that is evaluated, the tree has whole leaves, gathered on use, and a ``tree_map`` over it
     returns a plain tree: see `shardlib.execute.beside`.
@@ -77,13 +79,24 @@ class Sharded:
         self._check()
         if self._held.tree is not None:
             return self._held.tree
-        with without_func():  # what is kept must belong to no level of torch.func
+        leveled = self.in_func
+        with nullcontext() if leveled else without_func():  # what is kept must belong to no level of torch.func
             tree = unflatten(self.plan.shape.treedef, self._leaves())
         if self.on_disk is None:  # what was read from disk is not kept
             self._held.tree = tree
-            if self.mesh.size > 1:
+            if self.mesh.size > 1 and not leveled:
                 mark(self.buffers.values())
         return tree
+
+    @property
+    def in_func(self) -> bool:
+        """Whether the shards belong to a level of torch.func, such as those that it differentiates with respect to."""
+        return func_transform() is not None and any(map(of_func, self.in_memory.values()))
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the shards have dimensions in front, of a batch, as torch.func.vmap and jacrev return them."""
+        return any(buffer.dim() > 1 for buffer in self.in_memory.values())
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
@@ -177,9 +190,10 @@ class Sharded:
         shards: dict[str, torch.Tensor | None] = {}
         for bucket in self.buckets:
             level = self.level(bucket)
-            for path, flat in zip(bucket.paths, bucket.leaf_segments(self.buffers[bucket.name], level), strict=True):
+            flats = self.buffers[bucket.name].split_with_sizes(bucket.segment_sizes(level), dim=-1)
+            for path, flat in zip(bucket.paths, flats, strict=True):
                 shape = self.plan.local_shape(self.plan.placement_of[path], self.role)
-                shards[path] = flat[: math.prod(shape)].view(shape)
+                shards[path] = flat[..., : math.prod(shape)].view(*flat.shape[:-1], *shape)
         return [shards.get(leaf.path) for leaf in self.plan.leaves]
 
     def _pack(self) -> dict[str, torch.Tensor]:
@@ -192,10 +206,14 @@ class Sharded:
             if wrong:
                 raise TreeError(f"leaves of a sharded tree must be tensors:\n{listing(wrong)}")
             check_same_tree(self.plan, paths, [tuple(leaf.shape) for leaf in leaves], "parameters")
-            check_ties(self.plan, by_path)
+            if not any(map(of_func, leaves)):  # those have no values to compare
+                check_ties(self.plan, by_path)
         buffers = {}
         for bucket in self.buckets:
             level = self.level(bucket)
+            if any(of_func(by_path[path]) for path in bucket.paths):
+                buffers[bucket.name] = _joined(bucket, level, [by_path[path] for path in bucket.paths])
+                continue
             buffer = self.mesh.zeros(bucket.size(level), bucket.dtype, self.memory(bucket))
             for path, flat in zip(bucket.paths, bucket.leaf_segments(buffer, level), strict=True):
                 flat[: by_path[path].numel()].copy_(by_path[path].detach().reshape(-1))
@@ -251,16 +269,56 @@ def _build(static: Any, children: Iterable[Any]) -> Any:
     (tree,) = children
     if static is None:
         return tree
-    if func_transform() is not None and any(map(of_func, flatten(tree)[1])):
-        raise TreeError(
-            "torch.func is given a Sharded tree, whose leaves are this rank's shards. Take sl.value_and_grad(loss_fn), or "
-            "give it a plain tree, sl.unshard(params)"
-        )
     plan, mesh, role = static
     return Sharded(plan, mesh, role, tree=tree)
 
 
-register_node(Sharded, _children, _build)
+def _joined(bucket: Bucket, level: int, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A buffer at a level as a differentiable function of its leaves' shards."""
+    sizes = bucket.segment_sizes(level)
+    flats = [F.pad(leaf.reshape(-1), (0, size - leaf.numel())) for leaf, size in zip(leaves, sizes, strict=True)]
+    return torch.cat(flats)
+
+
+class _Constants:
+    """What of a tree torch's pytrees do not see: the buffers of leaves that are not trained, constants to torch.func."""
+
+    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        self.buffers = dict(buffers)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Constants) and self.buffers.keys() == other.buffers.keys()
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.buffers))
+
+
+def _torch_children(node: Sharded) -> tuple[Iterable[Any], Any]:
+    """To torch's pytrees, and so to torch.func, the leaves of a tree are the flat buffers of what is trained."""
+    if reading.get() is not None or node.in_batch or node.on_disk is not None:
+        return _children(node)
+    buffers, trained = node.buffers, {bucket.name for bucket in node.plan.trained}
+    constants = _Constants({name: buffer for name, buffer in buffers.items() if name not in trained})
+    return [buffer for name, buffer in buffers.items() if name in trained], (node.plan, node.mesh, node.role, constants)
+
+
+def _torch_build(static: Any, children: Iterable[Any]) -> Any:
+    if not isinstance(static, tuple) or len(static) == 3:
+        return _build(static, children)
+    plan, mesh, role, constants = static
+    made = Sharded(plan, mesh, role)
+    given = dict(zip((bucket.name for bucket in plan.trained), children, strict=True))
+    made._held.buffers = {
+        bucket.name: given.get(bucket.name, constants.buffers.get(bucket.name)) for bucket in made.buckets
+    }
+    if any(isinstance(buffer, torch.Tensor) and not buffer.dim() for buffer in given.values()):
+        raise TreeError(
+            "torch.func maps over a Sharded tree, whose buffers have no dimension of a batch: pass None for it in in_dims"
+        )
+    return made
+
+
+register_node(Sharded, _children, _build, (_torch_children, _torch_build))
 
 
 def check_ties(plan: Plan, leaves: Mapping[str, torch.Tensor]) -> None:

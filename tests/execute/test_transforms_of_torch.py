@@ -9,7 +9,7 @@ from helpers.trees import assert_close
 from oracle import one_device
 
 import shardlib as sl
-from shardlib.errors import HandleError, LossError, TreeError
+from shardlib.errors import HandleError, LossError
 
 STAGES = pytest.mark.parametrize("stage", [0, 2, 3])
 RANKS = 2
@@ -66,6 +66,71 @@ def directional(block, params, batch):
         return forward_ad.unpack_dual(fit(params, x, batch[1], block)).tangent.square()
 
 
+func = torch.func
+
+
+def fit_batch(params, batch):
+    return fit(params, *batch)
+
+
+def slopes(params, batch):
+    """The norms of a model's gradients with respect to each of its inputs."""
+    each = lambda x, y: fit(params, x[None], y[None])  # noqa: E731
+    return (func.vmap(func.grad(each))(*batch).norm(dim=-1) - 1).square().mean() + fit(params, *batch)
+
+
+def jacobian(params, batch):
+    p = params["layers"][0]
+    return func.vmap(func.jacrev(lambda x: layer(p, x)))(batch[0]).square().mean() + fit(params, *batch)
+
+
+def cotangents(params, batch):
+    value, pull = func.vjp(lambda x: fit(params, x, batch[1]), batch[0])
+    return value + pull(torch.ones_like(value))[0].square().sum()
+
+
+def adapted(params, batch):
+    """The loss of parameters that took a step of their own (MAML)."""
+    inner = func.grad(lambda params: fit(params, *batch))(params)
+    step = lambda p, g: p - 0.1 * g  # noqa: E731
+    return fit(torch.utils._pytree.tree_map(step, params, inner), *batch)
+
+
+def clipped(params, batch):
+    """A function of the gradient of each sample."""
+    each = lambda params, x, y: fit(params, x[None], y[None])  # noqa: E731
+    gradients = func.vmap(func.grad(each), (None, 0, 0))(params, *batch)
+    norms = sum(g.flatten(1).square().sum(1) for g in torch.utils._pytree.tree_leaves(gradients)).sqrt()
+    return (norms.clamp(max=1.0)).sum() + fit(params, *batch)
+
+
+def ensemble(params, batch):
+    """Two models whose first layers are the halves of one leaf."""
+    first, second = params["layers"]
+    halves = {"weight": first["weight"].unflatten(0, (3, -1)), "bias": first["bias"].unflatten(0, (3, -1))}
+    outputs = func.vmap(layer, (0, None))(halves, batch[0]).movedim(0, -2).flatten(-2)
+    return (layer(second, outputs) - batch[1]).square().mean()
+
+
+def tangents(params, batch):
+    value, tangent = func.jvp(lambda x: fit(params, x, batch[1]), (batch[0],), (batch[0].cos(),))
+    return value + tangent.square()
+
+
+def curvature(params, batch):
+    """The Hessian with respect to inputs, and a product of that with respect to parameters."""
+    energy = lambda x, y: fit(params, x[None], y[None])  # noqa: E731
+    of_inputs = func.vmap(func.hessian(energy))(*batch).square().mean()
+    gradient = func.grad(lambda params: fit(params, *batch))
+    along = torch.utils._pytree.tree_map(lambda p: p.detach().sin(), params)
+    product = func.jvp(gradient, (params,), (along,))[1]
+    return of_inputs + sum(p.square().sum() for p in torch.utils._pytree.tree_leaves(product)) + fit(params, *batch)
+
+
+REVERSE = {fn.__name__: fn for fn in (slopes, jacobian, cotangents, adapted, clipped, ensemble)}
+FORWARD = {fn.__name__: fn for fn in (tangents, curvature)}
+
+
 def network():
     return mlp([6, 9, 4])[1]
 
@@ -115,6 +180,76 @@ def test_derivatives_through_recomputed_blocks(pool, stage, policy):
         check(pool.run(run, of, mesh={"data": RANKS}), lambda params, batch, of=of: of(layer, params, batch))
 
 
+@pytest.mark.parametrize("loss", REVERSE)
+@STAGES
+def test_torch_func_in_a_loss(stage, loss):
+    """At stage 3 the first call in a transform is taken again, without hooks on saved tensors."""
+    run = lambda m: training.train(m, REVERSE[loss], network(), BATCHES, sl.zero(stage), training.optimizer(0.5))  # noqa: E731
+    check(sl.simulate(run, mesh={"data": RANKS}), REVERSE[loss])
+
+
+def test_torch_func_in_pipeline_stages():
+    """Each micro-batch in flight is a run of its own; the plan traces a stage anew once it knows that it holds parameters."""
+
+    def sloped(p, x, batch):
+        return x + func.vmap(func.grad(lambda x: layer(p, x).square().sum()))(x)
+
+    width = mlp([6, 6, 6, 6, 6])[1]["layers"]
+    last = lambda p, x, batch: (layer(p, x) - batch["y"]).square().mean()  # noqa: E731
+    loss_fn = sl.sequential([lambda p, _, batch: layer(p, batch["x"]), sloped, sloped, last])
+    batches = [dict(zip("xy", regression_batch(8, 6, 6, seed=seed))) for seed in range(2)]
+    chain = sl.chain(sl.pipeline("1f1b", microbatches=2), sl.zero(3))
+    run = lambda m: training.train(m, loss_fn, width, batches, chain, training.optimizer(0.5))  # noqa: E731
+    wanted = one_device.train(loss_fn, width, batches, max_norm=0.5)
+    for losses, *_ in sl.simulate(run, mesh={"data": 2, "pipe": 2}):
+        assert losses == pytest.approx(wanted[0], rel=1e-10)
+    shares = {name: leaf[:4] for name, leaf in batches[0].items()}
+    assert sl.make_plan(width, sl.abstract_mesh(data=2, pipe=2), chain, loss_fn=loss_fn, batch=shares).live_bytes
+
+
+def test_torch_func_that_one_rank_begins_to_call_later():
+    """That rank leaves the trace, in whose backward the others gather."""
+
+    def run(mesh):
+        steps = []
+
+        def loss_fn(params, batch):
+            return (slopes if mesh.rank == 1 and len(steps) >= 2 else fit_batch)(params, batch)
+
+        state, step = sl.make_train_step(loss_fn, sl.shard(network(), mesh, stage=3), sl.optim.sgd(0.1))
+        for _ in range(4):
+            state, metrics = step(state, share(BATCHES[0], mesh.rank, RANKS))
+            steps.append(float(metrics["loss"]))
+        return steps
+
+    params, wanted = network(), []
+    leaves = [leaf.requires_grad_() for p in params["layers"] for leaf in p.values()]
+    for number in range(4):
+        losses = [fit_batch, slopes if number >= 2 else fit_batch]
+        loss = sum(fn(params, share(BATCHES[0], rank, RANKS)) for rank, fn in enumerate(losses)) / RANKS
+        wanted.append(loss.item())
+        with torch.no_grad():
+            for leaf, gradient in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
+                leaf -= 0.1 * gradient
+    for losses in sl.simulate(run, mesh={"data": RANKS}):
+        assert losses == pytest.approx(wanted, rel=1e-10)
+
+
+@pytest.mark.parametrize("loss", FORWARD)
+def test_forward_mode_of_torch_func_in_a_loss(pool, loss):
+    def run(mesh, loss_fn, stage):
+        return training.train(mesh, loss_fn, network(), BATCHES, sl.zero(stage), training.optimizer(0.5))
+
+    for stage in (1, 3):
+        check(pool.run(run, FORWARD[loss], stage, mesh={"data": RANKS}), FORWARD[loss])
+
+
+def test_forward_mode_around_an_exchange_of_simulated_ranks_is_refused():
+    run = lambda m: training.train(m, tangents, network(), BATCHES, sl.zero(3), training.optimizer(0.5))  # noqa: E731
+    with pytest.raises(HandleError, match=r"simulated ranks, all_gather.*real processes \(sl.launch\)"):
+        sl.simulate(run, mesh={"data": RANKS})
+
+
 def test_compiled_functions_that_would_trace_the_library(pool):
     def errors(mesh):
         def loss_fn(params, batch):
@@ -146,35 +281,3 @@ def test_compiled_functions_that_would_trace_the_library(pool):
         starts = ["a train step is", "a train step is", "value_and_grad's function is", "an eval step is"]
         for error, start in zip(found, [*starts, "a compiled function uses layers/0,"], strict=True):
             assert error.startswith(start) and error.endswith("sl.block(torch.compile(fn))")
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_torch_func_around_a_step(stage):
-    loss_fn = lambda params, x: (params["w"] * x).square().sum()  # noqa: E731
-    sharded, x = sl.shard({"w": torch.ones(4)}, sl.make_mesh(), stage=stage), torch.arange(4.0)
-    state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1), donate=False)
-    evaluate = sl.make_eval_step(loss_fn, sharded)
-    around = {
-        "value_and_grad's function": lambda x: sl.value_and_grad(loss_fn)(sharded, x)[0],
-        "a train step": lambda x: step(state, x)[1]["loss"],
-        "an eval step": lambda x: evaluate(sharded, x),
-    }
-    for name, fn in around.items():
-        for transform in (torch.func.grad(fn), torch.func.vmap(fn), lambda x, fn=fn: torch.func.jvp(fn, (x,), (x,))):
-            with pytest.raises(HandleError, match=rf"around {name}.*Use it inside the loss"):
-                transform(x)
-    with forward_ad.dual_level(), pytest.raises(HandleError, match="forward mode, around"):
-        sl.value_and_grad(loss_fn)(sharded, forward_ad.make_dual(x, x))
-
-
-def test_torch_func_over_a_sharded_tree():
-    """What is read of it inside of a transform belongs to no level, whoever reads it first."""
-    sharded, x = sl.shard({"w": torch.ones(4)}, sl.make_mesh(), stage=3), torch.arange(4.0)
-    loss_fn = lambda params: (params["w"] * x).square().sum()  # noqa: E731
-    for transform in (torch.func.grad, torch.func.jacrev, torch.func.vmap):
-        with pytest.raises(TreeError, match=r"torch.func is given a Sharded tree.*sl.unshard\(params\)"):
-            transform(loss_fn)(sharded)
-    again = sl.shard({"w": torch.ones(4)}, sl.make_mesh(), stage=3)
-    torch.func.grad(lambda x: (again["w"] * x).sum())(x)
-    assert torch.equal(sl.unshard(sl.value_and_grad(lambda p, x: loss_fn(p))(again, x)[1])["w"], 2 * x.square())
-    assert torch.equal(torch.func.grad(loss_fn)(sl.unshard(sharded))["w"], 2 * x.square())

@@ -224,13 +224,16 @@ LIVE = {
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", LIVE)
-@pytest.mark.parametrize("model", ["gpt", "mlp"])
+@pytest.mark.parametrize("model", ["gpt", "mlp", "slopes"])
 def test_live_bytes_of_a_micro_batch_are_the_plans(model, name, ranks):
     """Measured by a dispatch mode over storages on the CPU, in the first step and in the second, which gathers ahead."""
     if model == "gpt":
         (loss_fn, params), batch = tiny_gpt(torch.float32), token_batches(1, rows=4)[0]
     else:
         (loss_fn, params), batch = mlp([4, 40, 60, 80, 8], torch.float32), regression_batch(8, 4, 8, torch.float32)
+    if model == "slopes":  # by torch.func, for which gathered parameters stay until backward
+        fit = loss_fn
+        loss_fn = lambda params, batch: torch.func.grad(lambda x: fit(params, (x, batch[1])))(batch[0]).square().sum()  # noqa: E731
     plan = sl.make_plan(params, sl.abstract_mesh(data=ranks), LIVE[name], loss_fn=loss_fn, batch=batch)
 
     def run(mesh):

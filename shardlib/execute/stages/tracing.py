@@ -40,15 +40,38 @@ def walks(
 ) -> tuple[Walk, ...]:
     """What the first of a rank's micro-batches does in each stage, at a step with its key, or one that leaves out nothing.
     ``params`` holds the buckets of all stages."""
-    if plan.stages.axes:
-        return _of_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng, step)
-    return (_of_one(loss_fn, plan, mesh, params, batch, buffers, rng, step),)
+    holding: set[int] = set()
+    while True:
+        try:
+            if not plan.stages.axes:
+                return (_of_one(loss_fn, plan, mesh, params, batch, buffers, rng, step, bool(holding)),)
+            return _of_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng, step, holding)
+        except _Holds as seen:
+            holding.add(seen.stage)
+
+
+class _Holds(Exception):
+    """A stage's function turns out to hold gathered parameters until backward (`Record.holds`): as all its later runs do, it
+    is traced from the beginning."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.stage = stage
 
 
 def _of_one(
-    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key, step: int | None
+    loss_fn: Any,
+    plan: Plan,
+    mesh: Mesh,
+    params: Sharded,
+    batch: Tree,
+    buffers: Tree,
+    rng: Key,
+    step: int | None,
+    holds: bool,
 ) -> Walk:
     runner = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None)
+    runner.executor.record.holds = holds
     phases = _Phases(isinstance(loss_fn, Sequential))
     alone: list[list[Stretch]] = []
     summed: list[list[Stretch]] = []
@@ -74,6 +97,8 @@ def _of_one(
 
     with Work(lambda: phases.now, lambda: _moved(runner.executor, mesh)) as work:
         run(0)
+    if runner.executor.record.holds and not holds:
+        raise _Holds(0)
     # The second run follows the first one's trace, and gathers the next unit ahead. Its later micro-batches find sums of
     # earlier ones, and the last one ends with the step's exchanges.
     if runner.executor.gathers or last:
@@ -84,7 +109,7 @@ def _of_one(
 
 
 def _of_stages(
-    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key, step: int | None
+    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key, step: int | None, holding: set[int]
 ) -> tuple[Walk, ...]:
     blocks, spans = require_blocks(loss_fn, plan), plan.stages.spans
     thinned = plan.step.thinned(step, rng)
@@ -105,7 +130,7 @@ def _of_stages(
                 require_open(result, "what passes between pipeline stages")
                 return result
 
-            known.append((seen, _Stage(plan, mesh, number)))
+            known.append((seen, _Stage(plan, mesh, number, number in holding)))
             known[-1][1].forward(params, carries, compute, thinned)
         carries = [known[stands[-1]][1].handed_on()]
     stages = [stage for _, stage in known]
@@ -123,9 +148,10 @@ def _of_stages(
 class _Stage:
     """One stage of a pipeline, while a micro-batch goes through it."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, number: int) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, number: int, holds: bool) -> None:
         self.number, self._plan, self._mesh = number, plan, mesh
         self.executor = Executor(plan.of_stage(number), mesh, trained=True)
+        self.executor.record.holds = holds
         self._gradients = self.executor.gradients(default_options(mesh))
         self._between = 0
         self._phases = phases = _Phases(True)
@@ -143,8 +169,14 @@ class _Stage:
         self._arrived, storages = sum(storage.nbytes() for storage in arrived), [*map(ref, arrived)]
         carries.append(given)
         del given, arrived
+
+        def run(tree: Tree) -> Any:
+            if not carries:
+                raise _Holds(self.number)
+            return compute(tree, carries.pop())
+
         with self._live, self._work, followed(lambda _: self._phases):
-            result = self.executor.open(params, self._gradients, lambda tree: compute(tree, carries.pop()), thinned)
+            result = self.executor.open(params, self._gradients, run, thinned)
         self.executor.rest()
         stays = sum(storage.nbytes() for each in storages if (storage := each()) is not None)
         self._kept = self._live.now + stays

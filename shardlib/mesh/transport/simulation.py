@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from shardlib.errors import RankMismatch
+from shardlib.common._compat import forward_level
+from shardlib.errors import HandleError, RankMismatch
 
 _PATIENCE = 2.0  # seconds that interrupted ranks have to reach a collective, and then again to be stopped elsewhere
 _GLANCE = 0.1  # longest wait in seconds, since a signal that comes just before a wait begins does not end the wait
@@ -56,6 +57,7 @@ class Simulation:
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self._finished: set[int] = set()
         self._around: Simulation | None = getattr(threading.current_thread(), "simulation", None)
+        self._level = forward_level()  # of forward mode, around all ranks
         self.failure: BaseException | None = None
         self.failed_rank: int | None = None
 
@@ -118,6 +120,12 @@ class Simulation:
         if not self._over():
             if ready():
                 return
+            if forward_level() != self._level:
+                raise HandleError(
+                    f"forward mode (torch.func.jvp, jacfwd, hessian) around an exchange of simulated ranks, {what}: torch "
+                    "keeps its levels for a process, and simulated ranks are threads of one. Use reverse mode "
+                    "(torch.func.vjp, jacrev), or real processes (sl.launch)"
+                )
             self._waiting[rank] = (ready, what)
             state = torch.default_generator.get_state()
             if self._hand_over(rank):

@@ -297,7 +297,7 @@ def _kinds(plan: Plan, blocks: Mapping[int, str]) -> Kinds | None:
             return None
         if block is not None:
             leaf, aliases = replace(placement.compute, path=path), [local(alias)[1] for alias in placement.aliases]
-            kinds[block].append((leaf, aliases, placement.style, placement.dealt))
+            kinds[block].append((leaf, aliases, placement.style, placement.dealt, placement.scaled))
     for module, tiles in plan.step.module_tiles.items():
         block, path = local(module)
         if block is not None:

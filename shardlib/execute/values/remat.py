@@ -1,0 +1,37 @@
+"""Blocks that backward computes again, in a step as a function of values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardlib.execute.activations.checkpointing import checkpointed
+from shardlib.execute.activations.draws import Draws
+from shardlib.execute.surroundings import Surroundings
+from shardlib.nn.blocks import Runner, block_runner
+from shardlib.plan.plan import Plan
+
+
+def recomputed(plan: Plan) -> Callable[[Surroundings], Runner] | None:
+    """How the blocks of a function run, given what is around it; None where none is recomputed."""
+    how = plan.step.remat
+    if how is None:
+        return None
+
+    def runner(surroundings: Surroundings) -> Runner:
+        draws = Draws(surroundings.mesh.device)
+
+        def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            def surrounded(*args: Any, **kwargs: Any) -> Any:
+                around = block_runner.set(None)  # a block within another is recomputed with it
+                try:
+                    with surroundings.installed(casts=False):
+                        return fn(*args, **kwargs)
+                finally:
+                    block_runner.reset(around)
+
+            return checkpointed(surrounded, args, kwargs, how, set(), draws)
+
+        return run
+
+    return runner

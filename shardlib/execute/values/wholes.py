@@ -1,0 +1,132 @@
+"""A bucket's whole leaves as a differentiable function of this rank's shard, and its gradient's way to the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardlib.collectives.buffers import Link, gathered, scattered, summed
+from shardlib.mesh.mesh import Mesh
+from shardlib.plan.buckets import Bucket
+from shardlib.plan.exchanges import Exchange, Op, Routes
+
+
+class Wholes:
+    """The exchanges of one bucket, bound to a mesh.
+
+    Attributes:
+        bucket: the bucket.
+    """
+
+    def __init__(self, bucket: Bucket, routes: Routes, mesh: Mesh) -> None:
+        self.bucket, self.mesh = bucket, mesh
+        self._gathers = [Link(mesh, exchange.axis, bucket.label) for exchange in routes.gather]
+        self._each, self._last = self._bound(routes.each), self._bound(routes.last)
+        # From a whole gradient to the layout of the parameters.
+        self._to_stored = self._bound(routes.reductions[: bucket.param_level])
+        self._sums = [
+            Link(mesh, exchange.axis, f"the gradient of {bucket.label}")
+            for exchange in routes.reductions[bucket.param_level :]
+        ]
+
+    def _bound(self, route: Sequence[Exchange]) -> list[tuple[Op, Link]]:
+        return [(each.op, Link(self.mesh, each.axis, f"the gradient of {self.bucket.label}")) for each in route]
+
+    def slot(self) -> torch.Tensor:
+        """The zero that is added to the parameters, in the layout and dtype in which gradients are summed over micro-batches.
+        It has no memory. The gradient with respect to it is the parameters' own, there and in that dtype."""
+        zero = torch.zeros((), dtype=self.bucket.reduce_dtype, device=self.mesh.device)
+        return zero.expand(self.bucket.size(self.bucket.grad_level))
+
+    def leaves(self, stored: torch.Tensor, slot: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """The whole leaves at ``stored + slot``."""
+        if self.bucket.trainable:
+            return _Leaves.apply(stored, slot, self)
+        return tuple(self.unpacked(self.gather(stored)))
+
+    def gather(self, stored: torch.Tensor) -> torch.Tensor:
+        """The whole buffer, each owner's elements of all leaves in one piece, from this rank's."""
+        for link in self._gathers:
+            stored = gathered(stored, link)
+        return stored
+
+    def unpacked(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The leaves of what `gather` returns, in shape and without padding."""
+        bucket, level = self.bucket, self.bucket.param_level
+        owners = math.prod(bucket.sizes[:level])
+        columns = whole.view(owners, -1).split(bucket.segment_sizes(level), dim=1)
+        return [
+            column.reshape(-1)[:numel].view(shape)
+            for column, numel, shape in zip(columns, bucket.numels, bucket.shapes, strict=True)
+        ]
+
+    def each(self, whole: torch.Tensor) -> torch.Tensor:
+        """One micro-batch's whole gradient, summed as far as gradients are before they are accumulated."""
+        return _along(self._each, whole)
+
+    def last(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The sum over micro-batches, summed over ranks and cut as the optimizer holds it."""
+        return _along(self._last, gradient)
+
+    def expanded(self, slot: torch.Tensor) -> torch.Tensor:
+        """What `each` is the dual of: a tensor in the layout of gradients, whole."""
+        for op, link in reversed(self._each):
+            slot = gathered(slot, link) if op is Op.SCATTER else slot
+        return slot
+
+    def to_stored(self, whole: torch.Tensor) -> torch.Tensor:
+        """A whole gradient, summed over all ranks, in the layout and dtype of the parameters."""
+        bucket, level = self.bucket, self.bucket.param_level
+        reduced = _along(self._to_stored, whole)
+        for link in self._sums:
+            reduced = summed(reduced, link)
+        columns = reduced.view(bucket.owners(level), -1).split(bucket.chunks, dim=1)
+        return torch.cat([column.reshape(-1) for column in columns]).to(bucket.dtype)
+
+
+def _along(route: Sequence[tuple[Op, Link]], buffer: torch.Tensor) -> torch.Tensor:
+    for op, link in route:
+        buffer = scattered(buffer, link) if op is Op.SCATTER else summed(buffer, link)
+    return buffer
+
+
+class _Leaves(torch.autograd.Function):
+    """`Wholes.leaves`. Backward packs the gradients of all leaves and reduces them, once: to the slot's layout within a
+    step, and to the parameters' where torch.func differentiates around it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(stored: torch.Tensor, slot: torch.Tensor | None, of: Wholes) -> tuple[torch.Tensor, ...]:
+        return tuple(of.unpacked(of.gather(stored)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.of = inputs[2]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if all(grad is None for grad in grads):
+            return None, None, None
+        of: Wholes = ctx.of
+        to_stored, to_slot, _ = ctx.needs_input_grad
+        whole = of.bucket.pack(grads, of.bucket.reduce_dtype)
+        return (of.to_stored(whole) if to_stored else None), (of.each(whole) if to_slot else None), None
+
+    @staticmethod
+    def jvp(
+        ctx: Any, stored: torch.Tensor | None, slot: torch.Tensor | None, _: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        of: Wholes = ctx.of
+        bucket = of.bucket
+        tangents = [torch.zeros(shape, dtype=bucket.dtype, device=of.mesh.device) for shape in bucket.shapes]
+        if stored is not None:
+            tangents = of.unpacked(of.gather(stored))
+        if slot is not None:
+            added = bucket.unpack(of.expanded(slot).to(bucket.dtype))
+            tangents = [one + other for one, other in zip(tangents, added, strict=True)]
+        return tuple(tangents)

@@ -1,0 +1,204 @@
+"""torch.func around value_and_grad and eval steps on sharded parameters: equal to one device, at every stage."""
+
+import pytest
+import torch
+from helpers.models import mlp, mlp_loss, regression_batch, share
+from helpers.trees import assert_close
+from optree import tree_map
+from torch.autograd import forward_ad
+from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.utils import _pytree as pytree
+
+import shardlib as sl
+from shardlib.errors import HandleError, IllegalComposition, LossError, TreeError
+from shardlib.tree import leaves_of
+
+CASES = pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (3, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
+TOLERANCE = 1e-12
+PARAMS, BATCH = mlp([6, 5, 4])[1], regression_batch(8, 6, 4)
+DIRECTION = tree_map(torch.cos, PARAMS)
+
+
+def weighted(params, batch):
+    """A `Mean` whose weights differ from rank to rank."""
+    x, y = batch
+    counted = (x[:, 0] > 0).double()
+    errors = (torch.tanh(x @ params["layers"][0]["weight"].t()).sum(1) - y.sum(1)).square()
+    return sl.Mean((errors * counted).sum(), counted.sum()) + 0.1 * sl.Mean(leaves_of(params)[0].square().sum(), 1)
+
+
+def mean_of(loss):
+    return (
+        sum(term.total / term.weight for term in getattr(loss, "terms", [loss])) if not torch.is_tensor(loss) else loss
+    )
+
+
+def on_ranks(fn, stage, ranks, batch=BATCH, more=()):
+    """``fn(sharded parameters, sharded direction, this rank's batch)`` on simulated ranks; Sharded results whole."""
+
+    def run(mesh):
+        chain = sl.chain(sl.zero(stage), *more)
+        params, along = (sl.shard(tree, mesh, chain) for tree in (PARAMS, DIRECTION))
+        found = fn(params, along, share(batch, mesh.rank, ranks))
+        return [sl.unshard(each) if isinstance(each, sl.Sharded) else each for each in found]
+
+    return sl.simulate(run, mesh={"data": ranks})
+
+
+def value(loss_fn, batch):
+    return lambda params: sl.value_and_grad(loss_fn)(params, batch)[0]
+
+
+def gradient(loss_fn, batch):
+    return lambda params: sl.value_and_grad(loss_fn)(params, batch)[1]
+
+
+def of_gradients(direction, params, batch, loss_fn):
+    """The direction in the layout of gradients: that of a gradient of a linear function."""
+    linear = lambda params, batch: sum(  # noqa: E731
+        (leaf * along).sum() for leaf, along in zip(leaves_of(params), leaves_of(DIRECTION))
+    )
+    return sl.value_and_grad(linear)(params, batch)[1]
+
+
+@CASES
+@pytest.mark.parametrize("loss_fn", [mlp_loss, weighted])
+def test_reverse_and_reverse(stage, ranks, loss_fn):
+    """The gradient, a Hessian-vector product by two reverse passes, and a step of MAML."""
+
+    def fn(params, along, batch):
+        v = of_gradients(along, params, batch, loss_fn)
+        slope = grad(value(loss_fn, batch))(params)
+        curved = grad(lambda p: sl.vdot(gradient(loss_fn, batch)(p), v))(params)
+        inner = lambda p: tree_map(lambda a, b: a - 0.1 * b, p, grad(value(loss_fn, batch))(p))  # noqa: E731
+        through = grad(lambda p: value(loss_fn, batch)(inner(p)))(params)
+        return slope, curved, through, sl.vdot(v, v), sl.value_and_grad(loss_fn)(params, batch)[1]
+
+    plain = lambda params: mean_of(loss_fn(params, BATCH))  # noqa: E731
+    inner = lambda p: tree_map(lambda a, b: a - 0.1 * b, p, grad(plain)(p))  # noqa: E731
+    dot = lambda a, b: sum((x * y).sum() for x, y in zip(leaves_of(a), leaves_of(b)))  # noqa: E731
+    wanted = (
+        grad(plain)(PARAMS),
+        grad(lambda p: dot(grad(plain)(p), DIRECTION))(PARAMS),
+        grad(lambda p: plain(inner(p)))(PARAMS),
+    )
+    for slope, curved, through, product, today in on_ranks(fn, stage, ranks):
+        for got, want in zip((slope, curved, through), wanted):
+            assert_close(got, want, TOLERANCE)
+        assert product.item() == pytest.approx(dot(DIRECTION, DIRECTION).item(), rel=TOLERANCE)
+        assert_close(today, slope, TOLERANCE)
+
+
+@CASES
+def test_maps(stage, ranks):
+    """Gradients for each of several batches, and the Jacobian of several numbers of all ranks."""
+
+    def numbers(params, batch):
+        loss = mlp_loss(params, batch)
+        return {"a": sl.Mean(loss, 1), "b": sl.Mean(loss**2, 1)}
+
+    def fn(params, along, batch):
+        x, y = batch[0].view(2, -1, 6), batch[1].view(2, -1, 4)
+        each = vmap(lambda x, y: gradient(mlp_loss, (x, y))(params))(x, y)
+        evaluate = sl.make_eval_step(numbers, params)
+        stacked = jacrev(lambda p: evaluate(p, batch)["a"] * torch.arange(1.0, 3.0).double())(params)
+        value, pull = vjp(lambda p: evaluate(p, batch)["b"], params)
+        with pytest.raises(TreeError, match=r"unshard: shards with a dimension of torch\.func\.vmap"):
+            sl.unshard(stacked)
+        one = lambda trees, i: pytree.tree_map(lambda buffer: buffer[i], trees)  # noqa: E731
+        return one(each, 0), one(each, 1), one(stacked, 1), pull(torch.ones_like(value))[0]
+
+    found = on_ranks(fn, stage, ranks)
+    mean = lambda p: sum(mlp_loss(p, share(BATCH, r, ranks)) for r in range(ranks)) / ranks  # noqa: E731
+    square = lambda p: sum(mlp_loss(p, share(BATCH, r, ranks)) ** 2 for r in range(ranks)) / ranks  # noqa: E731
+    parts = [[part.chunk(ranks)[r].view(2, -1, part.shape[1]) for part in BATCH] for r in range(ranks)]
+    sample = lambda p, i: sum(mlp_loss(p, (x[i], y[i])) for x, y in parts) / ranks  # noqa: E731
+    samples = [grad(sample)(PARAMS, i) for i in range(2)]
+    for *each, second, squared in found:
+        assert_close(squared, grad(square)(PARAMS), TOLERANCE)
+        assert_close(second, tree_map(lambda leaf: 2 * leaf, grad(mean)(PARAMS)), TOLERANCE)
+        for got, want in zip(each, samples, strict=True):
+            assert_close(got, want, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "more", [[sl.accumulate(2)], [sl.remat()], [sl.freeze("layers/0/*")]], ids=["2", "remat", "frozen"]
+)
+def test_chains(more):
+    def fn(params, along, batch):
+        return (grad(value(mlp_loss, batch))(params),)
+
+    wanted = grad(lambda params: mlp_loss(params, BATCH))(PARAMS)
+    for (slope,) in on_ranks(fn, 3, 2, more=more):
+        paths = range(2) if "freeze" in str(more) else range(4)
+        for path in range(2, 4) if len(paths) == 2 else paths:
+            assert_close(leaves_of(slope)[path], leaves_of(wanted)[path], TOLERANCE)
+
+
+def forward(mesh, stage, loss_fn, wanted_of):
+    """Hessian-vector products by forward over reverse, and a tangent of the loss, on a rank of its own process."""
+    params, along = (sl.shard(tree, mesh, stage=stage) for tree in (PARAMS, DIRECTION))
+    batch = share(BATCH, mesh.rank, mesh.size)
+    _, curved = jvp(gradient(loss_fn, batch), (params,), (along,))
+    _, tangent = jvp(value(loss_fn, batch), (params,), (along,))
+    return sl.unshard(curved), tangent
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_forward_mode_in_processes(pool, stage):
+    plain = lambda params: mlp_loss(params, BATCH)  # noqa: E731
+    wanted = jvp(grad(plain), (PARAMS,), (DIRECTION,))[1], jvp(plain, (PARAMS,), (DIRECTION,))[1]
+    for curved, tangent in pool.run(forward, stage, mlp_loss, None, mesh={"data": 2}):
+        assert_close(curved, wanted[0], TOLERANCE)
+        assert tangent.item() == pytest.approx(wanted[1].item(), rel=TOLERANCE)
+
+
+def test_plain_trees():
+    """As on a mesh of one, but with derivatives of the batch too."""
+    slope = grad(lambda params: sl.value_and_grad(mlp_loss)(params, BATCH)[0])(PARAMS)
+    assert_close(slope, grad(lambda params: mlp_loss(params, BATCH))(PARAMS), TOLERANCE)
+    evaluate = sl.make_eval_step(lambda params, x: x @ params["layers"][0]["weight"].t(), PARAMS)
+    found = jacrev(lambda x: evaluate(PARAMS, x))(BATCH[0][:1])
+    assert torch.equal(found[0, :, 0], PARAMS["layers"][0]["weight"])
+
+
+def test_refusals():
+    def run(mesh):
+        params, batch = sl.shard(PARAMS, mesh, stage=3), share(BATCH, mesh.rank, 2)
+        rows = sl.make_eval_step(lambda params, batch: batch[0] @ params["layers"][0]["weight"].t(), params)
+        with pytest.raises(HandleError, match="simulated ranks: torch keeps tangents for the process"):
+            jvp(value(mlp_loss, batch), (params,), (params,))
+        with pytest.raises(LossError, match=r"an eval step returned of this rank's rows alone.*sl.Mean"):
+            grad(lambda p: rows(p, batch).sum())(params)
+        with pytest.raises(TreeError, match="pass None for it in in_dims"):
+            vmap(value(mlp_loss, batch))(sl.shard({"w": torch.ones(4)}, mesh, stage=3))
+        with pytest.raises(TreeError, match=r"unshard: shards that torch.func.*sl.vdot"):
+            grad(lambda p: leaves_of(sl.unshard(p))[0].sum())(params)
+        with pytest.raises(TreeError, match="vdot of a tree of role 'param' and one of role 'grad'"):
+            sl.vdot(params, sl.value_and_grad(mlp_loss)(params, batch)[1])
+        state, step = sl.make_train_step(mlp_loss, params, sl.optim.sgd(0.1))
+        with pytest.raises(HandleError, match="around a train step, to which its result is a constant"):
+            grad(lambda x: step(state, (x, batch[1]))[1]["loss"])(batch[0])
+        with pytest.raises(HandleError, match="reads a further sharded tree"):
+            grad(value(lambda p, x: mlp_loss(p, x) + leaves_of(params)[0].sum(), batch))(sl.shard(PARAMS, mesh))
+        offloaded = sl.shard(PARAMS, mesh, sl.chain(sl.zero(3), sl.offload(params="host")))
+        with pytest.raises(IllegalComposition, match=r"(?s)around value_and_grad's function.*offload.*sl\.unshard"):
+            grad(value(mlp_loss, batch))(offloaded)
+
+    sl.simulate(run, mesh={"data": 2})
+
+
+def test_forward_mode_of_torch_itself():
+    params = sl.shard(PARAMS, sl.make_mesh(), stage=3)
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(BATCH[0], BATCH[0].cos())
+        tangent = forward_ad.unpack_dual(value(mlp_loss, (x, BATCH[1]))(params)).tangent
+    wanted = jvp(lambda x: mlp_loss(PARAMS, (x, BATCH[1])), (BATCH[0],), (BATCH[0].cos(),))[1]
+    assert tangent.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
+
+
+def test_shards_that_are_read_inside_belong_to_no_level():
+    params, x = sl.shard({"w": torch.ones(4)}, sl.make_mesh(), stage=3), torch.arange(4.0)
+    assert torch.equal(grad(lambda x: (params["w"] * x).sum())(x), torch.ones(4))
+    assert torch.equal(grad(lambda p: (p["w"] * x).square().sum())(params)["w"], 2 * x.square())
+    assert torch.equal(sl.value_and_grad(lambda p, x: (p["w"] * x).sum())(params, x)[1]["w"], x)
