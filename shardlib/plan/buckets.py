@@ -14,9 +14,11 @@ of its own, which is gathered, reduced and updated without a copy, while small l
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, overload
 
 import torch
@@ -259,6 +261,14 @@ class Bucket:
         owners = self.owners(level)
         return [chunk * owners for chunk in self.chunks]
 
+    def path_at(self, element: int) -> str:
+        """The path of the leaf to which an element of a whole, leaf-major buffer belongs."""
+        return self.paths[bisect(self._starts, element) - 1]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(accumulate(self.segment_sizes(0)[:-1], initial=0))
+
     def leaves(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a whole (level 0), leaf-major buffer, in shape and without padding (views)."""
         if not self.padded:
@@ -281,7 +291,7 @@ class Bucket:
         return torch.cat([part[:, index] for part in self._parts(buffer, owners)], dim=1).view(-1)
 
     def in_leaves(self, rows: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Write ``rows`` [ways, n], leaf-major buffers of a part of every leaf each, to the leaf-major ``buffer`` [ways·n]."""
+        """Write ``rows`` [ways, n], leaf-major buffers of a part of every leaf, to the leaf-major ``buffer`` [ways·n]."""
         ways = len(rows)
         parts = self._parts(buffer, ways)
         widths = [part.shape[2] for part in parts]
