@@ -11,7 +11,7 @@ import torch
 
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import grad, storage_id, without_func
-from shardlib.common.writes import has_place, owner_of
+from shardlib.common.writes import has_place, place_of
 from shardlib.execute.activations.host import HostMemory, host_memory
 from shardlib.execute.activations.keeper import Keeper, current_keeper
 from shardlib.execute.activations.names import require_known
@@ -241,7 +241,8 @@ class Executor:
         state = self._bucket_with(factor) if has_place(factor) else None
         if state is None or state.whole is None:
             return False
-        return owner_of(factor, zip(state.bucket.paths, state.bucket.leaves(state.whole))) in self._scaled
+        begins = place_of(factor)[1] - place_of(state.whole)[1]
+        return state.bucket.path_at(begins // state.whole.itemsize) in self._scaled
 
     def unit_of(self, leaf: torch.Tensor) -> str:
         """The unit of a parameter, as the function sees it; "" for other tensors."""

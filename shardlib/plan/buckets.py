@@ -14,9 +14,11 @@ of its own, which is gathered, reduced and updated without a copy, while small l
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, overload
 
 import torch
@@ -258,6 +260,14 @@ class Bucket:
         """Elements of each leaf's segment of a leaf-major buffer at ``level``, padding included."""
         owners = self.owners(level)
         return [chunk * owners for chunk in self.chunks]
+
+    def path_at(self, element: int) -> str:
+        """The path of the leaf to which an element of a whole, leaf-major buffer belongs."""
+        return self.paths[bisect(self._starts, element) - 1]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(accumulate(self.segment_sizes(0)[:-1], initial=0))
 
     def leaves(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a whole (level 0), leaf-major buffer, in shape and without padding (views)."""
