@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from helpers import layer_kernels, sparse_cases
 from helpers.lockstep import TRANSFORMS, Lockstep, on_one_device, on_ranks
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardlib as sl
 from shardlib import collectives
@@ -21,7 +22,7 @@ from shardlib.collectives.sequence.base import Attention
 from shardlib.collectives.sequence.ring import Ring
 from shardlib.collectives.sequence.ulysses import Ulysses
 from shardlib.collectives.tokens import Direct, TwoHops
-from shardlib.errors import LossError
+from shardlib.errors import LossError, MeshError
 from shardlib.execute.meeting import _MeetInBackward
 from shardlib.execute.thinning import _ignoring
 from shardlib.kernels.common import operators
@@ -154,6 +155,29 @@ def test_two_derivatives_and_forward_mode(name):
     fast = sum(each.numel() for each in inputs) > 50
     assert torch.autograd.gradcheck(fn, inputs, check_forward_ad=True, fast_mode=fast)
     assert torch.autograd.gradgradcheck(fn, inputs, check_fwd_over_rev=True, fast_mode=fast)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_samples_and_graphs(name):
+    fn, inputs = CASES[name]()
+    inputs = [each.detach() for each in inputs]
+    batch = [torch.stack([each, each.cos()]) for each in inputs]
+
+    def loss(*inputs):
+        out = fn(*inputs)
+        return sum(each.sin().sum() for each in (out if isinstance(out, tuple) else (out,)))
+
+    gradient = torch.func.grad(loss, tuple(range(len(inputs))))
+    wanted = [torch.stack(each) for each in zip(*[gradient(*sample) for sample in zip(*batch, strict=True)])]
+    found = [
+        torch.vmap(gradient)(*batch),
+        torch.func.grad(lambda *batch: torch.vmap(loss)(*batch).sum(), tuple(range(len(inputs))))(*batch),
+        make_fx(torch.vmap(gradient), tracing_mode="fake", _allow_non_fake_inputs=True)(*map(torch.zeros_like, batch))(
+            *batch
+        ),
+    ]
+    for each in found:
+        torch.testing.assert_close(list(each), wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_tiles_inside_of_torch_func():
@@ -302,3 +326,13 @@ def test_every_transform_on_ranks_is_that_of_one_device(name):
     for transform in case.refused:
         with pytest.raises(LossError, match=case.message):
             on_ranks(case, [transform])
+
+
+def test_forward_mode_inside_simulated_ranks_is_refused():
+    """It is the process's: the first rank to leave it would end all tangents."""
+
+    def run(mesh):
+        return torch.func.jvp(lambda x: collectives.all_gather(x, "a"), (torch.ones(2),), (torch.ones(2),))
+
+    with pytest.raises(MeshError, match=r"rank 0 waits in all_gather.*inside of forward mode.*by sl.launch"):
+        sl.simulate(run, mesh={"a": N})

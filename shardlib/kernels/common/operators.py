@@ -306,14 +306,16 @@ def _replaced(values: Sequence[Any], positions: Sequence[int], new: Sequence[Any
 def _save(ctx: Any, values: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
     """Saves tensors by autograd, which notices changes in place, and constants on ``ctx``."""
     tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-    ctx.save_for_backward(*[values[i] for i in tensors])
-    if transformed():
-        ctx.save_for_forward(*[values[i] for i in tensors], *outputs)
+    saved = [values[i] for i in tensors]
+    if transformed():  # one list for both, as torch.func.vmap keeps the batch dimensions of the last one alone
+        saved += outputs
+        ctx.save_for_forward(*saved)
+    ctx.save_for_backward(*saved)
     ctx.tensors, ctx.constants = tensors, _replaced(values, tensors, [None] * len(tensors))
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    return _replaced(ctx.constants, ctx.tensors, ctx.saved_tensors)
+    return _replaced(ctx.constants, ctx.tensors, ctx.saved_tensors[: len(ctx.tensors)])
 
 
 def _saved_for_forward(ctx: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
