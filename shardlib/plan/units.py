@@ -38,8 +38,8 @@ _NONE: Mapping[int, Weight] = {}
 def units_of(tree: Tree, leaves: Iterable[tuple[int, LeafInfo]], resolved: Resolved) -> list[str]:
     """The unit of each leaf of the parameters, in flattening order, small neighbours merged.
 
-    Nothing is merged where steps leave out layers, which are units then, or where a share of the bytes lives in another
-    memory, which is cut by buckets.
+    Nothing is merged where steps leave out layers, which are units then; where a share of the bytes lives in another memory,
+    which is cut by buckets; or where parameters live in another memory, so that the device holds as few as can be.
 
     Args:
         leaves: number of each leaf in flattening order, without those that are tied to earlier ones.
@@ -51,7 +51,8 @@ def units_of(tree: Tree, leaves: Iterable[tuple[int, LeafInfo]], resolved: Resol
         size = math.inf if (use.tiles or 1) > 1 else numel * resolved.dtype(leaf).itemsize
         weights[number] = Weight(size, use.stages or (0,))
     parted = any(location.share < 1 for location in resolved.locations.values())
-    return unit_names(tree, weights, 0 if parted or resolved.step.layer_drop else MERGED())
+    elsewhere = resolved.location("param").memory != "device"
+    return unit_names(tree, weights, 0 if parted or elsewhere or resolved.step.layer_drop else MERGED())
 
 
 def unit_names(tree: Tree, weights: Mapping[int, Weight] = _NONE, most: int = 0) -> list[str]:

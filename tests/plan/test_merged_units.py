@@ -85,10 +85,11 @@ def test_units_stay_where_steps_leave_out_layers():
     assert units(params, sl.chain(sl.zero(3), sl.progressive_layer_drop(0.5))) == [f"layers/{n}" for n in range(3)]
 
 
-def test_units_stay_where_a_share_of_the_bytes_lives_elsewhere():
+def test_units_stay_where_parameters_or_a_share_of_the_bytes_live_elsewhere():
     params = {"layers": [matrix(2, 2) for _ in range(3)]}
-    assert units(params, sl.chain(sl.zero(3), sl.offload(fraction=0.5))) == [f"layers/{n}" for n in range(3)]
-    assert units(params, sl.chain(sl.zero(3), sl.offload(params="host"))) == ["layers/0…2"]
+    for offload in (sl.offload(fraction=0.5), sl.offload(params="host")):
+        assert units(params, sl.chain(sl.zero(3), offload)) == [f"layers/{n}" for n in range(3)]
+    assert units(params, sl.chain(sl.zero(3), sl.offload())) == ["layers/0…2"]
 
 
 def test_what_is_gathered_in_tiles_stays_by_itself():

@@ -16,7 +16,7 @@ CHAINS = {
     "stage 2, micro-batches": sl.chain(sl.zero(2), sl.accumulate(2)),
     "stage 3": sl.zero(3),
     "stage 3, recomputed": sl.chain(sl.zero(3), sl.remat()),
-    "stage 3, on the host": sl.chain(sl.zero(3), sl.offload(params="host")),
+    "stage 3, states on the host": sl.chain(sl.zero(3), sl.offload()),
 }
 
 
