@@ -131,18 +131,9 @@ def sharded_params(what: str, given: Any) -> Sharded:
     if params.in_func:
         raise TreeError(
             f"{what}: shards that torch.func differentiates or maps, whose values are known outside of it. Return them, and "
-            "give what torch.func returns; a product over all ranks is sl.vdot(one, other)"
+            "give what torch.func returns; a product over all ranks is sl.optim.vdot(one, other)"
         )
     return params
-
-
-def require_sharded(what: str, *trees: Any) -> None:
-    """Refuse anything but sharded trees. Raises `TreeError`."""
-    for tree in trees:
-        if not isinstance(tree, Sharded):
-            raise TreeError(
-                f"{what}: {type(tree).__name__}, where a tree that sl.shard returned is due, or gradients of it"
-            )
 
 
 def _require_one(what: str, params: Sharded) -> None:

@@ -52,7 +52,7 @@ class Around:
             raise HandleError(
                 f"forward mode around {what}, on simulated ranks: torch keeps tangents for the process, and ranks that are "
                 "threads would lose each other's. Use sl.launch, or two reverse passes: "
-                "torch.func.grad(lambda p: sl.vdot(sl.value_and_grad(loss_fn)(p, batch)[1], v))(params)"
+                "torch.func.grad(lambda p: sl.optim.vdot(sl.value_and_grad(loss_fn)(p, batch)[1], v))(params)"
             )
         self._plan, self._mesh, self._what = plan, mesh, what
         self.function = Function(fn, plan, mesh, trained, recomputed(plan) if trained else None)
