@@ -21,7 +21,13 @@ from typing import NamedTuple, overload
 
 import torch
 
-from shardlib.common._compat import add_to_each_, flatten_dense_tensors, func_transform, unflatten_dense_tensors
+from shardlib.common._compat import (
+    add_to_each_,
+    flatten_dense_tensors,
+    func_transform,
+    recording,
+    unflatten_dense_tensors,
+)
 from shardlib.common.thresholds import Threshold
 from shardlib.mesh.specs import chunk_size
 
@@ -303,15 +309,10 @@ class Bucket:
         derivatives pass through the packing of a gradient.
         """
         present = [leaf for leaf in leaves if leaf is not None]
-        values = (
-            torch.is_grad_enabled() or func_transform() is not None
-        )  # whether the result is differentiated or mapped
-        if (
-            self.ways == 1
-            and not values
-            and len(present) == len(leaves) > 1
-            and all(_is_plain(leaf, dtype) for leaf in present)
-        ):
+        # Whether the result is differentiated, mapped or traced.
+        values = torch.is_grad_enabled() or func_transform() is not None or recording() is not None
+        packs = self.ways == 1 and not values and len(present) == len(leaves) > 1
+        if packs and all(_is_plain(leaf, dtype) for leaf in present):
             return flatten_dense_tensors(present)  # torch's own loop: many small leaves are cheap
         device = next((leaf.device for leaf in leaves if leaf is not None), None)
         columns = []

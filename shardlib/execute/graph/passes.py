@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from shardlib.collectives.buffers import Link
 from shardlib.execute.graph.clean import clean
+from shardlib.execute.graph.hoist import hoist
 from shardlib.execute.graph.merge import merge
 from shardlib.execute.graph.overlap import overlap
 from shardlib.execute.graph.recompute import recompute
@@ -13,7 +14,7 @@ from shardlib.execute.graph.regather import regather
 from shardlib.execute.graph.trace import Traced
 from shardlib.plan.recompute import Recompute
 
-PASSES = ("clean", "merge", "recompute", "regather", "overlap")
+PASSES = ("clean", "hoist", "merge", "recompute", "regather", "overlap")
 
 
 def require_known(names: Collection[str]) -> None:
@@ -28,6 +29,8 @@ def optimised(traced: Traced, remat: Recompute | None, without: Collection[str] 
     links: list[Link] = []
     if "clean" not in without:
         clean(graph)
+    if "hoist" not in without:
+        hoist(graph)
     if "merge" not in without:
         links = merge(graph)
     if remat is not None and "recompute" not in without:

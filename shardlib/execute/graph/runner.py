@@ -118,7 +118,7 @@ class GraphStage:
         """The graph of a micro-batch of this form."""
         form = _form(call, index, buffers)
         if form not in self._graphs:
-            traced = self._trace(call, index, buffers)
+            traced = optimised(self._trace(call, index, buffers), self._plan.step.remat, self._without)
             if self._order is not None and order_of(traced.module.graph) != self._order:
                 raise HandleError(
                     "compile=True: with a batch of another form the loss exchanges in another order than at first, and ranks "
@@ -134,7 +134,7 @@ class GraphStage:
 
     def _trace(self, call: Call, index: int, buffers: Any) -> Traced:
         plan, mesh = self._plan, self._mesh
-        traced = trace(
+        return trace(
             lambda blocks: Function(self._fn, plan, mesh, True, blocks, traces=True),
             {bucket.name: call.params.buffers[bucket.name] for bucket in plan.buckets},
             call.microbatches[index],
@@ -143,18 +143,19 @@ class GraphStage:
             len(call.microbatches) == 1,
             call.named(index, mesh),
         )
-        return optimised(traced, plan.step.remat, self._without)
 
     def _try(self, call: Call) -> None:
         """Trace the first micro-batch; all ranks have graphs of the same exchanges, or none has a graph. Collective."""
         why, raised = "", None
         try:
-            traced = self._traced(call, 0, call.buffers)
-            self._order = order_of(traced.module.graph)
+            traced = self._trace(call, 0, call.buffers)
         except LossError:
             raise
         except Exception as error:
             why, raised = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}, at {_line(error)}", error
+        else:
+            self._graphs[_form(call, 0, call.buffers)] = optimised(traced, self._plan.step.remat, self._without)
+            self._order = order_of(traced.module.graph)
         orders = primitives.all_gather_object(self._mesh, list(self._mesh.shape), (why, self._order))
         if not any(text for text, _ in orders):
             if any(order != self._order for _, order in orders):
