@@ -43,6 +43,8 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
     torch._C.DispatchKey.AutocastCUDA
 )
 
+split_copied: Any = torch.split_with_sizes_copy  # in torch's stubs it returns nothing
+
 # Tensors and their memory.
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # the same while the storage lives
 is_view = torch.Tensor._is_view

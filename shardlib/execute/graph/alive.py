@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -67,12 +68,21 @@ def peak_of_wholes(graph: Graph) -> Peak:
         if node in owner:
             last = max((place[user] for user in node.users), default=place[node])
             ends[owner[node]] = max(ends.get(owner[node], 0), last)
-    worst, most = 0, 0
-    for now in sorted(place[each] for each in ends):
-        alive = [each for each, end in ends.items() if place[each] <= now <= end]
-        worst = max(worst, len({unit[each] for each in alive}))
-        most = max(most, sum(map(_bytes, alive)))
+    events = sorted(
+        [(place[each], 1, each) for each in ends] + [(end + 1, -1, each) for each, end in ends.items()], key=_when
+    )
+    alive: Counter[str] = Counter()
+    held = worst = most = 0
+    for _, change, each in events:
+        alive[unit[each]] += change
+        held += change * _bytes(each)
+        worst, most = max(worst, sum(count > 0 for count in alive.values())), max(most, held)
     return Peak(worst, most)
+
+
+def _when(event: tuple[int, int, Node]) -> tuple[int, int]:
+    """Memory that goes does so before more is made."""
+    return event[:2]
 
 
 def _bytes(made: Node) -> int:

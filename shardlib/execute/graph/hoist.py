@@ -23,12 +23,15 @@ def hoist(graph: Graph) -> None:
         moved |= {result_of(exchange)} | _packing(exchange)
     if any(map(changes, graph.nodes)):  # what is written to is not to be read before
         return
-    place = positions(graph)
-    for node in [node for node in graph.nodes if node in moved]:
+    # A moved node has the place of the node behind which it stands, and its number among those that do.
+    place = {node: (number, 0) for node, number in positions(graph).items()}
+    behind: dict[int, Node] = {}
+    for count, node in enumerate([node for node in graph.nodes if node in moved], 1):
         last = max(node.all_input_nodes, key=place.__getitem__, default=node)
         if last is not node and last.op != "placeholder":
-            last.append(node)
-            place = positions(graph)
+            number = place[last][0]
+            behind.get(number, last).append(node)
+            behind[number], place[node] = node, (number, count)
 
 
 def _packing(node: Node) -> set[Node]:

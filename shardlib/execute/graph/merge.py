@@ -55,7 +55,7 @@ def _groups(exchanges: Iterable[Node], limit: int) -> list[list[Node]]:
 
 def _gathers(graph: Graph) -> list[Node]:
     """Gathers of stored parameters over one axis, in the order of their first use."""
-    wholes, found = fetched(graph), {}
+    wholes, found = fetched(graph), dict[Node, None]()
     sources: dict[Node, Node] = {}
     for node in graph.nodes:
         if node in wholes:
@@ -63,7 +63,7 @@ def _gathers(graph: Graph) -> list[Node]:
             continue
         for each in node.all_input_nodes:
             if each in wholes:
-                found.setdefault(sources[each])
+                found[sources[each]] = None
     return [node for node in found if given(node).op == "placeholder"]
 
 

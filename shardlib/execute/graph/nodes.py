@@ -32,11 +32,18 @@ def fetched(graph: Graph) -> dict[Node, str]:
         if node.op != "call_function":
             continue
         inputs = node.all_input_nodes
-        if node.target is GATHER and all(each.op == "placeholder" or each in found for each in inputs):
+        if node.target is GATHER and all(each in found or from_shards(each) for each in inputs):
             found[node] = link_of(node.args[1]).label
         elif node.target in RELAID and inputs and inputs[0] in found and len(inputs) == 1:
             found[node] = found[inputs[0]]
     return found
+
+
+def from_shards(node: Node) -> bool:
+    """Whether a node is an input of the graph, or several of them in one message."""
+    return node.op == "placeholder" or (
+        bool(node.args) and all(one.op == "placeholder" for one in node.all_input_nodes)
+    )
 
 
 def result_of(exchange: Node) -> Node:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, STARTS, SUM, Sent
-from shardlib.execute.graph.nodes import RELAID, given, link_at, of_kind, positions, result_of
+from shardlib.execute.graph.nodes import RELAID, from_shards, given, link_at, of_kind, positions, result_of
 
 IN_FLIGHT = 2  # reductions that may be under way
 
@@ -25,23 +25,25 @@ def wait(sent: Sent) -> torch.Tensor:
 def overlap(graph: Graph) -> None:
     """Start each exchange before it is waited for."""
     units = _by_unit(graph)
-    place, ends = positions(graph), [_last_use(unit) for unit in units]
+    place = positions(graph)
+    ends = [_last_use(unit, place) for unit in units]
     before: Node | None = None  # where the first gather of the unit before has arrived
     for number, unit in enumerate(units):
         if before is not None:  # a third unit must not be there
-            older = [end for end in ends[: max(number - 1, 0)] if place[end] > place.get(before, 0)]
-            before = max((before, *older), key=lambda node: place.get(node, 0))
-            if place.get(before, 0) >= place[unit[0]]:
+            older = [end for end in ends[: max(number - 1, 0)] if place[end] > place[before]]
+            before = max((before, *older), key=place.__getitem__)
+            if place[before] >= place[unit[0]]:
                 before = None
         first: Node | None = None
         for node in unit:
             source, started = given(node), _started(graph, node)
-            if before is not None and _movable(source):
-                if source.op == "call_function":
-                    before.append(source)
-                    before = source
-                before.append(started)
-                before = started
+            place[started] = place[node]
+            if before is not None and from_shards(source):
+                moved = [source, started] if place[source] > place[before] else [started]
+                for each in moved:
+                    before.append(each)
+                    place[each] = place[before]
+                    before = each
             waited = _waited(graph, node, started)
             place[waited] = place[node]
             first = waited if first is None else first
@@ -62,21 +64,15 @@ def _by_unit(graph: Graph) -> list[list[Node]]:
     return [list(nodes) for _, nodes in itertools.groupby(of_kind(graph, (GATHER,)), lambda node: link_at(node).label)]
 
 
-def _last_use(unit: list[Node]) -> Node:
+def _last_use(unit: list[Node], place: dict[Node, int]) -> Node:
     """The last node that reads what gathers of a unit gave."""
     last, todo = unit[0], list(unit)
-    order = {node: place for place, node in enumerate(unit[0].graph.nodes)}
     while todo:
         node = todo.pop()
-        last = max(last, node, key=order.__getitem__)
+        last = max(last, node, key=place.__getitem__)
         if node in unit or node.target in RELAID:
             todo += node.users
     return last
-
-
-def _movable(source: Node) -> bool:
-    """Whether what is gathered is there from the beginning: a shard, or several in one message."""
-    return source.op == "placeholder" or all(each.op == "placeholder" for each in source.all_input_nodes)
 
 
 def _started(graph: Graph, node: Node) -> Node:

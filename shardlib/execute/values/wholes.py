@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.collectives.buffers import Link, gathered, scattered, summed
+from shardlib.common._compat import split_copied
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, Op, Routes
@@ -61,7 +62,7 @@ class Wholes:
             columns, sizes = whole.view(math.prod(bucket.sizes[:level]), -1), bucket.segment_sizes(level)
             # One copy of all leaves where their elements lie apart, else views.
             apart = len(columns) > 1
-            cut = torch.split_with_sizes_copy(columns, sizes, dim=1) if apart else columns.split(sizes, dim=1)
+            cut = split_copied(columns, sizes, 1) if apart else columns.split(sizes, dim=1)
         return [
             part.view(shape) if part.numel() == numel else part.view(-1)[:numel].view(shape)
             for part, numel, shape in zip(cut, bucket.numels, bucket.shapes, strict=True)
