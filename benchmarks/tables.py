@@ -27,6 +27,7 @@ from benchmarks.cases import (
     profile,
     reproducible,
     slicing,
+    small_blocks,
     small_gpt,
     small_tensors,
     sparse_attention,
@@ -45,7 +46,7 @@ _OF_THE_CPU = (
     Table(
         "cpu",
         "Steps and kernels on two cores",
-        (step.CASE, small_tensors.CASE, communication.CASE, slicing.CASE, pipeline.CASE, link.CASE),
+        (step.CASE, small_tensors.CASE, small_blocks.CASE, communication.CASE, slicing.CASE, pipeline.CASE, link.CASE),
         plots.ratios,
     ),
     Table(

@@ -18,7 +18,6 @@ from shardlib import (
 from shardlib.checkpoint.relayout import relayout
 from shardlib.common.version import VERSION
 from shardlib.evaluate import make_eval_step
-from shardlib.execute.values.products import vdot
 from shardlib.generate import generate
 from shardlib.make_plan import make_plan
 from shardlib.mesh.launch import launch, simulate
@@ -78,7 +77,6 @@ __all__ = [
     "to_disk",
     "to_device",
     "unused_params",
-    "vdot",
     "from_module",
     # meshes and ranks
     "make_mesh",

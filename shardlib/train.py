@@ -84,7 +84,7 @@ def value_and_grad(
         require_order(what, "params, batch", params, batch)
         params = given_params(what, params)
         if not isinstance(params, Sharded):
-            require_no_graph(what, params)
+            require_no_graph(f"{what}, parameters", params, TreeError, variables=True)
         lifted = bound.lifting(params)
         bound_to = lifted.plan, buffers is not None
         if bound.to != bound_to:

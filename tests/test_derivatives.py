@@ -11,11 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import layer_kernels, sparse_cases
+from helpers.lockstep import TRANSFORMS, Lockstep, on_one_device, on_ranks
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardlib as sl
-from shardlib.collectives.sequence.ring import _Ring
-from shardlib.errors import LossError
+from shardlib import collectives
+from shardlib.collectives.sequence.base import Attention
+from shardlib.collectives.sequence.ring import Ring
+from shardlib.collectives.sequence.ulysses import Ulysses
+from shardlib.collectives.tokens import Direct, TwoHops
+from shardlib.errors import LossError, MeshError
 from shardlib.execute.meeting import _MeetInBackward
 from shardlib.execute.thinning import _ignoring
 from shardlib.kernels.common import operators
@@ -79,6 +86,7 @@ PAIRS = "collectives/test_collectives.py::test_values_and_two_derivatives"
 EXPERTS = "collectives/test_token_exchanges.py::test_rows_go_to_their_experts_and_back"
 PENALTY = "execute/test_hazards.py::test_a_penalty_on_the_gradient_by_parameters"
 STEP = "execute/test_transforms_of_torch.py::test_backward_inside_the_loss_is_refused"
+RANKS = "test_derivatives.py::test_every_transform_on_ranks_is_that_of_one_device"
 AROUND = "execute/test_func_around.py::test_reverse_and_reverse"
 GIVEN = {
     "gelu": HERE, "norm": HERE, "norm_of_sum": HERE, "rotary": HERE, "softmax": HERE, "swiglu": HERE, "dropout": HERE,
@@ -90,15 +98,26 @@ GIVEN = {
     "pairs._GatherInvariant": PAIRS, "pairs._Split": PAIRS, "pairs._Scatter": PAIRS, "pairs._Exchange": PAIRS,
     "pairs._Permute": PAIRS, "pairs._Broadcast": PAIRS, "pairs._SumTo": PAIRS,
     "journey._Depart": EXPERTS, "journey._Arrive": EXPERTS,
-    "ring._Ring": "test_derivatives.py::test_ring_attention_is_refused_by_its_name",
+    "ring._Ring": RANKS, "ring._RingGradients": RANKS,
+    "scaled._Product": "transforms/test_scaled_products.py::test_derivatives_are_those_of_the_product",
     "buffers._Gathered": AROUND, "buffers._Scattered": AROUND, "buffers._Summed": AROUND, "buffers._Shared": AROUND,
     "wholes._Leaves": AROUND, "around._Own": "execute/test_func_around.py::test_refusals",
     "units._Attach": PENALTY, "units._StandIns": PENALTY, "units._Use": PENALTY, "units._Root": STEP, "entry._Entry": STEP,
 }  # fmt: skip
 
 
+# The Functions that no batch of samples comes to, and the test of what says so, or goes another way.
+TILES = "test_derivatives.py::test_tiles_inside_of_torch_func"
+INSIDE = "execute/test_hazards.py::test_torch_func_inside_the_loss"
+NOT_MAPPED = {
+    "tiles._Gradient": TILES, "tiles._Take": TILES, "tiles._Put": TILES, "tiles._Whole": TILES,
+    "units._Attach": INSIDE, "units._StandIns": INSIDE, "units._Use": INSIDE, "units._Root": INSIDE,
+    "entry._Entry": "execute/test_func_around.py::test_refusals",
+}  # fmt: skip
+
+
 def functions():
-    """The names of the library's autograd.Functions and of its operations with kernels."""
+    """The library's autograd.Functions, by name, and the names of its operations with kernels."""
     names = [module.name for module in pkgutil.walk_packages(sl.__path__, "shardlib.")]
     modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
     made = [value for module in modules for value in vars(module).values() if inspect.isfunction(value)]
@@ -110,13 +129,23 @@ def functions():
             yield from below(each)
 
     own = [each for each in below(torch.autograd.Function) if each.__module__.startswith("shardlib.")]
-    named = {f"{each.__module__.split('.')[-1]}.{each.__name__}" for each in own if "backward" in vars(each)}
-    return named - {"operators.Forward", "operators.Backward", "boundaries.Once"} | kernels
+    whole = [each for each in own if each.forward is not torch.autograd.Function.forward]
+    named = {
+        f"{each.__module__.split('.')[-1]}.{each.__name__}": each
+        for each in whole
+        if {"forward", "backward"} & vars(each).keys()
+    }
+    return {name: each for name, each in named.items() if not name.startswith("operators.")}, kernels
 
 
 def test_every_backward_has_an_entry():
-    assert functions() == GIVEN.keys()
-    for file, test in (each.split("::") for each in set(GIVEN.values()) - {HERE}):
+    own, kernels = functions()
+    assert own.keys() | kernels == GIVEN.keys()
+    of_batches = {
+        name for name, each in own.items() if each.vmap is not torch.autograd.Function.vmap or each.generate_vmap_rule
+    }
+    assert own.keys() - of_batches == NOT_MAPPED.keys()
+    for file, test in (each.split("::") for each in {*GIVEN.values(), *NOT_MAPPED.values()} - {HERE}):
         assert f"def {test}(" in (Path(__file__).parent / file).read_text()
 
 
@@ -126,6 +155,29 @@ def test_two_derivatives_and_forward_mode(name):
     fast = sum(each.numel() for each in inputs) > 50
     assert torch.autograd.gradcheck(fn, inputs, check_forward_ad=True, fast_mode=fast)
     assert torch.autograd.gradgradcheck(fn, inputs, check_fwd_over_rev=True, fast_mode=fast)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_samples_and_graphs(name):
+    fn, inputs = CASES[name]()
+    inputs = [each.detach() for each in inputs]
+    batch = [torch.stack([each, each.cos()]) for each in inputs]
+
+    def loss(*inputs):
+        out = fn(*inputs)
+        return sum(each.sin().sum() for each in (out if isinstance(out, tuple) else (out,)))
+
+    gradient = torch.func.grad(loss, tuple(range(len(inputs))))
+    wanted = [torch.stack(each) for each in zip(*[gradient(*sample) for sample in zip(*batch, strict=True)])]
+    found = [
+        torch.vmap(gradient)(*batch),
+        torch.func.grad(lambda *batch: torch.vmap(loss)(*batch).sum(), tuple(range(len(inputs))))(*batch),
+        make_fx(torch.vmap(gradient), tracing_mode="fake", _allow_non_fake_inputs=True)(*map(torch.zeros_like, batch))(
+            *batch
+        ),
+    ]
+    for each in found:
+        torch.testing.assert_close(list(each), wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_tiles_inside_of_torch_func():
@@ -138,9 +190,149 @@ def test_tiles_inside_of_torch_func():
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("derivative", [torch.func.grad, lambda fn: lambda q: torch.func.jvp(fn, (q,), (q,))])
-def test_ring_attention_is_refused_by_its_name(derivative):
-    """The second derivative is in tests/training/test_sequence.py."""
-    attended = derivative(lambda q: _Ring.apply(q, q, q, None, "seq", True, 1.0).sum())
-    with pytest.raises(LossError, match=r"ring attention is differentiated once.*no forward mode.*\. Take .*ulysses"):
-        attended(torch.ones(1, 2, 4, 8))
+N = 2
+TARGETS = [3, 0, -100, 5]
+
+
+def part(kind, whole, rank):
+    """A rank's positions, along dimension 2."""
+    return torch.cat([whole.narrow(2, *chunk) for chunk in kind.chunks(rank, N, whole.shape[2])], 2)
+
+
+def causal_attention(q, k, v):
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    return scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1).bool(), -torch.inf).softmax(-1) @ v
+
+
+def on_rank_attended(kind, mesh, x):
+    return kind.attention(*x.chunk(3, 1), Attention(causal=True), lambda q, k, v, how: causal_attention(q, k, v), mesh)
+
+
+def attended(kind, xs):
+    places = [part(kind, torch.arange(N * xs[0].shape[2])[None, None], rank).flatten() for rank in range(N)]
+    order = torch.cat(places).argsort()
+    q, k, v = torch.cat(xs, 2)[:, :, order].chunk(3, 1)
+    return [part(kind, causal_attention(q, k, v), rank) for rank in range(N)]
+
+
+def tokens(exchange, sizes, counts, slots):
+    """Rows to their experts, which multiply their sines by their rank's number, and back."""
+    experts = len(counts[0]) // len(counts)
+
+    def on_rank(mesh, x):
+        coming, way = exchange.send(mesh, x, torch.tensor(counts[mesh.rank]), slots=slots)
+        return exchange.back(mesh, coming.wait().sin() * (mesh.rank + 1), way).wait()
+
+    def define(xs):
+        owners = [
+            torch.arange(len(each)).div(experts, rounding_mode="floor").repeat_interleave(torch.tensor(each))
+            for each in counts
+        ]
+        factors = [F.pad(owner + 1, (0, len(xs[0]) - len(owner)))[:, None] for owner in owners]
+        return [x.sin() * factor for x, factor in zip(xs, factors, strict=True)]
+
+    graphs = () if slots else tuple(name for name in TRANSFORMS if name.startswith("graph of"))
+    return Lockstep(sizes, (3, 2), on_rank, define, graphs, r"in a traced function: how many rows.*padded=True")
+
+
+LOCKSTEP = {
+    "all_reduce varying": Lockstep(
+        {"a": N}, (3,), lambda mesh, x: collectives.all_reduce(x, "a", dst="varying"), lambda xs: [sum(xs)] * N
+    ),
+    "a sum of scalars": Lockstep(
+        {"a": N}, (), lambda mesh, x: collectives.all_reduce(x, "a", dst="varying"), lambda xs: [sum(xs)] * N
+    ),
+    "all_gather": Lockstep(
+        {"a": N}, (2, 3), lambda mesh, x: collectives.all_gather(x, "a", dim=1), lambda xs: [torch.cat(xs, 1)] * N
+    ),
+    "reduce_scatter": Lockstep(
+        {"a": N},
+        (3, 4),
+        lambda mesh, x: collectives.reduce_scatter(x, "a", dim=-1),
+        lambda xs: list(sum(xs).chunk(N, 1)),
+    ),
+    "all_to_all": Lockstep(
+        {"a": N},
+        (2, 3),
+        lambda mesh, x: collectives.all_to_all(x, "a", split_dim=0, concat_dim=1),
+        lambda xs: [torch.cat([x.chunk(N)[r] for x in xs], 1) for r in range(N)],
+    ),
+    "permute": Lockstep(
+        {"a": N}, (3,), lambda mesh, x: collectives.permute(x, "a", [(0, 1)]), lambda xs: [0 * xs[0], xs[0]]
+    ),
+    "broadcast": Lockstep(
+        {"a": N}, (3,), lambda mesh, x: collectives.broadcast(x, "a", source=1), lambda xs: [xs[1]] * N
+    ),
+    "all_reduce invariant, copy": Lockstep(
+        {"a": N},
+        (3,),
+        lambda mesh, x: collectives.copy(collectives.all_reduce(x, "a", dst="invariant"), "a"),
+        lambda xs: [sum(xs)] * N,
+    ),
+    "all_gather invariant, split": Lockstep(
+        {"a": N},
+        (2, 4),
+        lambda mesh, x: collectives.split(collectives.all_gather(x, "a", dst="invariant"), "a", dim=1),
+        lambda xs: list(torch.cat(xs).chunk(N, 1)),
+    ),
+    "cross entropy of a vocabulary": Lockstep(
+        {"a": N},
+        (4, 3),
+        lambda mesh, x: collectives.copy(
+            collectives.vocab_cross_entropy(x, torch.tensor(TARGETS), "a", label_smoothing=0.1, reduction="none"), "a"
+        ),
+        lambda xs: (
+            [F.cross_entropy(torch.cat(xs, 1), torch.tensor(TARGETS), label_smoothing=0.1, reduction="none")] * N
+        ),
+    ),
+    "ulysses": Lockstep(
+        {"a": N}, (1, 6, 2, 1), partial(on_rank_attended, Ulysses("a")), partial(attended, Ulysses("a"))
+    ),
+    "ring": Lockstep(
+        {"a": N},
+        (1, 3, 4, 1),
+        partial(on_rank_attended, Ring("a")),
+        partial(attended, Ring("a")),
+        ("grad of grad", "jvp", "vmap of jvp", "jvp of grad", "hessian", "graph of jvp of grad"),
+        r"ring attention is differentiated once.*no forward mode.*\. Take .*ulysses",
+    ),
+    "tokens": tokens(Direct("a"), {"a": N}, [[1, 2], [2, 0]], None),
+    "tokens, padded": tokens(Direct("a"), {"a": N}, [[1, 2], [2, 0]], 2),
+    "tokens in two hops": tokens(
+        TwoHops("a", "b"), {"a": 2, "b": 2}, [[1, 0, 1, 1], [0, 0, 0, 2], [0] * 4, [1, 1, 1, 0]], None
+    ),
+    "along two axes": Lockstep(
+        {"a": 2, "b": 2},
+        (4,),
+        lambda mesh, x: collectives.reduce_scatter(collectives.all_gather(x.exp(), "b").cos(), "a"),
+        lambda xs: [
+            sum(torch.cat([x.exp() for x in row]).cos() for row in (xs[:2], xs[2:])).chunk(2)[rank // 2]
+            for rank in range(4)
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOCKSTEP)
+def test_every_transform_on_ranks_is_that_of_one_device(name):
+    case = LOCKSTEP[name]
+    names = sorted(TRANSFORMS.keys() - set(case.refused))
+    wanted = on_one_device(case, names)
+    for rank, found in enumerate(on_ranks(case, names)):
+        for transform, value in found.items():
+            torch.testing.assert_close(
+                value, wanted[transform][rank], rtol=1e-10, atol=1e-10, msg=lambda text, t=transform: f"{t}: {text}"
+            )
+    for transform in case.refused:
+        with pytest.raises(LossError, match=case.message):
+            on_ranks(case, [transform])
+
+
+def test_forward_mode_inside_simulated_ranks_is_refused():
+    """It is the process's: the first rank to leave it would end all tangents."""
+
+    def run(mesh):
+        return torch.func.jvp(lambda x: collectives.all_gather(x, "a"), (torch.ones(2),), (torch.ones(2),))
+
+    with pytest.raises(MeshError, match=r"rank 0 waits in all_gather.*inside of forward mode.*by sl.launch"):
+        sl.simulate(run, mesh={"a": N})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from shardlib.collectives import primitives
-from shardlib.collectives.pairs import all_reduce, exchange, mesh_with
+from shardlib.collectives.ops import mesh_with
+from shardlib.collectives.pairs import all_gather, all_reduce
+from shardlib.common._compat import traced
 from shardlib.errors import SpecError
 from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.linear_cross_entropy.options import check_options, check_targets, refuse_unknown
@@ -40,7 +41,8 @@ def vocab_cross_entropy(
         SpecError: ``scores`` are not this rank's share of ``words`` words.
         ValueError: another reduction, a smoothing outside [0, 1], or targets whose shape does not fit the scores.
         TypeError: targets that are not int64.
-        IndexError: on the CPU, a target outside the vocabulary. On a GPU, which would have to wait, its loss is NaN instead.
+        IndexError: on the CPU, a target outside the vocabulary. On a GPU, which would have to wait, its loss is NaN instead,
+            and in a graph.
 
     >>> def loss(mesh):
     ...     words = torch.zeros(3, 8).chunk(2, dim=1)[mesh.rank]  # of 8 words, this rank's 4
@@ -53,7 +55,7 @@ def vocab_cross_entropy(
     check_targets("vocab_cross_entropy", targets, scores.shape[:-1], f"scores of shape {tuple(scores.shape)}")
     mesh = mesh_with(mesh, axis)
     words = scores.shape[-1] * mesh.shape[axis] if words is None else words
-    if targets.is_cpu and not mesh.abstract:
+    if targets.is_cpu and not mesh.abstract and not traced(targets):
         refuse_unknown(targets, words, ignore_index)
     scores, first, held = _own_words(scores, words, mesh, axis)
     highest = _highest(scores.detach(), mesh, axis)
@@ -92,7 +94,4 @@ def _own_words(scores: torch.Tensor, words: int, mesh: Mesh, axis: str) -> tuple
 
 def _highest(scores: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
     """The largest score over the whole vocabulary, outside any graph, since it cancels out of the loss."""
-    local = scores.amax(-1)
-    gathered = local.new_empty((mesh.shape[axis], *local.shape))
-    exchange(primitives.all_gather, mesh, axis, gathered, local.contiguous())
-    return gathered.amax(0)
+    return all_gather(scores.amax(-1)[None], axis, mesh=mesh).amax(0)

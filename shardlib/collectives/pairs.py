@@ -22,25 +22,26 @@ cotangents are equal). Duals: R↔P, V↔V, I↔I. Hence
 The loss of a train step is the mean of the ranks' losses, so along the axes of the batch nothing is Invariant: there "copy",
 "split" and "invariant" are refused for what has a gradient.
 
-Every backward applies a Function of this table, and a tangent is exchanged as its tensor is, so the pairs are right under
-`torch.autograd.grad`, double backward, `torch.func.grad` and forward mode. (The types are those of meta-pytorch/spmd_types.)
+Every backward applies a Function of this table, a tangent is exchanged as its tensor is, and a batch of tensors in one
+exchange. So the pairs are right under `torch.autograd.grad`, double backward, forward mode and `torch.func`, in any nesting.
+(The types are those of meta-pytorch/spmd_types.)
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from contextvars import ContextVar
-from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from shardlib.collectives import primitives
-from shardlib.errors import LossError, MeshError, SpecError
-from shardlib.mesh.mesh import Mesh, as_mesh, current_mesh
-from shardlib.mesh.transport import Work
-from shardlib.mesh.transport.activity import naming
+from shardlib.collectives import ops
+from shardlib.collectives.ops import Place, mesh_of, place_of, ranks
+from shardlib.common._compat import constant_in_graphs, differentiated, whole_in_graphs
+from shardlib.errors import LossError, SpecError
+from shardlib.mesh.mesh import Mesh
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -77,11 +78,11 @@ def all_reduce(
     """
     if dst not in _DST:
         raise ValueError(f"dst={dst!r}: pass 'invariant' (one common loss follows) or 'varying' (one loss per rank)")
-    mesh = mesh_with(mesh, axis)
+    place = place_of(mesh, axis)
     if dst == "invariant":
-        _require_one_loss(x, mesh, axis, 'all_reduce(dst="invariant")', _VARYING)
+        _require_one_loss(x, place, axis, 'all_reduce(dst="invariant")', _VARYING)
     function = _SumInvariant if dst == "invariant" else _SumVarying
-    return function.apply(x, mesh, axis)
+    return function.apply(x, place, axis)
 
 
 def copy(x: torch.Tensor, axis: str, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -92,9 +93,9 @@ def copy(x: torch.Tensor, axis: str, *, mesh: Mesh | None = None) -> torch.Tenso
     >>> sl.simulate(lambda mesh: sl.collectives.copy(torch.tensor(1.0), "model"), mesh=dict(model=2))
     [tensor(1.), tensor(1.)]
     """
-    mesh = mesh_with(mesh, axis)
-    _require_one_loss(x, mesh, axis, "copy", "Use the tensor itself: the step sums its gradient over this axis")
-    return _Copy.apply(x, mesh, axis)
+    place = place_of(mesh, axis)
+    _require_one_loss(x, place, axis, "copy", "Use the tensor itself: the step sums its gradient over this axis")
+    return _Copy.apply(x, place, axis)
 
 
 def split(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
@@ -106,12 +107,12 @@ def split(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | None = None)
     >>> sl.simulate(lambda mesh: sl.collectives.split(torch.arange(4), "model"), mesh=dict(model=2))
     [tensor([0, 1]), tensor([2, 3])]
     """
-    mesh = mesh_with(mesh, axis)
+    place = place_of(mesh, axis)
     _require_one_loss(
-        x, mesh, axis, "split", "Use x.chunk(ranks, dim)[rank]: the step sums its gradient over this axis"
+        x, place, axis, "split", "Use x.chunk(ranks, dim)[rank]: the step sums its gradient over this axis"
     )
-    _divisible(x, _dim(x, dim), mesh, axis, "split")
-    return _Split.apply(x, mesh, axis, _dim(x, dim))
+    _divisible(x, _dim(x, dim), place, axis, "split")
+    return _Split.apply(x, place, axis, _dim(x, dim))
 
 
 def all_gather(
@@ -142,11 +143,11 @@ def all_gather(
     """
     if dst not in _DST:
         raise ValueError(f"dst={dst!r}: pass 'invariant' (ranks compute the same from it) or 'varying' (they do not)")
-    mesh = mesh_with(mesh, axis)
+    place = place_of(mesh, axis)
     if dst == "invariant":
-        _require_one_loss(x, mesh, axis, 'all_gather(dst="invariant")', _VARYING)
+        _require_one_loss(x, place, axis, 'all_gather(dst="invariant")', _VARYING)
     function = _GatherInvariant if dst == "invariant" else _Gather
-    return function.apply(x, mesh, axis, _dim(x, dim))
+    return function.apply(x, place, axis, _dim(x, dim))
 
 
 def reduce_scatter(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
@@ -163,9 +164,9 @@ def reduce_scatter(x: torch.Tensor, axis: str, *, dim: int = 0, mesh: Mesh | Non
     >>> sl.simulate(lambda mesh: sl.collectives.reduce_scatter(torch.arange(2), "data"), mesh=dict(data=2))
     [tensor([0]), tensor([2])]
     """
-    mesh = mesh_with(mesh, axis)
-    _divisible(x, _dim(x, dim), mesh, axis, "reduce_scatter")
-    return _Scatter.apply(x, mesh, axis, _dim(x, dim))
+    place = place_of(mesh, axis)
+    _divisible(x, _dim(x, dim), place, axis, "reduce_scatter")
+    return _Scatter.apply(x, place, axis, _dim(x, dim))
 
 
 def all_to_all(
@@ -187,9 +188,9 @@ def all_to_all(
     >>> sl.simulate(turned, mesh=dict(data=2))
     [[0, 10], [1, 11]]
     """
-    mesh = mesh_with(mesh, axis)
-    _divisible(x, _dim(x, split_dim), mesh, axis, "all_to_all")
-    return _Exchange.apply(x, mesh, axis, _dim(x, split_dim), _dim(x, concat_dim))
+    place = place_of(mesh, axis)
+    _divisible(x, _dim(x, split_dim), place, axis, "all_to_all")
+    return _Exchange.apply(x, place, axis, _dim(x, split_dim), _dim(x, concat_dim))
 
 
 def permute(x: torch.Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -202,9 +203,9 @@ def permute(x: torch.Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mes
     >>> sl.simulate(shifted, mesh=dict(data=2))
     [tensor(1), tensor(0)]
     """
-    mesh = mesh_with(mesh, axis)
+    place = place_of(mesh, axis)
     wanted = tuple((int(source), int(destination)) for source, destination in pairs)
-    size = mesh.shape[axis]
+    size = ranks(place, axis)
     sources, destinations = [pair[0] for pair in wanted], [pair[1] for pair in wanted]
     outside = [rank for rank in sources + destinations if not 0 <= rank < size]
     if outside or len(set(sources)) < len(sources) or len(set(destinations)) < len(destinations):
@@ -212,7 +213,7 @@ def permute(x: torch.Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mes
             f"permute pairs {wanted} do not fit axis {axis!r} of size {size}: each rank 0..{size - 1} may send once "
             "and receive once"
         )
-    return _Permute.apply(x, mesh, axis, wanted)
+    return _Permute.apply(x, place, axis, wanted)
 
 
 def broadcast(x: torch.Tensor, axis: str, *, source: int = 0, mesh: Mesh | None = None) -> torch.Tensor:
@@ -224,42 +225,27 @@ def broadcast(x: torch.Tensor, axis: str, *, source: int = 0, mesh: Mesh | None 
     >>> sl.simulate(lambda mesh: sl.collectives.broadcast(torch.tensor(mesh.rank), "data", source=1), mesh=dict(data=2))
     [tensor(1), tensor(1)]
     """
-    mesh = mesh_with(mesh, axis)
-    if not 0 <= source < mesh.shape[axis]:
-        raise SpecError(f"broadcast source {source} is outside axis {axis!r} of size {mesh.shape[axis]}")
-    return _Broadcast.apply(x, mesh, axis, source)
-
-
-def mesh_with(mesh: Any, axis: str) -> Mesh:
-    """``mesh``, or the current mesh for None. Raises `MeshError` where there is none, or where it lacks ``axis``."""
-    mesh = as_mesh(mesh) if mesh is not None else current_mesh.get()
-    if mesh is None:
-        raise MeshError(
-            f"no mesh here for axis {axis!r}; pass mesh=, or call it inside a loss function of a train step"
-        )
-    mesh.group(axis)  # raises for an unknown axis
-    return mesh
-
-
-ACTIVATIONS = "activations and their gradients"
-
-
-def exchange(primitive: Callable[..., Work], mesh: Mesh, axis: str, *tensors: Any) -> None:
-    """Run one exchange of activations or their cotangents, and wait for it."""
-    with mesh.traffic.by_the_loss(), naming(ACTIVATIONS):
-        primitive(mesh, axis, *tensors).wait()
+    place = place_of(mesh, axis)
+    if not 0 <= source < ranks(place, axis):
+        raise SpecError(f"broadcast source {source} is outside axis {axis!r} of size {ranks(place, axis)}")
+    return _Broadcast.apply(x, place, axis, source)
 
 
 _VARYING = 'Use sl.nn.gather_batch(x), or dst="varying"'
 
 
-def _require_one_loss(x: torch.Tensor, mesh: Mesh, axis: str, what: str, remedy: str) -> None:
+def _require_one_loss(x: torch.Tensor, place: Place, axis: str, what: str, remedy: str) -> None:
     """Refuse a pair whose backward takes the loss for one that all ranks share, where it is the mean of the ranks' losses."""
-    if axis in averaged_axes.get() and mesh.shape[axis] > 1 and torch.is_grad_enabled() and x.requires_grad:
+    if _averaged(axis) and ranks(place, axis) > 1 and torch.is_grad_enabled() and differentiated(x):
         raise LossError(
             f"{what} over axis {axis!r}, along which the batch varies: the step takes the mean of the losses of its "
-            f"{mesh.shape[axis]} ranks, and this gradient would be wrong by that factor. {remedy}"
+            f"{ranks(place, axis)} ranks, and this gradient would be wrong by that factor. {remedy}"
         )
+
+
+@constant_in_graphs
+def _averaged(axis: str) -> bool:
+    return axis in averaged_axes.get()
 
 
 def _dim(x: torch.Tensor, dim: int) -> int:
@@ -269,35 +255,48 @@ def _dim(x: torch.Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _divisible(x: torch.Tensor, dim: int, mesh: Mesh, axis: str, what: str) -> None:
-    if x.shape[dim] % mesh.shape[axis]:
+def _divisible(x: torch.Tensor, dim: int, place: Place, axis: str, what: str) -> None:
+    if x.shape[dim] % ranks(place, axis):
         raise SpecError(
             f"{what}: dimension {dim} of shape {tuple(x.shape)} is not divisible by axis {axis!r} of size "
-            f"{mesh.shape[axis]}; pad it, or use another dimension"
+            f"{ranks(place, axis)}; pad it, or use another dimension"
         )
 
 
 class _Pair(torch.autograd.Function):
-    """A Function whose forward has no ctx, as torch.func requires. ``ctx.static`` has the arguments after the tensor."""
+    """A linear Function of one tensor, whose other arguments are the mesh, the axis and constants.
+
+    Its forward has no ctx, as torch.func requires. ``ctx.static`` has the arguments after the tensor. Those that are called
+    "…dim" are dimensions of the tensor, which a batch's dimension moves by one.
+    """
+
+    _dims: ClassVar[tuple[bool, ...]]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]  # else apply derives it in every call
-
-        cls.jvp = staticmethod(lambda ctx, tangent, *_: cls.apply(tangent, *ctx.static))  # type: ignore[method-assign]  # all are linear
+        signature = inspect.signature(cls.forward)
+        cls.forward.__signature__ = signature  # type: ignore[attr-defined]  # else apply derives it in every call
+        cls._dims = tuple(name.endswith("dim") for name in signature.parameters)[1:]
+        whole_in_graphs(cls)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.static = inputs[1:]
 
+    @classmethod
+    def jvp(cls, ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
+        return cls.apply(tangent, *ctx.static)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *static: Any) -> tuple[torch.Tensor, int]:
+        moved = (value + 1 if is_dim else value for value, is_dim in zip(static, cls._dims, strict=True))
+        return cls.apply(x.movedim(in_dims[0], 0), *moved), 0
+
 
 class _SumVarying(_Pair):
     @staticmethod
-    def forward(x: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        # A 0-d tensor is one of a step's scalars (a loss), not payload.
-        exchange(partial(primitives.all_reduce, scalars=x.dim() == 0), mesh, axis, out)
-        return out
+    def forward(x: torch.Tensor, mesh: Place, axis: str) -> torch.Tensor:
+        return ops.all_reduce(x, mesh, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -312,7 +311,7 @@ class _SumInvariant(_SumVarying):
 
 class _Copy(_Pair):
     @staticmethod
-    def forward(x: torch.Tensor, mesh: Mesh, axis: str) -> torch.Tensor:
+    def forward(x: torch.Tensor, mesh: Place, axis: str) -> torch.Tensor:
         return x.view_as(x)
 
     @staticmethod
@@ -322,10 +321,8 @@ class _Copy(_Pair):
 
 class _Gather(_Pair):
     @staticmethod
-    def forward(x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
-        out = x.new_empty((mesh.shape[axis], *x.shape))
-        exchange(primitives.all_gather, mesh, axis, out, x.contiguous())
-        return out.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    def forward(x: torch.Tensor, mesh: Place, axis: str, dim: int) -> torch.Tensor:
+        return ops.all_gather(x, mesh, axis).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -340,22 +337,24 @@ class _GatherInvariant(_Gather):
 
 class _Split(_Pair):
     @staticmethod
-    def forward(x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
-        return x.chunk(mesh.shape[axis], dim)[mesh.coords[axis]].contiguous()
+    def forward(x: torch.Tensor, mesh: Place, axis: str, dim: int) -> torch.Tensor:
+        return x.chunk(ranks(mesh, axis), dim)[mesh_of(mesh).coords[axis]].contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _GatherInvariant.apply(grad, *ctx.static), None, None, None
 
 
+def _by_rank(x: torch.Tensor, mesh: Place, axis: str, dim: int) -> torch.Tensor:
+    """The chunks of ``x`` along ``dim``, one for each rank of the axis, in a new first dimension."""
+    size = ranks(mesh, axis)
+    return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
+
+
 class _Scatter(_Pair):
     @staticmethod
-    def forward(x: torch.Tensor, mesh: Mesh, axis: str, dim: int) -> torch.Tensor:
-        size = mesh.shape[axis]
-        chunks = x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
-        out = torch.empty_like(chunks[0])
-        exchange(primitives.reduce_scatter, mesh, axis, out, chunks)
-        return out
+    def forward(x: torch.Tensor, mesh: Place, axis: str, dim: int) -> torch.Tensor:
+        return ops.reduce_scatter(_by_rank(x, mesh, axis, dim), mesh, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -364,11 +363,8 @@ class _Scatter(_Pair):
 
 class _Exchange(_Pair):
     @staticmethod
-    def forward(x: torch.Tensor, mesh: Mesh, axis: str, split_dim: int, concat_dim: int) -> torch.Tensor:
-        size = mesh.shape[axis]
-        chunks = x.unflatten(split_dim, (size, x.shape[split_dim] // size)).movedim(split_dim, 0).contiguous()
-        out = torch.empty_like(chunks)
-        exchange(primitives.all_to_all, mesh, axis, out, chunks)
+    def forward(x: torch.Tensor, mesh: Place, axis: str, split_dim: int, concat_dim: int) -> torch.Tensor:
+        out = ops.all_to_all(_by_rank(x, mesh, axis, split_dim), mesh, axis)
         return out.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     @staticmethod
@@ -379,10 +375,8 @@ class _Exchange(_Pair):
 
 class _Permute(_Pair):
     @staticmethod
-    def forward(x: torch.Tensor, mesh: Mesh, axis: str, pairs: Pairs) -> torch.Tensor:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        exchange(primitives.permute, mesh, axis, out, x.contiguous(), pairs)
-        return out
+    def forward(x: torch.Tensor, mesh: Place, axis: str, pairs: Pairs) -> torch.Tensor:
+        return ops.permute(x, mesh, axis, *itertools.chain(*pairs))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -393,10 +387,8 @@ class _Permute(_Pair):
 
 class _Broadcast(_Pair):
     @staticmethod
-    def forward(x: torch.Tensor, mesh: Mesh, axis: str, source: int) -> torch.Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        exchange(primitives.broadcast, mesh, axis, out, source)
-        return out
+    def forward(x: torch.Tensor, mesh: Place, axis: str, source: int) -> torch.Tensor:
+        return ops.broadcast(x, mesh, axis, source)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -408,10 +400,9 @@ class _SumTo(_Pair):
     """The sum over ranks on ``source``, zero elsewhere: the dual of broadcast."""
 
     @staticmethod
-    def forward(x: torch.Tensor, mesh: Mesh, axis: str, source: int) -> torch.Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        exchange(primitives.all_reduce, mesh, axis, out)
-        return out if mesh.group(axis).rank == source else torch.zeros_like(out)
+    def forward(x: torch.Tensor, mesh: Place, axis: str, source: int) -> torch.Tensor:
+        out = ops.all_reduce(x, mesh, axis)
+        return out if mesh_of(mesh).group(axis).rank == source else torch.zeros_like(out)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from shardlib.commands.arguments import WrongArguments, positive, wrong_arguments
 from shardlib.commands.measure import measure_machine
-from shardlib.kernels.common import build, dispatch
+from shardlib.kernels.common import build, dispatch, native
 from shardlib.mesh.launch import launch
 from shardlib.mesh.mesh import make_mesh
 from shardlib.plan.tables import table
@@ -111,11 +112,25 @@ def _print_kernels() -> None:
         for operation in dispatch.operations()
         for each in _each_device()
     }
+    missing = {name: recipe for name, (operation, device) in rows.items() if (recipe := _missing(operation, device))}
+    places = {name: f"{number} of {len(missing)}" for number, name in enumerate(missing, 1)}
     width = max(map(len, rows))
     print(table(("Kernels".ljust(width), "in use"), ()), flush=True)
     for name, (operation, device) in rows.items():
+        if name in missing:
+            with contextlib.suppress(build.BuildError):
+                build.shared_library(missing[name], places[name])
         print(f"{name.ljust(width)}  {dispatch.choose(operation, device)}", flush=True)
     print()
+
+
+def _missing(operation: str, device: torch.device) -> build.Recipe | None:
+    """The recipe of the preferred implementation, if that is still to be compiled."""
+    try:
+        recipe = native.recipe_of(operation, dispatch.preferred(operation, device))
+        return recipe if recipe and not build.is_built(recipe) else None
+    except (build.BuildError, OSError):  # the row says why
+        return None
 
 
 def _each_device() -> list[torch.device]:

@@ -53,6 +53,9 @@ post_accumulate_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumul
 wrapper_subclass = torch.Tensor._make_wrapper_subclass
 graph_task = torch._C._current_graph_task_id  # of the backward that runs in this thread; −1 if none does
 flatten_dense_tensors, unflatten_dense_tensors = _flatten_dense_tensors, _unflatten_dense_tensors
+chunk_cat = (
+    torch._chunk_cat
+)  # each tensor in as many chunks of its first dimension, padded: [chunks, elements of one of all]
 asks_device = torch.ops.prim.device.default  # dispatched wherever torch reads the device of a fake tensor
 add_to_each_ = torch._foreach_add_
 # Operators of which torch.ops has private names alone.
@@ -93,11 +96,64 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def traced(fn: Callable[..., Any], *args: Any) -> Any:
+def graph_of(fn: Callable[..., Any], *args: Any) -> Any:
     """A graph of ``fn(*args)``, as make_fx records it on fake tensors; tensors that ``fn`` holds are constants of it."""
     from torch.fx.experimental.proxy_tensor import make_fx  # half a second to import
 
     return make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+
+
+_whole: list[Any] = []
+
+
+def whole_in_graphs(function: Any) -> Any:
+    """A decorator of autograd.Functions of tensors and constants that torch.compile takes as they are, once `admit` has run.
+
+    So they may have a ``jvp``, and `torch.func` inside of a compiled function sees them.
+    """
+    _whole.append(function)
+    return function
+
+
+def constant_in_graphs(fn: Any) -> Any:
+    """A decorator of functions that torch.compile calls while it traces, and of which a graph has the result.
+
+    As torch.compiler.assume_constant_result, which imports the compiler.
+    """
+    fn._dynamo_marked_constant = True
+    return fn
+
+
+@constant_in_graphs
+def admit() -> None:
+    """Tell torch.compile, which traces a caller, about Functions that are `whole_in_graphs`."""
+    while _whole:
+        torch.compiler.allow_in_graph(_whole.pop())
+
+
+def differentiated(tensor: torch.Tensor) -> bool:
+    """Whether a tensor requires a gradient, at any level of torch.func."""
+    while not tensor.requires_grad and not torch.compiler.is_dynamo_compiling() and of_func(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
+def without_derivatives(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor without derivatives is below the innermost levels of torch.func that differentiate."""
+    while of_func(tensor) and not torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+_TRACING = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
+def traced(tensor: torch.Tensor) -> bool:
+    """Whether operations on a tensor are recorded into a graph, or compute shapes alone."""
+    # Without a mode, as in eager, this takes a tenth of a microsecond.
+    return type(tensor) is FakeTensor or (
+        torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING))
+    )
 
 
 def transformed() -> bool:
@@ -126,6 +182,9 @@ def run_first(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def without_modes(hidden: tuple[type[TorchDispatchMode], ...]) -> Iterator[None]:
     """A context without the dispatch modes of these types."""
+    if not torch._C._len_torch_dispatch_stack():
+        yield
+        return
     with _disable_current_modes() as modes:  # the one that was entered last is the first
         kept = [mode for mode in reversed(modes) if not isinstance(mode, hidden)]
         for mode in kept:

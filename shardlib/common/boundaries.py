@@ -14,12 +14,14 @@ from shardlib.errors import HandleError, LossError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Once(torch.autograd.Function):
-    """An autograd.Function without a second derivative, forward mode or `torch.func`: torch's own errors do not name it.
+class DifferentiatedOnce(torch.autograd.Function):
+    """A Function without forward mode, whose ``backward``, if it has one, applies another, which has none.
+
+    torch's own errors would name neither the operation nor a remedy.
 
     Attributes:
         what: the operation, as a user calls it.
-        remedy: what has those derivatives.
+        remedy: what has the derivatives that it lacks.
     """
 
     what: ClassVar[str]
@@ -27,28 +29,16 @@ class Once(torch.autograd.Function):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        backward = cls.backward
 
-        @functools.wraps(backward)
-        def once(ctx: Any, *gradients: Any) -> Any:
-            if torch.is_grad_enabled():
-                raise cls._refusal()
-            return backward(ctx, *gradients)
+        def refuse(ctx: Any, *_: Any) -> NoReturn:
+            raise LossError(
+                f"{cls.what} is differentiated once, in backward: it has no second derivative and no forward mode. "
+                f"{cls.remedy}"
+            )
 
-        cls.backward = staticmethod(once)  # type: ignore[method-assign]
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        if transformed():
-            raise cls._refusal()
-        return super().apply(*args)
-
-    @classmethod
-    def _refusal(cls) -> LossError:
-        return LossError(
-            f"{cls.what} is differentiated once, in backward: it has no second derivative, no forward mode and no "
-            f"torch.func. {cls.remedy}"
-        )
+        if cls.backward is torch.autograd.Function.backward:
+            cls.backward = staticmethod(refuse)  # type: ignore[method-assign]
+        cls.jvp = staticmethod(refuse)  # type: ignore[method-assign]
 
 
 def untransformed(what: str, around: Callable[..., Any] | None = None) -> Callable[[F], F]:

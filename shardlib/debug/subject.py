@@ -79,8 +79,9 @@ def in_float64(plan: Plan) -> Plan:
 
 
 def like_one_device(plan: Plan) -> Plan:
-    """The same plan without what makes its ranks compute with other parameters: gathers in few bits."""
-    return replace(plan, reductions=replace(plan.reductions, packings={}), traces=None)
+    """The same plan without what makes its ranks compute other numbers: gathers and products in few bits."""
+    placements = tuple(replace(placement, scaled=False) for placement in plan.placements)
+    return replace(plan, placements=placements, reductions=replace(plan.reductions, packings={}), traces=None)
 
 
 def is_float64(plan: Plan) -> bool:
@@ -98,7 +99,9 @@ def left_out(plan: Plan, optimizer: GradientTransformation | None = None) -> lis
         if optimizer and optimizer.owns
         else []
     )
-    return [*sums, *gathers, *owned]
+    scaled = sum(placement.scaled for placement in plan.placements)
+    products = [f"matrix products in 8 bits, by {scaled} parameters"] if scaled else []
+    return [*sums, *gathers, *products, *owned]
 
 
 def by_design(plans: Mapping[str, Plan]) -> list[str]:

@@ -46,26 +46,6 @@ def _is_state(value: Any) -> bool:
     return hasattr(value, "for_batch")  # a train state's class is of a room on this floor
 
 
-def require_no_gradient(batch: Tree, mesh: Mesh) -> None:
-    """Refuse tensors of a batch that require a gradient, which is computed of parameters alone.
-
-    Raises:
-        BatchError: lists them.
-    """
-    paths, leaves, _ = flatten(batch)
-    asking = [
-        f"{path or 'batch'}: shape {tuple(leaf.shape)}" + (f", of {leaf.grad_fn.name()}" if leaf.grad_fn else "")
-        for path, leaf in zip(paths, leaves, strict=True)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    ]
-    if asking:
-        raise BatchError(
-            f"rank {mesh.rank}'s batch requires gradients, and those of parameters alone are computed:\n{listing(asking)}\n"
-            "Pass tensor.detach(). A loss that differentiates by its batch asks for it inside: x = x.detach()."
-            "requires_grad_(); what is to be trained too belongs into the tree of parameters"
-        )
-
-
 def cast(leaf: Any, plan: Plan) -> Any:
     """Cast a leaf of a batch to the plan's dtype for batches, if it is a floating tensor."""
     if plan.step.cast_batch is not None and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():

@@ -16,6 +16,7 @@ from shardlib.execute.activations.draws import Draws
 from shardlib.execute.activations.names import RECOMPUTE_MODES
 from shardlib.execute.products import readable_twice
 from shardlib.execute.record import Record
+from shardlib.execute.scaled import refuse_scaled
 from shardlib.execute.slicing import gathered, refuse_slices
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.thinning import Layers
@@ -53,7 +54,9 @@ class Blocks:
         self._slices = slices
         self._draws = Draws(device)
         self.layers = Layers(plan, device)
-        self._refuses = bool(plan.styles) or any(bucket.tiles > 1 for bucket in plan.buckets)
+        self._refuses = (
+            bool(plan.styles) or surroundings.scaled is not None or any(bucket.tiles > 1 for bucket in plan.buckets)
+        )
         self._splits = trained and plan.stages.schedule.splits
         self._around: bool | None = (
             None  # whether the block around the present code is recomputed; None outside of blocks
@@ -84,6 +87,7 @@ class Blocks:
             if self._refuses and is_compiled(fn):
                 refuse_slices((args, kwargs))
                 refuse_tiles((args, kwargs))
+                refuse_scaled(self._surroundings.scaled, (args, kwargs))
             with self._within(recomputes):
                 return fn(*args, **kwargs)
 

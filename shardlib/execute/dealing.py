@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardlib.common._compat import no_torch_function
+from shardlib.common._compat import no_torch_function, outside_of_graphs
 from shardlib.errors import HandleError
 from shardlib.execute.handles import Handle, materialise
 from shardlib.execute.slicing import SlicedHandle
@@ -56,9 +56,13 @@ class _Borrowed:
 
 
 class DealtHandle(Handle, Dealt):
-    """A handle that stands for this rank's experts of a leaf."""
+    """A handle that stands for this rank's experts of a leaf.
 
-    _inside: Handle
+    Attributes:
+        _inside: what it opens to: a handle, or the gathered leaf.
+    """
+
+    _inside: torch.Tensor
 
     @staticmethod
     def make(inside: Handle, axes: tuple[str, ...]) -> DealtHandle:
@@ -69,11 +73,22 @@ class DealtHandle(Handle, Dealt):
         handle._inside, handle.path = inside, inside._path
         return handle
 
+    def arrived(self) -> DealtHandle:
+        inside = self.opened()
+        inside = inside.arrived() if isinstance(inside, Handle) else inside
+        with no_torch_function():
+            shape, trained = tuple(self.shape), self.requires_grad
+        handle = DealtHandle(self._source, self._index, self._path, shape, inside, trained)
+        handle._inside, handle.path = inside, self.path
+        return handle
+
+    @outside_of_graphs
     def opened(self) -> torch.Tensor:
-        source: Any = self._inside._source
-        if isinstance(self._inside, SlicedHandle) or source.gathers:
-            return self._inside
-        return source.leaf(self._inside._index)
+        inside = self._inside
+        if not isinstance(inside, Handle) or isinstance(inside, SlicedHandle):
+            return inside
+        source: Any = inside._source
+        return inside if source.gathers else source.leaf(inside._index)
 
     def lent(self, rows: Sequence[int]) -> torch.Tensor:
         leaf = materialise(self._inside)
@@ -89,5 +104,6 @@ class DealtHandle(Handle, Dealt):
             return leaf
         window = inside._window._replace(sizes=(len(rows), *inside._window.sizes[1:]))
         return SlicedHandle.make(
-            _Borrowed(leaf), 0, self.path, shape, leaf, leaf.requires_grad, inside._style, window, inside._slices
+            *(_Borrowed(leaf), 0, self.path, shape, leaf, leaf.requires_grad),
+            *(inside._style, window, inside._slices, inside._scaled),
         )

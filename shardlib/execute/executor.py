@@ -11,6 +11,7 @@ import torch
 
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import grad, storage_id, without_func
+from shardlib.common.writes import has_place, place_of
 from shardlib.execute.activations.host import HostMemory, host_memory
 from shardlib.execute.activations.keeper import Keeper, current_keeper
 from shardlib.execute.activations.names import require_known
@@ -29,6 +30,7 @@ from shardlib.execute.phases import Phases, phases_of
 from shardlib.execute.record import Record
 from shardlib.execute.refusals import explain, refuse_autocast, refused_for_hooks, require_unwritten
 from shardlib.execute.saving import SavedTensors
+from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.tiles import TiledLeaf
@@ -85,6 +87,7 @@ class Executor:
         modules = {m: n for m, n in plan.step.module_tiles.items() if any(path.startswith(f"{m}/") for path in paths)}
         aliases = [path for placement in plan.placements for path in placement.aliases]
         tiled = TiledModules(modules, {*paths, *aliases}) if modules else None
+        self._scaled = frozenset(leaf.path for leaf in plan.placements if leaf.scaled)
         tokens = Meeting(plan.step.tokens, lambda: self._gathering.meet()) if plan.step.tokens else None
         self._surroundings = Surroundings(
             mesh,
@@ -93,6 +96,7 @@ class Executor:
             tiled,
             tokens,
             plan.step.autocast,
+            ScaledProducts(self._is_scaled) if self._scaled else None,
             lambda further: self._beside.read(further),
         )
         self._units = {
@@ -117,7 +121,7 @@ class Executor:
         self._first = FirstRun(self._buckets, plan.styles, self._slices, parts)
         self._halves: Halves | None = None
         self._phases: Phases | None = None  # of the micro-batch, where somebody follows it
-        self._units_of: dict[int, str] = {}  # identity of the storage of whole parameters -> their unit, for names
+        self._resident: dict[int, BucketState] = {}  # identity of the storage of parameters that are there -> bucket
         self._on_disk: BuffersOnDisk | None = None  # this step's parameters, if they are there
         self._held: frozenset[int] = frozenset()  # the storages of all of this rank's parameters
 
@@ -230,15 +234,32 @@ class Executor:
         stored = storage_id(tensor.untyped_storage()) in self._held or self._beside.holds(tensor)
         return stored or self._saved.bucket_with(tensor) is not None
 
+    def _is_scaled(self, factor: torch.Tensor) -> bool:
+        """Whether products by a matrix are in 8 bits: a parameter, or a view of one."""
+        if isinstance(factor, Handle):
+            return factor._path in self._scaled
+        state = self._bucket_with(factor) if has_place(factor) else None
+        if state is None or state.whole is None:
+            return False
+        begins = place_of(factor)[1] - place_of(state.whole)[1]
+        return state.bucket.path_at(begins // state.whole.itemsize) in self._scaled
+
     def unit_of(self, leaf: torch.Tensor) -> str:
         """The unit of a parameter, as the function sees it; "" for other tensors."""
         if isinstance(leaf, Handle):
             own = self.plan.placement_of.get(leaf._path)
             return unit_beside(leaf._source) or ("" if own is None else self.plan.bucket_of[own.bucket].unit)
-        if not self._units_of:
-            wholes = ((state.bucket.unit, state.whole) for state in self._buckets)
-            self._units_of = {storage_id(w.untyped_storage()): unit for unit, w in wholes if w is not None}
-        return self._units_of.get(storage_id(leaf.untyped_storage()), "")
+        state = self._bucket_with(leaf)
+        return "" if state is None else state.bucket.unit
+
+    def _bucket_with(self, leaf: torch.Tensor) -> BucketState | None:
+        """The bucket in whose memory, gathered or there all the time, a tensor lies; None for other tensors."""
+        if found := self._saved.bucket_with(leaf):
+            return found[1]
+        if not self._resident:
+            wholes = ((state, state.whole) for state in self._buckets if not state.gathers)
+            self._resident = {storage_id(w.untyped_storage()): state for state, w in wholes if w is not None}
+        return self._resident.get(storage_id(leaf.untyped_storage()))
 
     def rest(self) -> None:
         """Release all gathered parameters until the backward starts."""
@@ -373,7 +394,7 @@ class Executor:
         agreeing = self.record.agreeing and not self.mesh.abstract
         self.blocks.begin()
         self.blocks.layers.begin(thinned, computes=agreeing)
-        self._units_of, follow = {}, phases_of.get()
+        self._resident, follow = {}, phases_of.get()
         self._phases = None if follow is None else follow(self)
         if self._phases is not None:
             self._phases.begin()
@@ -389,7 +410,7 @@ class Executor:
     @contextmanager
     def _running(self, backward: bool = False) -> Iterator[None]:
         """The context of the user's code, in forward and in recomputation during backward."""
-        wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles or self.plan.step.thins
+        wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles or self.plan.step.thins or self._scaled
         run = self.blocks.run if wraps_blocks else None
         phases = self._phases
         runner = block_runner.set(phases.around(run) if phases else run)

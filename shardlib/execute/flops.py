@@ -74,6 +74,10 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
     return 2 * a.numel() * b.shape[-1] // own
 
 
+def _scaled(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
+    return 2 * a.numel() * b.shape[-1]
+
+
 def _by_vector(matrix: torch.Tensor, *_: Any) -> int:
     return 2 * matrix.numel()
 
@@ -112,6 +116,7 @@ _FURTHER: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_fused_attention_overrideable: _scores,
     aten._scaled_dot_product_fused_attention_overrideable_backward: _scores_backward,
     aten._grouped_mm: _grouped,
+    aten._scaled_mm_v2: _scaled,
     aten.mv: _by_vector,
     aten.dot: _by_vector,
     aten.vdot: _by_vector,

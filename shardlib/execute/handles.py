@@ -7,6 +7,7 @@ the gathered parameter. Code below `__torch_function__` (a user's autograd.Funct
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -50,6 +51,10 @@ class Handle(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
+    def arrived(self) -> torch.Tensor:
+        """What a block gets in place of this handle, whose parameter is gathered now."""
+        return self._source.leaf(self._index)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # This runs for every use of a parameter: hence the inlined look-up, the order of cases, and the flat code.
@@ -92,9 +97,19 @@ class Handle(torch.Tensor):
 
 def materialise(value: Any) -> Any:
     """Replace every handle in a pytree by its gathered parameter."""
-    if isinstance(value, torch.Tensor):  # the most frequent case, and flattening a pytree costs more than all the rest
-        return value._source.leaf(value._index) if isinstance(value, Handle) else value
-    return pytree.tree_map_only(Handle, lambda handle: handle._source.leaf(handle._index), value)
+    return with_handles(lambda handle: handle._source.leaf(handle._index), value)
+
+
+def with_handles(fn: Callable[[Handle], Any], value: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """A pytree with ``fn(handle)`` for every handle. ``is_leaf``: of nodes that stay as they are."""
+    if isinstance(value, torch.Tensor):  # the most frequent cases: torch's flattening costs more than all the rest
+        return fn(value) if isinstance(value, Handle) else value
+    kind = type(value)
+    if kind is dict:
+        return {key: with_handles(fn, each, is_leaf) for key, each in value.items()}
+    if kind is list or kind is tuple:
+        return kind([with_handles(fn, each, is_leaf) for each in value])
+    return pytree.tree_map_only(Handle, fn, value, is_leaf=is_leaf)
 
 
 def used_elsewhere(label: str) -> HandleError:

@@ -9,8 +9,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from shardlib.collectives.styles.slices import Slices
+from shardlib.common.writes import owner_of
 from shardlib.execute.dealing import DealtHandle
 from shardlib.execute.handles import Handle
+from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.whole_batch import WholeBatch
@@ -46,9 +48,11 @@ class LocalRunner:
         # Second copies of experts would change no number, and be sent anew for every token.
         tokens = None if plan.step.tokens is None else replace(plan.step.tokens, spare=0)
         batch = WholeBatch(plan, mesh, False, lambda: None)
-        self._surroundings = Surroundings(mesh, batch, None, None, tokens, plan.step.autocast)
         self._params, self._slices = params, Slices(mesh, None)
         leaves = [leaf.to(mesh.device) for _, leaf in params.leaves()]
+        scaled = [(p.path, x) for p, x in zip(plan.leaves, leaves) if p.scaled and isinstance(x, torch.Tensor)]
+        products = ScaledProducts(lambda factor: owner_of(factor, scaled) is not None) if scaled else None
+        self._surroundings = Surroundings(mesh, batch, None, None, tokens, plan.step.autocast, products)
         source = _There(leaves)
         used = [self._used(source, index, place, leaf) for index, (place, leaf) in enumerate(zip(plan.leaves, leaves))]
         self._tree = unflatten(plan.shape.treedef, used)
@@ -68,5 +72,7 @@ class LocalRunner:
             handle = Handle(source, index, path, shape, like, False)
         else:
             window = self._params.window(placement)
-            handle = SlicedHandle.make(source, index, path, shape, like, False, placement.style, window, self._slices)
+            handle = SlicedHandle.make(
+                source, index, path, shape, like, False, placement.style, window, self._slices, placement.scaled
+            )
         return DealtHandle.make(handle, placement.dealt) if placement.dealt else handle

@@ -49,6 +49,8 @@ def meeting_in_backward(rows: torch.Tensor, meet: Callable[[], None]) -> torch.T
 
 
 class _MeetInBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(rows: torch.Tensor, meet: Callable[[], None]) -> torch.Tensor:
         return rows.view_as(rows)

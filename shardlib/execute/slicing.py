@@ -17,30 +17,36 @@ from shardlib.collectives.styles.base import Compute, Style
 from shardlib.collectives.styles.slices import Slice, Slices
 from shardlib.common._compat import pytree, run_first
 from shardlib.errors import HandleError
-from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm
+from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm, with_handles
 from shardlib.mesh.specs import Window
 from shardlib.nn.functional import embedding, linear_cross_entropy, local_slice, slice_of
 from shardlib.nn.moe.compute import Groups, expert_linear
 from shardlib.nn.moe.dealt import Dealt
+from shardlib.nn.scaled import scaled_linear, scaled_matmul
 from shardlib.nn.sequence import current_parts, shard_sequence
 from shardlib.sharded.tree import Sharded
 
 
 class SlicedHandle(Handle):
-    """A handle that stands for this rank's slice of a leaf, padding included."""
+    """A handle that stands for this rank's slice of a leaf, padding included. Its products may be in 8 bits (``_scaled``)."""
 
     _style: Style
     _slices: Slices
     _window: Window
+    _scaled: bool
 
     @staticmethod
     def make(
         source: Source, index: int, path: str, shape: tuple[int, ...], like: torch.Tensor, trained: bool,
-        style: Style, window: Window, slices: Slices,
+        style: Style, window: Window, slices: Slices, scaled: bool,
     ) -> SlicedHandle:  # fmt: skip
         handle = SlicedHandle(source, index, path, shape, like, trained)
-        handle._style, handle._window, handle._slices = style, window, slices
+        handle._style, handle._window, handle._slices, handle._scaled = style, window, slices, scaled
         return handle
+
+    def arrived(self) -> SlicedHandle:
+        super().arrived()
+        return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,16 +63,8 @@ class SlicedHandle(Handle):
 
 def gathered(value: Any) -> Any:
     """The arguments of a block, gathered: plain tensors for handles of whole leaves; those of slices and experts stay."""
-
-    def arrive(handle: Handle) -> Any:
-        if isinstance(handle, Dealt):
-            gathered(handle.opened())
-            return handle
-        tensor = handle._source.leaf(handle._index)
-        return handle if isinstance(handle, SlicedHandle) else tensor
-
     # A further tree that a block is given, in its batch, say, is gathered where it is used.
-    return pytree.tree_map_only(Handle, arrive, value, is_leaf=lambda each: isinstance(each, Sharded))
+    return with_handles(lambda handle: handle.arrived(), value, is_leaf=lambda each: isinstance(each, Sharded))
 
 
 def refuse_slices(value: Any) -> None:
@@ -98,22 +96,27 @@ def _held(value: Any) -> Any:
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> torch.Tensor:
-    return _layer(F.linear, False, x, weight, bias)
+    return _layer(scaled_linear if _is_scaled(weight) else F.linear, False, x, weight, bias)
 
 
 def _matmul(x: Any, weight: Any) -> torch.Tensor:
-    return _layer(_product, True, x, weight, None)
+    return _addmm(None, x, weight)
 
 
 def _addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
     if beta != 1 or alpha != 1:
         raise HandleError("addmm of a sliced weight takes beta=1 and alpha=1; scale the factors instead")
-    return _layer(_product, True, x, weight, bias)
+    multiply = scaled_matmul if _is_scaled(weight) else torch.matmul
+
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = multiply(x, weight)
+        return y if bias is None else y + bias
+
+    return _layer(product, True, x, weight, bias)
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    y = x @ weight
-    return y if bias is None else y + bias
+def _is_scaled(weight: Any) -> bool:
+    return isinstance(weight, SlicedHandle) and weight._scaled
 
 
 def _layer(compute: Compute, transposed: bool, x: Any, weight: Any, bias: Any) -> torch.Tensor:

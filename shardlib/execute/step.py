@@ -12,7 +12,7 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.errors import BatchError, IllegalComposition, LossError, NonFiniteError, TreeError, listing
-from shardlib.execute.batches import as_tensors, empty_leaves, require_no_gradient, rows_of, split_batch
+from shardlib.execute.batches import as_tensors, empty_leaves, rows_of, split_batch
 from shardlib.execute.buffers import BufferKinds
 from shardlib.execute.copies import require_alike
 from shardlib.execute.gradients import ReductionOptions
@@ -28,6 +28,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, states_of_generators
+from shardlib.sharded.given import require_no_graph
 from shardlib.sharded.landing import Landing
 from shardlib.sharded.reads import Reads
 from shardlib.sharded.reduction import BoundCodecs
@@ -165,7 +166,7 @@ class LossStep:
                 "(sl.make_train_step does: sl.Key(seed).fold_in(step))"
             )
         batch = as_tensors(batch, mesh.device)
-        require_no_gradient(batch, mesh)
+        require_no_graph(f"rank {mesh.rank}'s batch", batch, BatchError)
         microbatches = split_batch(batch, plan, mesh)
         share, reads = self._inputs.share(batch, equal), Reads(params)
         records = self.runner.records

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardlib.collectives.pairs import averaged_axes
+from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh, current_mesh
@@ -32,6 +33,7 @@ class Surroundings:
         modules: the modules that run in tiles; None if there are none.
         tokens: how tokens travel to their experts; None if every rank has all experts.
         autocast: the dtype to which torch's autocast casts; None if it casts nothing.
+        scaled: the mode that computes products in 8 bits; None if there are none.
         read: how a further sharded tree is read; None if as shards.
     """
 
@@ -41,6 +43,7 @@ class Surroundings:
     modules: TiledModules | None
     tokens: Exchange | None
     autocast: torch.dtype | None
+    scaled: ScaledProducts | None = None
     read: Callable[[Sharded], Tree] | None = None
 
     @contextmanager
@@ -51,7 +54,7 @@ class Surroundings:
         modules, tokens = current_modules.set(self.modules), current_exchange.set(self.tokens)
         read = reading.set(self.read)
         try:
-            with casting(self.autocast if casts else None, self.mesh.device):
+            with casting(self.autocast if casts else None, self.mesh.device), self.scaled or nullcontext():
                 yield
         finally:
             reading.reset(read)

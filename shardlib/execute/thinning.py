@@ -18,7 +18,7 @@ from typing import Any
 import optree
 import torch
 
-from shardlib.common._compat import pytree
+from shardlib.common._compat import differentiated, pytree
 from shardlib.errors import LossError, ShardlibError
 from shardlib.execute.handles import Handle
 from shardlib.execute.layer_blocks import LayerBlocks, name_of
@@ -285,7 +285,7 @@ def _form(leaves: list[Any]) -> str:
 
 def _ignoring(computed: Any, result: Any) -> Any:
     """``result``, with gradients of zero for ``computed``."""
-    extra = [leaf for leaf in leaves_of(computed) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    extra = [leaf for leaf in leaves_of(computed) if isinstance(leaf, torch.Tensor) and differentiated(leaf)]
     leaves, shape = pytree.tree_flatten(result)
     at = next(number for number, leaf in enumerate(leaves) if _floats(leaf))
     leaves[at] = _Ignoring.apply(leaves[at], *extra)
@@ -293,6 +293,8 @@ def _ignoring(computed: Any, result: Any) -> Any:
 
 
 class _Ignoring(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: torch.Tensor, *computed: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)

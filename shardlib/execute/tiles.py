@@ -78,7 +78,7 @@ class TiledLeaf:
         if style is None:
             return self._of_rows
         window = compute.spec.window(compute.shape, mesh.shape, mesh.coords)
-        return SlicedHandle.make(*self._described, style, window, self._slices)
+        return SlicedHandle.make(*self._described, style, window, self._slices, self._placement.scaled)
 
     @cached_property
     def _of_rows(self) -> TiledHandle:

@@ -392,7 +392,7 @@ class UnitState:
             if style is not None:
                 window = compute.spec.window(compute.shape, self._slices.mesh.shape, self._slices.mesh.coords)
                 made[path] = SlicedHandle.make(
-                    self, index, path, shape, state.like, wants_gradient, style, window, self._slices
+                    self, index, path, shape, state.like, wants_gradient, style, window, self._slices, placement.scaled
                 )
             elif self.gathers or placement.dealt:
                 made[path] = Handle(self, index, path, shape, state.like, wants_gradient)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from shardlib.collectives import pairs, primitives
 from shardlib.errors import LossError
 from shardlib.execute.meeting import meeting_in_backward
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport.activity import naming
 from shardlib.plan.plan import Plan
 
 
@@ -52,8 +52,9 @@ class WholeBatch:
         counts = [rows] * ranks
         if not self._mesh.abstract:
             of_ranks = torch.empty(ranks, dtype=torch.int64, device=x.device)
-            gather = partial(primitives.all_gather, scalars=True)
-            pairs.exchange(gather, self._mesh, axis, of_ranks, torch.full((1,), rows, device=x.device))
+            own = torch.full((1,), rows, device=x.device)
+            with self._mesh.traffic.by_the_loss(), naming("the numbers of rows that ranks gather"):
+                primitives.all_gather(self._mesh, axis, of_ranks, own, scalars=True).wait()
             counts = of_ranks.tolist()
         most = max(counts)
         padded = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, most - rows)) if rows < most else x

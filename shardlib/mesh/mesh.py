@@ -47,23 +47,23 @@ class Traffic:
         self.activations: dict[str, int] = {}
         self.calls: dict[str, int] = {}
         self.activation_calls: dict[str, int] = {}
+        self._by_the_loss = False
 
     @contextmanager
     def by_the_loss(self) -> Iterator[None]:
         """Count the payload of the enclosed code among the activations too."""
-        totals = ((self.payload, self.activations), (self.calls, self.activation_calls))
-        before = [dict(total) for total, _ in totals]
+        before, self._by_the_loss = self._by_the_loss, True
         try:
             yield
         finally:
-            for (total, by_loss), old in zip(totals, before, strict=True):
-                for axis, number in total.items():
-                    by_loss[axis] = by_loss.get(axis, 0) + number - old.get(axis, 0)
+            self._by_the_loss = before
 
     def add(self, axis: str, sent_bytes: int, scalars: bool = False) -> None:
-        table = self.scalars if scalars else self.payload
-        table[axis] = table.get(axis, 0) + sent_bytes
-        self.calls[axis] = self.calls.get(axis, 0) + 1
+        for table, number in ((self.scalars if scalars else self.payload, sent_bytes), (self.calls, 1)):
+            table[axis] = table.get(axis, 0) + number
+        if self._by_the_loss:
+            for table, number in ((self.activations, 0 if scalars else sent_bytes), (self.activation_calls, 1)):
+                table[axis] = table.get(axis, 0) + number
 
     def reset(self) -> None:
         self.payload.clear()

@@ -21,6 +21,7 @@ from shardlib.nn.moe.experts import run_experts
 from shardlib.nn.moe.fresh import init_moe
 from shardlib.nn.moe.layer import moe
 from shardlib.nn.names import checkpoint_name
+from shardlib.nn.scaled import scaled_matmul
 from shardlib.nn.sequence import gather_sequence, shard_sequence, sum_sequence
 from shardlib.nn.sparse_attention import sparse_attention
 from shardlib.nn.tiled import tiled
@@ -38,6 +39,7 @@ __all__ = [
     "distillation",
     "embedding",
     "linear_cross_entropy",
+    "scaled_matmul",
     "tiled",
     # blocks of a model
     "Gate",

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from shardlib.collectives.buffers import Link, summed
 from shardlib.collectives.summation import SumOf, sum_of_squares
+from shardlib.common._compat import transformed
 from shardlib.errors import TreeError
 from shardlib.optim.ranges import is_real
 from shardlib.optim.shards import WHOLE, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards
+from shardlib.plan.buckets import Bucket
 from shardlib.sharded.marks import require_no_shards
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, flatten, ties, trained_part, unflatten
@@ -64,10 +67,11 @@ def leaf_norms(tree: Tree, ord: float = 2.0) -> dict[str, torch.Tensor]:
 def vdot(one: Tree, other: Tree) -> torch.Tensor:
     """Σ one·other over all elements of all leaves, float64, 0-d, counted as in `global_norm`.
 
-    Both are plain, or both `Sharded` by one plan: parameters, gradients, or one of each.
+    Both are plain, or both `Sharded` by one plan: parameters, gradients, or one of each. Where `torch.func` is around, it is
+    differentiated like any function, and both are parameters or both gradients: see docs/functional.md.
 
     Raises:
-        TreeError: trees of other leaves, or sharded otherwise.
+        TreeError: trees of other leaves, or sharded otherwise; one of each inside of torch.func.
 
     >>> sl.optim.vdot({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([1.0, 2.0])})
     tensor(11., dtype=torch.float64)
@@ -75,9 +79,48 @@ def vdot(one: Tree, other: Tree) -> torch.Tensor:
     plans = [tree.plan.layout if isinstance(tree, Sharded) else None for tree in (one, other)]
     if plans[0] != plans[1]:
         raise TreeError("vdot: these trees are sharded by different plans, or one is plain; give both in one layout")
+    if transformed():
+        return _product_of_values(one, other)
     (first, second), shards = _flat("vdot", one, other)
     check_alike("vdot", first, second, ("first tree", "second tree"))
     return shards.leaf_sums((_product,), first, second).sum()
+
+
+def _product_of_values(one: Tree, other: Tree) -> torch.Tensor:
+    """`vdot` as a function that is differentiated."""
+    if not isinstance(one, Sharded) or not isinstance(other, Sharded):
+        pairs = zip(flatten(trained_part(one))[1], flatten(trained_part(other))[1], strict=True)
+        return torch.stack([(x.double() * y.double()).sum() for x, y in pairs]).sum()
+    if one.role != other.role:
+        raise TreeError(
+            f"vdot of a tree of role {one.role!r} and one of role {other.role!r} inside of torch.func: give both in one "
+            "layout. A gradient in that of parameters is "
+            "torch.func.grad(lambda p: sl.value_and_grad(loss_fn)(p, batch)[0])(params)"
+        )
+    plan, mesh = one.plan, one.mesh
+    parts: dict[tuple[str, ...], torch.Tensor] = {}
+    for bucket in plan.trained:
+        level = one.level(bucket)
+        axes = tuple(axis for axis in (*bucket.axes[:level], *bucket.slices) if mesh.shape[axis] > 1)
+        a, b = (_elements(tree, bucket, level) for tree in (one, other))
+        part = torch.stack([(x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)]).sum()
+        parts[axes] = parts[axes] + part if axes in parts else part
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for axes, part in parts.items():
+        part = part.reshape(1)
+        for axis in axes:
+            part = summed(part, Link(mesh, axis, "a product of trees"))
+        total = total + part.reshape(())
+    return total
+
+
+def _elements(tree: Sharded, bucket: Bucket, level: int) -> list[torch.Tensor]:
+    """This rank's elements of a bucket, without padding."""
+    buffer, extents = tree.buffers[bucket.name], bucket.extents(tree.mesh.coords, level)
+    segments = bucket.leaf_segments(buffer, level)
+    if all(len(extent) == len(segment) for extent, segment in zip(extents, segments, strict=True)):
+        return [buffer]
+    return [segment[: len(extent)] for extent, segment in zip(extents, segments, strict=True)]
 
 
 def norm_of(flat: Tree, ord: float, shards: Shards) -> torch.Tensor:

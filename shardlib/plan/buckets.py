@@ -14,15 +14,18 @@ of its own, which is gathered, reduced and updated without a copy, while small l
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, overload
 
 import torch
 
 from shardlib.common._compat import (
     add_to_each_,
+    chunk_cat,
     flatten_dense_tensors,
     func_transform,
     recording,
@@ -259,6 +262,14 @@ class Bucket:
         owners = self.owners(level)
         return [chunk * owners for chunk in self.chunks]
 
+    def path_at(self, element: int) -> str:
+        """The path of the leaf to which an element of a whole, leaf-major buffer belongs."""
+        return self.paths[bisect(self._starts, element) - 1]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(accumulate(self.segment_sizes(0)[:-1], initial=0))
+
     def leaves(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a whole (level 0), leaf-major buffer, in shape and without padding (views)."""
         if not self.padded:
@@ -278,7 +289,33 @@ class Bucket:
             return buffer
         if self.alone:
             return buffer.view(owners, -1)[index]
-        return torch.cat([segment.view(owners, -1)[index] for segment in self.leaf_segments(buffer, level)])
+        return torch.cat([part[:, index] for part in self._parts(buffer, owners)], dim=1).view(-1)
+
+    def in_leaves(self, rows: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Write ``rows`` [ways, n], leaf-major buffers of a part of each leaf, to the leaf-major ``buffer`` [ways·n]."""
+        ways = len(rows)
+        parts = self._parts(buffer, ways)
+        widths = [part.shape[2] for part in parts]
+        if self._period == len(self.chunks):
+            torch.split_with_sizes_copy(rows, widths, dim=1, out=[part[0] for part in parts])
+        else:
+            rows = rows.view(ways, -1, sum(widths))
+            torch.split_with_sizes_copy(rows, widths, dim=2, out=[part.transpose(0, 1) for part in parts])
+
+    def _parts(self, buffer: torch.Tensor, ways: int) -> list[torch.Tensor]:
+        """The leaves of a leaf-major buffer, each cut into ``ways`` parts, [count, ways, n]: views, of which one has all
+        leaves that are at the same place in blocks that are alike."""
+        table = buffer.view(len(self.chunks) // self._period, -1)
+        scale = buffer.numel() // self.owned if self.owned else 0
+        segments = table.split([chunk * scale for chunk in self.chunks[: self._period]], dim=1)
+        return [segment.unflatten(1, (ways, -1)) for segment in segments]
+
+    @cached_property
+    def _period(self) -> int:
+        """After how many leaves the chunks' sizes repeat, as those of equal blocks do; all leaves if they do not."""
+        count = len(self.chunks)
+        periods = (period for period in range(1, count) if count % period == 0)
+        return next((n for n in periods if self.chunks[n:] == self.chunks[:-n]), count)
 
     def unpack(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a whole, rank-major buffer, in shape and without padding: the inverse of `pack`."""
@@ -302,6 +339,10 @@ class Bucket:
             flat = torch.nn.functional.pad(flat, (0, chunk * self.ways - leaf.numel()))
         return flat.view(self.ways, chunk)
 
+    def _divided(self, leaf: torch.Tensor) -> torch.Tensor:
+        """A whole leaf whose first dimension, if padded, is divided among the owners as its elements are."""
+        return leaf if leaf.dim() and leaf.shape[0] % self.ways == 0 else leaf.reshape(-1)
+
     def pack(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """One whole, rank-major buffer of ``dtype`` from whole leaves (None is zero), padded with zeros.
 
@@ -311,9 +352,11 @@ class Bucket:
         present = [leaf for leaf in leaves if leaf is not None]
         # Whether the result is differentiated, mapped or traced.
         values = torch.is_grad_enabled() or func_transform() is not None or recording() is not None
-        packs = self.ways == 1 and not values and len(present) == len(leaves) > 1
-        if packs and all(_is_plain(leaf, dtype) for leaf in present):
-            return flatten_dense_tensors(present)  # torch's own loop: many small leaves are cheap
+        if not values and len(present) == len(leaves) > 1 and all(_is_plain(leaf, dtype) for leaf in present):
+            if self.ways == 1:
+                return flatten_dense_tensors(present)  # torch's own loops are cheap
+            if 0 not in self.numels:
+                return chunk_cat([self._divided(leaf) for leaf in present], 0, self.ways).view(-1)
         device = next((leaf.device for leaf in leaves if leaf is not None), None)
         columns = []
         for leaf, chunk in zip(leaves, self.chunks, strict=True):

@@ -30,7 +30,7 @@ from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
 from shardlib.plan.tiles import check_tiles, idle_tiles
 from shardlib.plan.transform import Transform
-from shardlib.plan.units import unit_names
+from shardlib.plan.units import units_of
 from shardlib.plan.value import PlanValue
 from shardlib.tree import Tree, check_tensors, flatten, ties
 
@@ -69,7 +69,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     stages = (resolved.step.stages or Stages.one(step.microbatches)).over_blocks(treedef)
     notes += [*_gathered_outputs(resolved), *padded_slices(resolved), *idle_tiles(resolved, splits.param)]
     resolved = resolved.noting(notes)
-    units = unit_names(params)
+    units = units_of(params, zip(aliases, infos, strict=True), resolved)
     draft = [placed(info, units[index], resolved, splits) for info, index in zip(infos, aliases, strict=True)]
     check_dtypes(draft, resolved)
     check_parameters({paths[owner]: leaves[owner] for owner in aliases}, resolved)

@@ -153,6 +153,7 @@ class Use(Claim):
             slice's gradient is complete and is not summed over these axes.
         tiles: number of tiles of the leaf's first dimension that are gathered and used one after the other.
         tokens: a module, to which the leaf belongs, that runs in tiles of its tokens.
+        scaled: whether matrix products by the leaf are in 8 bits, its factors scaled.
     """
 
     subject_field = "path"
@@ -167,6 +168,7 @@ class Use(Claim):
     varying: tuple[str, ...] | None = None
     tiles: int | None = None
     tokens: ModuleTiles | None = None
+    scaled: bool | None = None
 
     def axes(self) -> Iterable[tuple[str, AxisUse]]:
         varying = self.varying or ()

@@ -30,6 +30,7 @@ class Placement:
         optimizer: the layout of the optimizer's state; None for a frozen leaf.
         style: how ranks that hold slices compute a layer together; None for an unsliced leaf.
         dealt: axes over which experts are dealt out: ranks hold different ones, and all of their tokens reach each.
+        scaled: whether matrix products by the parameter are in 8 bits.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Placement:
     optimizer: Leaf | None
     style: Style | None = None
     dealt: tuple[str, ...] = ()
+    scaled: bool = False
 
 
 def check_dtypes(placements: Sequence[Placement], resolved: Resolved) -> None:

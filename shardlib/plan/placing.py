@@ -82,6 +82,7 @@ def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Pla
         optimizer=stored("optimizer", use.master or dtype) if trainable else None,
         style=use.style,
         dealt=tuple(axis for axis in dealt if resolved.sizes.get(axis, 1) > 1),
+        scaled=bool(use.scaled),
     )
 
 

@@ -82,9 +82,7 @@ class Gather:
                 packing.unpack(message, row)
             self._packed = None
         if not bucket.alone:
-            leaves = [leaf.view(ways, -1) for leaf in bucket.leaf_segments(self._buffer, self._under_way.target)]
-            widths = [leaf.shape[1] for leaf in leaves]
-            torch.split_with_sizes_copy(self._gathered.view(ways, -1), widths, dim=1, out=leaves)
+            bucket.in_leaves(self._gathered.view(ways, -1), self._buffer)
         del self._gathered, self._sent
         self.passed[self._under_way.target] = self._buffer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardlib.errors import TreeError, listing
+from shardlib.errors import ShardlibError, TreeError, listing
 from shardlib.sharded.local import Local
 from shardlib.sharded.marks import require_no_shards
 from shardlib.sharded.tree import Sharded, reading
@@ -42,23 +42,29 @@ def given_params(what: str, given: Any) -> Any:
     return given
 
 
-def require_no_graph(what: str, params: Tree) -> None:
-    """Refuse parameters that operations have made, through which nothing would be differentiated.
+def require_no_graph(what: str, tree: Tree, error: type[ShardlibError], variables: bool = False) -> None:
+    """Refuse tensors by which a caller would differentiate, since gradients and losses are given without a graph.
+
+    Args:
+        what: has the tensors, for the message.
+        error: the exception.
+        variables: whether tensors may require a gradient that no operation has made, as parameters do.
 
     Raises:
-        TreeError: lists them.
+        ShardlibError: of the class ``error``; lists them.
     """
-    paths, leaves, _ = flatten(params)
-    made = [
-        f"{path}: of {leaf.grad_fn.name()}"
+    paths, leaves, _ = flatten(tree)
+    found = [
+        f"{path or 'the tree'}: shape {tuple(leaf.shape)}" + (f", of {leaf.grad_fn.name()}" if leaf.grad_fn else "")
         for path, leaf in zip(paths, leaves, strict=True)
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not (variables and leaf.grad_fn is None)
     ]
-    if made:
-        raise TreeError(
-            f"{what}: parameters that operations have made, and its results have no graph:\n{listing(made)}\nPass "
-            "parameter.detach(). To differentiate through a gradient (meta-learning, unrolled steps) take it in the loss by "
-            "torch.autograd.grad(..., create_graph=True)"
+    if found:
+        raise error(
+            f"{what}: tensors by which a caller would differentiate, and results have no graph:\n{listing(found)}\nPass "
+            "tensor.detach(). What is to be trained too belongs into the tree of parameters; a loss that differentiates by "
+            "its batch asks for it inside, x = x.detach().requires_grad_(), and to differentiate through a gradient "
+            "(meta-learning, unrolled steps) take it in the loss by torch.autograd.grad(..., create_graph=True)"
         )
 
 
@@ -125,18 +131,9 @@ def sharded_params(what: str, given: Any) -> Sharded:
     if params.in_func:
         raise TreeError(
             f"{what}: shards that torch.func differentiates or maps, whose values are known outside of it. Return them, and "
-            "give what torch.func returns; a product over all ranks is sl.vdot(one, other)"
+            "give what torch.func returns; a product over all ranks is sl.optim.vdot(one, other)"
         )
     return params
-
-
-def require_sharded(what: str, *trees: Any) -> None:
-    """Refuse anything but sharded trees. Raises `TreeError`."""
-    for tree in trees:
-        if not isinstance(tree, Sharded):
-            raise TreeError(
-                f"{what}: {type(tree).__name__}, where a tree that sl.shard returned is due, or gradients of it"
-            )
 
 
 def _require_one(what: str, params: Sharded) -> None:

@@ -1,4 +1,4 @@
-"""Mixed precision: 16-bit parameters and activations, fp32 master weights, scaled losses for fp16."""
+"""Mixed precision: 16-bit parameters and activations, fp32 master weights, scaled losses for fp16, products in 8 bits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from shardlib.plan.arguments import GLOB, choice, flag, number, refused, texts
 from shardlib.plan.claims import Claim, LeafInfo, Reduce, Step, Use
 from shardlib.plan.code import Call, Coded, one_or_list
 from shardlib.plan.loss_scale import LossScale
+from shardlib.plan.resolved import Resolved
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SCALED = "fp8"  # bf16, with products in 8 bits
 _SCALES = sys.float_info.min, sys.float_info.max
 
 
@@ -29,6 +31,7 @@ class Precision(Coded):
     master: bool
     loss_scale: LossScale | None
     autocast: bool
+    scaled: bool
 
     @property
     def call(self) -> Call:
@@ -38,7 +41,13 @@ class Precision(Coded):
         elif self.loss_scale and self.loss_scale == LossScale.static(self.loss_scale.value):
             scale = self.loss_scale.value
         leaves = dict(self.leaves) or None
-        given = {**vars(self), "keep": one_or_list(self.keep), "leaves": leaves, "loss_scale": scale}
+        given = {
+            **vars(self),
+            "compute": _SCALED if self.scaled else self.compute,
+            "keep": one_or_list(self.keep),
+            "leaves": leaves,
+            "loss_scale": scale,
+        }
         return Call(precision, given)
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
@@ -50,7 +59,9 @@ class Precision(Coded):
                 if self.autocast and not matching and len(leaf.shape) < 2:
                     continue  # autocast casts the factors of products, and norms' weights are used as they are
                 dtype = _DTYPES[matching[0][1] if matching else self.compute]
-                yield Use(leaf.path, dtype=dtype, master=torch.float32 if dtype.itemsize < 4 and self.master else None)
+                scaled = self.scaled and not matching and len(leaf.shape) == 2
+                master = torch.float32 if dtype.itemsize < 4 and self.master else None
+                yield Use(leaf.path, dtype=dtype, master=master, scaled=scaled or None)
         unused = [f"{glob!r}: {name!r}" for glob, name in self.leaves if glob not in used]
         if unused:
             raise IllegalComposition(
@@ -61,6 +72,14 @@ class Precision(Coded):
         dtype = _DTYPES[self.compute]
         yield Step(autocast=dtype) if self.autocast else Step(cast_batch=dtype)
         yield Step(loss_scale=self.loss_scale)
+
+    def check(self, resolved: Resolved) -> None:
+        both = [path for path, use in resolved.uses.items() if use.scaled and use.tiles]
+        if both:
+            raise IllegalComposition(
+                f"{self.name}: products by these parameters are in 8 bits, with one scale for the whole weight, and tile() "
+                f"gathers it part by part:\n{listing(both)}\nGive them another precision, leaves={{glob: 'bf16'}}"
+            )
 
 
 def precision(
@@ -82,8 +101,15 @@ def precision(
     list, and the batch keeps its dtypes. Parameters with two dimensions and more, the factors of products, are stored and
     gathered in ``compute``; the others (norms' weights, biases) keep their own dtype.
 
+    With "fp8" parameters and activations are as with "bf16", and matrix products by parameters of two dimensions
+    (``F.linear``, ``x @ weight``, ``torch.addmm``) are in 8 bits: values and weights in e4m3, gradients in e5m2, each factor
+    scaled by its largest magnitude, sums in fp32 (see `shardlib.nn.scaled_matmul`; arXiv 2209.05433). It is quicker where the
+    device multiplies 8-bit floats. ``leaves={"*head*": "bf16"}`` leaves products out. Scales are those of what a rank
+    multiplies: its rows, and its slice of a weight. What fused operations and torch's own layers
+    (``F.multi_head_attention_forward``) multiply inside of themselves stays in bf16.
+
     Args:
-        compute: "bf16", "fp16" or "fp32".
+        compute: "bf16", "fp16", "fp32" or "fp8".
         reduce_dtype: dtype in which 16-bit gradients are summed over ranks and micro-batches.
         keep: globs of parameters that keep their own dtype (norms, for example).
         leaves: glob -> dtype, for parameters with another dtype than ``compute``; the first match holds.
@@ -94,8 +120,8 @@ def precision(
             bit by bit; gathers are then in the parameters' own dtype.
 
     Raises:
-        IllegalComposition: an unknown dtype, a loss scale without fp16, or autocast to fp32; when a plan is made, globs of
-            ``leaves`` that match no parameter.
+        IllegalComposition: an unknown dtype, a loss scale without fp16, or autocast to fp32 or fp8; when a plan is made,
+            globs of ``leaves`` that match no parameter, or tiles of a weight whose products are in 8 bits.
 
     >>> parallel = sl.chain(sl.zero(1), sl.precision("bf16"))
     >>> sl.make_plan({"w": torch.ones(256, 256)}, sl.abstract_mesh(data=4), parallel).bytes("param")
@@ -104,10 +130,14 @@ def precision(
     leaves = {} if leaves is None else leaves
     if not isinstance(leaves, Mapping) or not all(isinstance(glob, str) for glob in leaves):
         raise refused("precision", "leaves", leaves, "give a dictionary of glob -> dtype")
-    compute = choice("precision", "compute", compute, _DTYPES)
+    compute = choice("precision", "compute", compute, (*_DTYPES, _SCALED))
     reduce_dtype = choice("precision", "reduce_dtype", reduce_dtype, _DTYPES)
-    if flag("precision", "autocast", autocast) and compute == "fp32":
-        raise IllegalComposition("precision('fp32', autocast=True): autocast casts to 16 bits; use 'bf16' or 'fp16'")
+    if flag("precision", "autocast", autocast) and compute in ("fp32", _SCALED):
+        raise IllegalComposition(
+            f"precision({compute!r}, autocast=True): autocast casts to 16 bits; use 'bf16' or 'fp16'"
+        )
+    scaled_products = compute == _SCALED
+    compute = "bf16" if scaled_products else compute
     wrong = {glob: dtype for glob, dtype in leaves.items() if not (isinstance(dtype, str) and dtype in _DTYPES)}
     if wrong:
         raise refused("precision", "leaves", wrong, f"use {', '.join(map(repr, _DTYPES))}")
@@ -123,4 +153,4 @@ def precision(
         )
     scale = (loss_scale or LossScale()) if scaled else None
     keep, master = texts("precision", "keep", keep, GLOB, 0), flag("precision", "master", master)
-    return Precision(compute, reduce_dtype, keep, chosen, master, scale, autocast)
+    return Precision(compute, reduce_dtype, keep, chosen, master, scale, autocast, scaled_products)

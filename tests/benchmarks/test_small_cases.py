@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from benchmarks.cases import claims, data, disk, generating, optimizer_kernels, planned_experts, planning, thinned
+from benchmarks.cases import (
+    claims,
+    data,
+    disk,
+    generating,
+    optimizer_kernels,
+    planned_experts,
+    planning,
+    small_blocks,
+    thinned,
+)
 from benchmarks.harness.case import Setting
 
 SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
@@ -17,6 +27,7 @@ SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
         *generating.CASES,
         optimizer_kernels.CASE,
         *(pytest.param(case, marks=pytest.mark.nightly) for case in planning.CASES),
+        small_blocks.CASE,
         thinned.CASE,
     ],
     ids=lambda case: case.name,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.collectives.tokens import Direct, TwoHops
-from shardlib.errors import RankMismatch, SpecError
+from shardlib.errors import LossError, RankMismatch, SpecError
 from shardlib.mesh.transport import Splits, Work
 
 WIDTH = 3
@@ -182,6 +182,36 @@ def by_func_grad(mesh, case):
 def by_forward_mode(mesh, case):
     x = case.rows(mesh.rank)
     return forward_ad.unpack_dual(there_and_back(mesh, case, forward_ad.make_dual(x, x + 1))).tangent
+
+
+def test_samples_travel_side_by_side():
+    """A row is encoded by itself, be there other samples in its message or not."""
+
+    def run(mesh):
+        exchange, counts = Direct("e", codec="int8", back_codec="fp8"), torch.tensor([1, 2])
+        xs = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(mesh.rank))
+
+        def there_and_back(x):
+            coming, way = exchange.send(mesh, x, counts)
+            return exchange.back(mesh, coming.wait().sin(), way).wait()
+
+        gradient = torch.func.grad(lambda x: rank_loss(there_and_back(x), mesh.rank))
+        return all(
+            torch.equal(torch.vmap(fn)(xs), torch.stack([fn(x) for x in xs])) for fn in (there_and_back, gradient)
+        )
+
+    assert sl.simulate(run, mesh={"e": 2}) == [True, True]
+
+
+def test_a_routing_of_each_sample_is_refused():
+    def send(mesh, x):
+        counts = torch.stack([(x > 0).sum(), (x <= 0).sum()])
+        return Direct("data").send(mesh, x[:, None], counts)[0].wait().sin().sum()
+
+    mesh, x = sl.make_mesh(), torch.tensor([1.0, -1.0, 2.0])
+    assert torch.equal(torch.func.grad(lambda x: send(mesh, x))(x), x.cos())  # counts of the level that differentiates
+    with pytest.raises(LossError, match=r"'data' inside of torch\.func\.vmap, where each sample has counts of its own"):
+        torch.vmap(lambda x: send(mesh, x))(torch.stack([x, -x]))
 
 
 @pytest.mark.parametrize("number", range(len(REAL)))

@@ -23,6 +23,7 @@ import shardlib as sl
 from shardlib import checkpoint
 from shardlib.commands import __main__ as cli
 from shardlib.commands import doctor, job, model, train
+from shardlib.kernels.common import build
 from shardlib.plan import Link, Machine
 from shardlib.plan.loss_scale import LossScale
 
@@ -372,6 +373,20 @@ def test_doctor_names_versions_devices_and_kernels(capsys):
         "quantize on cpu",
     ):
         assert part in out
+
+
+def test_doctor_counts_what_it_compiles(capsys, monkeypatch):
+    """Two kernels are missing; one of them cannot be compiled, which its row says."""
+    told = []
+
+    def compile(recipe, place):
+        told.append((recipe.name, place))
+        raise build.BuildError("no")
+
+    monkeypatch.setattr(build, "is_built", lambda recipe: recipe.name not in ("adamw", "gelu"))
+    monkeypatch.setattr(build, "shared_library", compile)
+    assert cli.main(["doctor"]) == 0
+    assert told == [("adamw", "1 of 2"), ("gelu", "2 of 2")] and "adamw on cpu" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

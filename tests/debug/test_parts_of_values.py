@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers.merging import merging
 from helpers.strategies import MESHES, chains, models
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,8 @@ from .cases import matrices
 def test_it_is_that_of_the_library(data):
     mesh, model = data.draw(MESHES), data.draw(models())
     transforms, _, _ = data.draw(chains(mesh))
-    check(model.params, mesh, sl.chain(*transforms))
+    with merging(model.merged):
+        check(model.params, mesh, sl.chain(*transforms))
 
 
 @pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")])

@@ -29,6 +29,7 @@ def cases(draw):
         vocab=draw(st.sampled_from([64, 256])),
         samples=tokens // 16,
         sequence=16,
+        merged=draw(st.sampled_from([0, 410_000, 1 << 20])),
     )
 
 
@@ -40,6 +41,8 @@ def cases(draw):
 @example(Case(remat="names", tiles=2, offload="params", layers=1, vocab=64, sequence=16, samples=2))
 @example(Case(offload="disk", microbatches=2, layers=1, sequence=16, samples=2))
 @example(Case(offload="disk", microbatches=2, layers=2, sequence=16, samples=2))
+@example(Case(stage=3, ranks=2, layers=4, merged=410_000))  # pairs of blocks
+@example(Case(stage=3, ranks=2, layers=3, offload="states", remat="full", microbatches=2, merged=1 << 20))
 @settings(max_examples=200 if NIGHTLY else 4, phases=list(Phase) if NIGHTLY else (Phase.explicit, Phase.generate))
 @given(case=cases())
 def test_the_peak_of_a_step_is_the_plans(rigs, case):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.merging import merging
 
 import shardlib as sl
 from shardlib.execute.stages import tracing
@@ -16,9 +17,16 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
-def test_alike_stages_have_the_traces_of_each(name, monkeypatch):
-    ranks, schedule, tie, transforms = CHAINS[name]
+@pytest.mark.parametrize(
+    ("name", "most"), [*((name, 0) for name in CHAINS), ("tied ends", 1 << 20), ("two stages a rank", 1 << 20)]
+)
+def test_alike_stages_have_the_traces_of_each(name, most, monkeypatch):
+    """Where a stage's blocks are merged into one unit, too."""
+    with merging(most):
+        check(*CHAINS[name], monkeypatch)
+
+
+def check(ranks, schedule, tie, transforms, monkeypatch):
     config = gpt.GPTConfig(vocab=64, layers=8, width=32, heads=4, sequence=16, tie=tie)
     rules = gpt.slicing_rules(config, blocks=True)
     tokens = torch.empty(8, 16, dtype=torch.int64, device="meta")

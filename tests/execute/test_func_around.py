@@ -69,10 +69,10 @@ def test_reverse_and_reverse(stage, ranks, loss_fn):
     def fn(params, along, batch):
         v = of_gradients(along, params, batch, loss_fn)
         slope = grad(value(loss_fn, batch))(params)
-        curved = grad(lambda p: sl.vdot(gradient(loss_fn, batch)(p), v))(params)
+        curved = grad(lambda p: sl.optim.vdot(gradient(loss_fn, batch)(p), v))(params)
         inner = lambda p: tree_map(lambda a, b: a - 0.1 * b, p, grad(value(loss_fn, batch))(p))  # noqa: E731
         through = grad(lambda p: value(loss_fn, batch)(inner(p)))(params)
-        return slope, curved, through, sl.vdot(v, v), sl.value_and_grad(loss_fn)(params, batch)[1]
+        return slope, curved, through, sl.optim.vdot(v, v), sl.value_and_grad(loss_fn)(params, batch)[1]
 
     plain = lambda params: mean_of(loss_fn(params, BATCH))  # noqa: E731
     inner = lambda p: tree_map(lambda a, b: a - 0.1 * b, p, grad(plain)(p))  # noqa: E731
@@ -179,10 +179,10 @@ def test_refusals():
             grad(lambda p: rows(p, batch).sum())(params)
         with pytest.raises(TreeError, match="pass None for it in in_dims"):
             vmap(value(mlp_loss, batch))(sl.shard({"w": torch.ones(4)}, mesh, stage=3))
-        with pytest.raises(TreeError, match=r"unshard: shards that torch.func.*sl.vdot"):
+        with pytest.raises(TreeError, match=r"unshard: shards that torch.func.*sl.optim.vdot"):
             grad(lambda p: leaves_of(sl.unshard(p))[0].sum())(params)
         with pytest.raises(TreeError, match="vdot of a tree of role 'param' and one of role 'grad'"):
-            sl.vdot(params, sl.value_and_grad(mlp_loss)(params, batch)[1])
+            grad(lambda p: sl.optim.vdot(p, gradient(mlp_loss, batch)(p)))(params)
         state, step = sl.make_train_step(mlp_loss, params, sl.optim.sgd(0.1))
         with pytest.raises(HandleError, match="around a train step, to which its result is a constant"):
             grad(lambda x: step(state, (x, batch[1]))[1]["loss"])(batch[0])

@@ -15,6 +15,7 @@ class Case:
         tiles: tiles of each weight of an MLP; 1 for none.
         offload: "", "states", "half" of the states, "params", "all" for parameters and gradients too, or all on "disk".
         microbatches: how many a step has.
+        merged: bytes up to which blocks are merged.
     """
 
     stage: int = 0
@@ -24,6 +25,7 @@ class Case:
     tiles: int = 1
     offload: str = ""
     microbatches: int = 1
+    merged: int = 0
     layers: int = 2
     width: int = 64
     vocab: int = 256
@@ -65,6 +67,13 @@ def transforms(case, folder):
 
 def measured(mesh, case, folder, steps=2):
     """The plan, bytes of the batch, and the peak that the device counts in each of some steps."""
+    from helpers.merging import merging
+
+    with merging(case.merged):
+        return _measured(mesh, case, folder, steps)
+
+
+def _measured(mesh, case, folder, steps):
     import gc
     from unittest import mock
 

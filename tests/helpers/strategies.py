@@ -24,10 +24,12 @@ SKELETON = st.recursive(
 
 @dataclass
 class Model:
-    """Parameters, and the order in which the loss uses them: some twice, some never, some in blocks."""
+    """Parameters, the order in which the loss uses them (some twice, some never, some in blocks), and the bytes up to which
+    neighbouring units are merged."""
 
     params: dict
     program: list = field(repr=False)
+    merged: int = 0
 
     def loss_fn(self, params, batch):
         leaves = optree.tree_leaves(params)
@@ -72,9 +74,9 @@ def models(draw):
         return made[-1]
 
     base = torch.randn(draw(st.integers(1, 7)), generator=generator, dtype=torch.float64)
-    params = {"base": base, "rest": build(draw(SKELETON)), "units": [build(draw(SKELETON)) for _ in range(2)]}
+    params = {"base": base, "rest": build(draw(SKELETON)), "units": [build(draw(SKELETON)) for _ in range(3)]}
     step = st.tuples(st.lists(st.integers(0, 20), min_size=1, max_size=3), st.booleans())
-    return Model(params, draw(st.lists(step, max_size=5)))
+    return Model(params, draw(st.lists(step, max_size=5)), draw(st.sampled_from([0, 300, 1 << 20])))
 
 
 MESHES = st.sampled_from(

@@ -111,8 +111,8 @@ def test_a_compilation_is_announced_once(cache, tmp_path, monkeypatch, caplog, r
     monkeypatch.setattr(said, "isatty", lambda: terminal)
     with caplog.at_level(logging.INFO, logger="shardlib.kernels"):
         for _ in range(2):
-            shared_library(recipe(tmp_path))
-    line = f"compiling twice, once: it is kept in {cache}"
+            shared_library(recipe(tmp_path), "1 of 2")
+    line = f"compiling twice (1 of 2), once: it is kept in {cache}"
     assert said.getvalue() == (f"shardlib: {line}\n" if (rank, terminal) == ("0", True) else "")
     assert caplog.messages == ([line] if (rank, terminal) == ("0", False) else [])
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.merging import merging
 from helpers.profile import NIGHTLY
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -55,6 +56,16 @@ def test_traces_are_those_of_the_whole(name):
     assert short is not None and len(short.plan.buckets) < len(plan.buckets)
     assert sorted(path for paths in short.stands.values() for path in paths) == sorted(f"blocks/{n}" for n in range(20))
     assert Shortly(whole)(plan) == whole.traced(plan).traces
+
+
+@pytest.mark.parametrize(("most", "shorter"), [(100_000, True), (110_000, False)])
+def test_blocks_that_are_merged_have_no_short_form(most, shorter):
+    """A short form leaves out single blocks; units of several are traced as they are."""
+    with merging(most):
+        plan, whole = plan_of(CONFIG, sl.zero(3), sl.remat()), tracing(gpt.make_loss(CONFIG))
+        assert (short_form(plan) is not None) == shorter
+        assert ("blocks/0…1" in plan.units) != shorter
+        assert (Shortly(whole)(plan) or whole.traced(plan).traces) == whole.traced(plan).traces
 
 
 # While the head's whole gradient is waited for those of blocks pile up; or it is as large as all of these, and none is waited

@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers import training
 from helpers.measure import SCALARS, count_payload, stored_bytes
+from helpers.merging import merging
 from helpers.models import share
 from helpers.strategies import MESHES, STAGE, chains, models
 from helpers.trees import assert_close, assert_same
@@ -49,7 +50,8 @@ def test_every_legal_chain_trains_like_one_device(data):
         transforms = [*transforms, sl.freeze(frozen)]
     note(f"{mesh} {transforms}")
     transform = sl.chain(*transforms)
-    got = training.simulate(mesh, model.loss_fn, model.params, batches, transform, training.optimizer(MAX_NORM))
+    with merging(model.merged):
+        got = training.simulate(mesh, model.loss_fn, model.params, batches, transform, training.optimizer(MAX_NORM))
     leaves = dict(zip(optree.tree_paths(model.params), optree.tree_leaves(model.params)))
     frozen_ids = {id(leaf) for path, leaf in leaves.items() if "/".join(map(str, path)) in frozen}
     wanted = one_device.train(
@@ -61,6 +63,11 @@ def test_every_legal_chain_trains_like_one_device(data):
     assert_close(got[2], wanted[2], TOLERANCE)
 
 
+def merged_train(mesh, most, *arguments):
+    with merging(most):
+        return training.train(mesh, *arguments)
+
+
 @settings(max_examples=max(10, settings().max_examples // 10))
 @given(case=cases())
 def test_drawn_cases_on_real_processes(pool, case):
@@ -68,9 +75,8 @@ def test_drawn_cases_on_real_processes(pool, case):
     mesh, model, transforms, _, _, batches = case
     transform, tx = sl.chain(*transforms), training.optimizer(MAX_NORM)
     wanted = one_device.train(model.loss_fn, model.params, batches, max_norm=MAX_NORM)
-    for losses, norms, final in pool.run(
-        training.train, model.loss_fn, model.params, batches, transform, tx, mesh=mesh
-    ):
+    arguments = model.loss_fn, model.params, batches, transform, tx
+    for losses, norms, final in pool.run(merged_train, model.merged, *arguments, mesh=mesh):
         assert losses == pytest.approx(wanted[0], rel=TOLERANCE)
         assert norms == pytest.approx(wanted[1], rel=10 * TOLERANCE)
         assert_close(final, wanted[2], TOLERANCE)
@@ -81,9 +87,10 @@ def test_every_zero_trains_and_sends_like_the_plain_implementation(case):
     mesh, model, transforms, microbatches, form, batches = case
     assume(form is not None and all(leaf.is_floating_point() for leaf in optree.tree_leaves(model.params)))
     ways, copies, stage = form
-    got = training.simulate(
-        mesh, model.loss_fn, model.params, batches, sl.chain(*transforms), training.optimizer(MAX_NORM)
-    )
+    with merging(model.merged):
+        got = training.simulate(
+            mesh, model.loss_fn, model.params, batches, sl.chain(*transforms), training.optimizer(MAX_NORM)
+        )
     losses, ranks, _ = plain.train(
         model.loss_fn, model.params, batches, stage=stage, ways=ways, copies=copies,
         microbatches=microbatches, max_norm=MAX_NORM,
@@ -95,7 +102,11 @@ def test_every_zero_trains_and_sends_like_the_plain_implementation(case):
 
 @given(cases())
 def test_bytes_held_and_sent_are_what_the_plan_says(case):
-    mesh, model, transforms, _, _, batches = case
+    with merging(case[1].merged):
+        check_bytes(*case)
+
+
+def check_bytes(mesh, model, transforms, _microbatches, _plain, batches):
     transform, tx = sl.chain(*transforms), training.optimizer(MAX_NORM)
     abstract = sl.abstract_mesh(**mesh)
     part = share(batches[0], 0, sl.make_plan(model.params, abstract, transform).batch_ranks)

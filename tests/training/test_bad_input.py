@@ -236,7 +236,7 @@ def test_transforms_that_do_not_compose(transforms, message):
         (lambda: sl.tile("*", 2.0), r"tile\(n=2\.0\): give at least 2 tiles"),
         (lambda: sl.remat(blocks=1.0), r"blocks=1\.0\): give a number of blocks"),
         (lambda: sl.offload("disk", folder=["a", "./a"]), r"names a folder twice"),
-        (lambda: sl.precision("fp8"), r"precision\(compute='fp8'\): use 'bf16', 'fp16' or 'fp32'"),
+        (lambda: sl.precision("fp4"), r"precision\(compute='fp4'\): use 'bf16', 'fp16', 'fp32' or 'fp8'"),
         (lambda: sl.remat("some"), r"remat\(policy='some'\): use 'full', 'dots', 'auto' or a policy function"),
     ],
 )

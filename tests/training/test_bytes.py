@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.cuts import tiny_blocks
 from helpers.measure import CountingGroup, CountOperators, WatchGathered, WatchPeak, count_payload, stored_bytes
+from helpers.merging import merging
 from helpers.models import OwnProduct, mlp, regression_batch, share, tiny_gpt, token_batches
 from helpers.training import optimizer
 from oracle import plain
@@ -145,6 +146,14 @@ def test_payload_is_always_what_the_traced_plan_says(mesh, transform, tie):
         assert measured == [planned] * 3 and counted == measured
 
 
+@pytest.mark.parametrize(("mesh", "transform"), [PAYLOAD_CASES[number] for number in (0, 2, 6, 8, 9)])
+def test_payload_of_merged_units_is_what_the_traced_plan_says(mesh, transform):
+    _, params = tiny_gpt()
+    with merging(12_000):
+        assert "blocks/0…1" in sl.make_plan(params, sl.abstract_mesh(**mesh), transform).units
+        test_payload_is_always_what_the_traced_plan_says(mesh, transform, tie=True)
+
+
 @pytest.mark.parametrize(("mesh", "transform"), PAYLOAD_CASES[:6] + PAYLOAD_CASES[9:])
 def test_what_a_users_own_function_is_given_is_reduced_once_more(mesh, transform):
     """Its weights' gradients come when those of the biases are on their way: at stage 3, where units are gathered."""
@@ -239,6 +248,14 @@ def test_live_bytes_of_a_micro_batch_are_the_plans(model, name, ranks):
     measured = max(map(min, zip(*sl.simulate(run, mesh={"data": ranks}))))
     # The numbers that a step sums over ranks: the loss, its weight, the norm.
     assert 0 <= measured - plan.live_bytes <= 128
+
+
+@pytest.mark.parametrize("name", ["stage 0", "stage 2", "stage 3", "recomputed", "bf16"])
+@pytest.mark.parametrize("model", ["gpt", "mlp"])
+def test_live_bytes_of_merged_units_are_the_plans(model, name):
+    """Of the GPT's blocks, and of two pairs of the layers: the two units that are alive are larger."""
+    with merging(12_000 if model == "gpt" else 24_000):
+        test_live_bytes_of_a_micro_batch_are_the_plans(model, name, ranks=2)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -121,9 +121,11 @@ def test_clipping_by_the_norm_of_all_experts(mesh, stage):
     assert_trains_like_one_device(mesh, sl.experts(), sl.zero(stage, axis=axes), tx=tx)
 
 
-@pytest.mark.nightly
-def test_compiled_blocks(pool):
-    """Graphs end before an exchange, and others begin after it."""
+@pytest.mark.parametrize(
+    "axes", [{"expert": 2}, pytest.param({"expert": 2, "data": 2}, marks=pytest.mark.nightly)], ids=len
+)
+def test_compiled_blocks(pool, axes):
+    """Graphs end before an exchange, and others begin after it. Over axis "data" experts are gathered."""
 
     def train(mesh, chain, compiled):
         def layer(params, x):
@@ -136,7 +138,7 @@ def test_compiled_blocks(pool):
         )
 
     ((losses, norms, params),) = sl.simulate(train, sl.zero(0), False, mesh={"data": 1})
-    for found in pool.run(train, sl.chain(sl.experts(), sl.zero(3, axis="expert")), True, mesh={"expert": 2}):
+    for found in pool.run(train, sl.chain(sl.experts(), sl.zero(3, axis=tuple(axes))), True, mesh=axes):
         assert found[0] == pytest.approx(losses, rel=1e-10) and found[1] == pytest.approx(norms, rel=1e-10)
         assert_close(found[2], params, 1e-10)
 

@@ -137,7 +137,7 @@ def test_dtypes_by_leaf():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: sl.precision("fp8"), "compute='fp8'.: use 'bf16', 'fp16' or 'fp32'"),
+        (lambda: sl.precision("fp4"), "compute='fp4'.: use 'bf16', 'fp16', 'fp32' or 'fp8'"),
         (lambda: sl.precision(leaves={"*": "half"}), r"leaves={'\*': 'half'}.: use 'bf16'"),
         (lambda: sl.precision("bf16", loss_scale=8), "only gradients in fp16 need a scale"),
         (

@@ -13,19 +13,19 @@ that no rank waits for another with more work.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 
-from shardlib.collectives import primitives
-from shardlib.collectives.pairs import ACTIVATIONS
+from shardlib.collectives import ops
+from shardlib.collectives.ops import Place, mesh_of, place_of
 from shardlib.collectives.sequence.base import Attend, Attention, SequenceKind
-from shardlib.common._compat import no_modes
-from shardlib.common.boundaries import Once
+from shardlib.common._compat import no_modes, traced, whole_in_graphs
+from shardlib.common.boundaries import DifferentiatedOnce
 from shardlib.errors import SpecError
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.transport import Work
-from shardlib.mesh.transport.activity import naming
 
 
 class Ring(SequenceKind):
@@ -54,7 +54,7 @@ class Ring(SequenceKind):
 
         Raises:
             SpecError: keys and queries of different lengths, or of an odd length; a key mask, a layout or segments.
-            LossError: a second derivative, forward mode or torch.func.
+            LossError: a second derivative, or forward mode.
         """
         if k.shape[2] != q.shape[2] or q.shape[2] % 2:
             raise SpecError(
@@ -67,28 +67,71 @@ class Ring(SequenceKind):
                 "the scores of a whole row; use kind='ulysses' or 'megatron'"
             )
         scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
-        return _Ring.apply(q, k, v, mesh, self.axis, how.causal, scale)
+        return _Ring.apply(q, k, v, place_of(mesh, self.axis), self.axis, how.causal, scale)[0]
 
 
-class _Ring(Once):
+class _Attention(DifferentiatedOnce):
+    """A Function of tensors whose first dimension is the batch, and of the mesh, the axis, the mask and the scale."""
+
     what, remedy = "ring attention", "Take sequence(kind='ulysses'), which has them all"
 
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
+        """One trip for all samples: their batches become one."""
+        size = info.batch_size
+        tensors = [
+            (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+            for x, dim in zip(inputs[:-4], in_dims)
+        ]
+        outputs = cls.apply(*tensors, *inputs[-4:])
+        return tuple(each.unflatten(0, (size, -1)) for each in outputs), (0,) * len(outputs)
+
+
+@whole_in_graphs
+class _Ring(_Attention):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Mesh, axis: str, causal: bool, scale: float
-    ) -> torch.Tensor:
-        # Hidden from recompute policies, which would keep the products of all blocks: the scores of the whole sequence.
-        with no_modes():
-            out, total = _forward(q, k, v, _Trip(mesh, axis, causal), scale)
-        ctx.save_for_backward(q, k, v, out, total)
-        ctx.static = mesh, axis, causal, scale
-        return out
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, place: Place, axis: str, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with _hidden(q):
+            return _forward(q, k, v, _Trip(mesh_of(place), axis, causal), scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        mesh, axis, causal, scale = ctx.static
-        q, k, v, out, total = ctx.saved_tensors
-        return *_backward(q, k, v, out, total, grad, _Trip(mesh, axis, causal), scale), None, None, None, None
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[:3], *output)
+        ctx.static = inputs[3:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        return *_RingGradients.apply(*ctx.saved_tensors, grad, *ctx.static), None, None, None, None
+
+
+class _RingGradients(_Attention):
+    @staticmethod
+    def forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        total: torch.Tensor,
+        grad: torch.Tensor,
+        place: Place,
+        axis: str,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with _hidden(q):
+            return _backward(q, k, v, out, total, grad, _Trip(mesh_of(place), axis, causal), scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+
+def _hidden(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Hides from recompute policies, which would keep the products of all blocks: the scores of the whole sequence."""
+    return nullcontext() if traced(x) else no_modes()
 
 
 class _Trip:
@@ -97,7 +140,7 @@ class _Trip:
     def __init__(self, mesh: Mesh, axis: str, causal: bool) -> None:
         self._mesh, self._axis, self._causal = mesh, axis, causal
         self.size, self._rank = mesh.shape[axis], mesh.coords[axis]
-        self._pairs = tuple((rank, (rank + 1) % self.size) for rank in range(self.size))
+        self._ends = [end for rank in range(self.size) for end in (rank, (rank + 1) % self.size)]
 
     def block(self, step: int, length: int) -> tuple[slice, slice, bool]:
         """The rows of queries and columns of keys at ``step``, and whether the causal mask cuts through this block."""
@@ -109,12 +152,9 @@ class _Trip:
         # lie between them.
         return (everything, slice(0, half), False) if source < self._rank else (slice(half, length), everything, False)
 
-    def send_on(self, x: torch.Tensor) -> tuple[torch.Tensor, Work]:
-        """Start to send ``x`` to the next rank; returns the previous rank's ``x``, to be used after waiting for the work."""
-        x = x.contiguous()
-        coming = torch.empty_like(x)
-        with self._mesh.traffic.by_the_loss(), naming(ACTIVATIONS):
-            return coming, primitives.permute(self._mesh, self._axis, coming, x, self._pairs)
+    def send_on(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to send ``x`` to the next rank; returns a function that waits for the previous rank's ``x``."""
+        return ops.permute.start(x, self._mesh, self._axis, *self._ends)
 
 
 def _forward(
@@ -126,7 +166,7 @@ def _forward(
     total = queries.new_full((*queries.shape[:-1], 1), float("-inf"))
     held = torch.cat([k, v], -1)
     for step in range(trip.size):
-        coming, work = trip.send_on(held) if step + 1 < trip.size else (held, Work())
+        coming = trip.send_on(held) if step + 1 < trip.size else None
         keys, values = _wide(held).split([k.shape[-1], v.shape[-1]], -1)
         rows, columns, masked = trip.block(step, length)
         scores = _scores(queries[..., rows, :], keys[..., columns, :], masked)
@@ -136,8 +176,8 @@ def _forward(
         weighted = (scores - after).exp() @ values[..., columns, :]
         out[..., rows, :] = out[..., rows, :] * (before - after).exp() + weighted
         total[..., rows, :] = after
-        work.wait()
-        held = coming
+        if coming is not None:
+            held = coming()
     # Laid out as (batch, length, heads, size), as the next layer reads it, so that this is the only copy.
     return out.flatten(1, 2).transpose(1, 2).to(q.dtype).contiguous().transpose(1, 2), total
 
@@ -160,9 +200,9 @@ def _backward(
     # `home`: this rank's own gradients of its keys and values, from step 0. `gathered`: the gradients of the keys and values
     # held now, from the ranks that held them before; these start at step 1.
     gathered = home = torch.zeros_like(_wide(held)[:, :, 0])
-    arrival = Work()
+    arrival = None
     for step in range(trip.size):
-        coming, work = trip.send_on(held) if step + 1 < trip.size else (held, Work())
+        coming = trip.send_on(held) if step + 1 < trip.size else None
         keys, values = _wide(held).split(sizes, -1)
         rows, columns, masked = trip.block(step, length)
         keys, values, given = keys[..., columns, :], values[..., columns, :], grad[..., rows, :]
@@ -170,15 +210,17 @@ def _backward(
         into_scores = p * (given @ values.mT - inner[..., rows, :])
         into_queries[..., rows, :] += into_scores @ keys
         added = torch.cat([into_scores.mT @ queries[..., rows, :], p.mT @ given], -1).sum(2)
-        arrival.wait()
-        if step == 1:
+        if arrival is not None:
+            gathered = arrival()
+        elif step:
             gathered = torch.zeros_like(home)
         gathered[:, :, columns] += added
         if step:
-            gathered, arrival = trip.send_on(gathered)
-        work.wait()
-        held = coming
-    arrival.wait()
+            arrival = trip.send_on(gathered)
+        if coming is not None:
+            held = coming()
+    if arrival is not None:
+        gathered = arrival()
     into_keys, into_values = (home if gathered is home else home + gathered).split(sizes, -1)
     return (into_queries * scale).flatten(1, 2).to(q.dtype), into_keys.to(k.dtype), into_values.to(v.dtype)
 

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlib.collectives import pairs
 from shardlib.collectives.sequence.base import SequenceKind
-from shardlib.common._compat import version_of
+from shardlib.common._compat import differentiated, version_of
 from shardlib.errors import HandleError, SpecError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Window, chunk_size
@@ -45,7 +45,7 @@ class Slices:
 
     def enter(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         """See `Slice.enter`. Layers that read the same input (query, key, value) get the same result, of one exchange."""
-        grad = x.requires_grad and torch.is_grad_enabled()
+        grad = torch.is_grad_enabled() and differentiated(x)
         if not grad and not self.cuts_sequence(axis):
             return x
         known = self._last.get(axis)

@@ -14,7 +14,8 @@ from shardlib.collectives.tokens.base import TokenExchange
 from shardlib.collectives.tokens.journey import Journey, Packings, Travelling
 from shardlib.collectives.tokens.payload import Payload, most_rows_sent, rows_sent
 from shardlib.collectives.tokens.route import Route, even, exchanged, uneven
-from shardlib.errors import SpecError
+from shardlib.common._compat import of_func, traced, without_derivatives
+from shardlib.errors import LossError, SpecError
 from shardlib.mesh.mesh import Mesh
 
 
@@ -60,6 +61,7 @@ class Hops(TokenExchange):
         self._check(mesh, rows, counts)
         if anchor is None and torch.is_grad_enabled():
             anchor = rows.new_zeros((), requires_grad=True)
+        counts = self._known(counts, mesh, slots)
         tables = exchanged(mesh, self.axes, counts) if slots is None else None
         if tables is not None and not mesh.abstract:
             route = uneven(self.axes, len(rows), tables, anchor)
@@ -122,6 +124,25 @@ class Hops(TokenExchange):
     def _packings(self) -> Packings:
         """The encodings on the way to the experts, and back."""
         return packing_of(self.codec), packing_of(self.back_codec)
+
+    def _known(self, counts: torch.Tensor, mesh: Mesh, slots: int | None) -> torch.Tensor:
+        """``counts``, which have no derivatives. Raises `LossError` where the sizes of messages cannot be known."""
+        counts = without_derivatives(counts)
+        if of_func(counts):
+            raise LossError(
+                f"{self} inside of torch.func.vmap, where each sample has counts of its own, so that its rows cannot travel "
+                "with those of the others. Route once for all samples, outside of vmap, or loop over the samples"
+            )
+        if (
+            traced(counts)
+            and not mesh.abstract
+            and (slots is None or any(packing is not None for packing in self._packings))
+        ):
+            raise LossError(
+                f"{self} in a traced function: how many rows a rank sends, and how they are encoded, is known only in a run. "
+                "Pad rows to a number of slots, sl.experts(padded=True), without a codec; or leave the layer out of the graph"
+            )
+        return counts
 
     def _check(self, mesh: Mesh, rows: torch.Tensor, counts: torch.Tensor) -> None:
         if rows.dim() != 2 or counts.dim() != 1 or counts.dtype is not torch.int64:

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
-from shardlib.collectives import primitives
+from shardlib.collectives import ops
 from shardlib.collectives.codecs.integers import Packing
 from shardlib.collectives.tokens.route import Hop, Route
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.transport import Splits, Work
-from shardlib.mesh.transport.activity import naming
 
 Packings = tuple[Packing | None, Packing | None]
 
@@ -33,11 +31,15 @@ class Journey:
         outward: whether to the experts; else back.
         packings: how rows are encoded on the way to the experts, and on the way back; None sends them as they are.
         about: what travels, for reports.
+
+    Attributes:
+        samples: how many samples lie side by side in a row, where `torch.func.vmap` sends several at once.
     """
 
     def __init__(self, mesh: Mesh, route: Route, outward: bool, packings: Packings, about: str) -> None:
         self._mesh, self.route, self._outward, self._packings, self._about = mesh, route, outward, packings, about
         self._packing = packings[0] if outward else packings[1]
+        self.samples = 1
         self.dual: Journey | None = None  # the journey of the gradients, while backward runs
         self.twin: Journey | None = None  # the journey of the rows' tangents, in forward mode
 
@@ -73,20 +75,20 @@ class Journey:
 
     def _encoded(self, rows: torch.Tensor) -> torch.Tensor:
         """What travels of rows: a message for each, which hops hand on as it is."""
-        self._width, self._dtype = rows.shape[1], rows.dtype
+        self._width, self._dtype = rows.shape[1] // self.samples, rows.dtype
         if self._packing is None:
             return rows.contiguous()
         if self._mesh.abstract:  # a plan's trace has no values to encode
-            return rows.new_empty(len(rows), self._packing.size(self._width), dtype=torch.uint8)
-        return self._packing.pack(rows)
+            return rows.new_empty(len(rows), self.samples * self._packing.size(self._width), dtype=torch.uint8)
+        return self._packing.pack(rows.unflatten(1, (self.samples, self._width))).flatten(1)
 
     def _decoded(self, messages: torch.Tensor) -> torch.Tensor:
         if self._packing is None:
             return messages
-        rows = messages.new_empty(len(messages), self._width, dtype=self._dtype)
+        rows = messages.new_empty(len(messages), self.samples, self._width, dtype=self._dtype)
         if not self._mesh.abstract:
-            self._packing.unpack(messages, rows)
-        return rows
+            self._packing.unpack(messages.unflatten(1, (self.samples, -1)), rows)
+        return rows.flatten(1)
 
     def _sent(self, hop: Hop, rows: torch.Tensor) -> torch.Tensor:
         self._send(hop, rows)
@@ -95,24 +97,17 @@ class Journey:
     def _send(self, hop: Hop, rows: torch.Tensor) -> None:
         """Start a hop, forwards or backwards."""
         sent, received = (hop.sent, hop.received) if self._outward else (hop.received, hop.sent)
-        width = rows.shape[1]
-        self._coming = rows.new_empty(sum(received), width)
-        self._leaving = rows  # which must not change until the exchange has ended
-        into, out = self._coming.view(-1), rows.view(-1)
-        # Chunks of padded rows are equal on all ranks: where they are not, a transport says so, with sizes.
         slots = self.route.slots
-        padded = "" if slots is None else f", {slots} for each expert (padded=True: equally many on all ranks)"
-        with self._mesh.traffic.by_the_loss(), naming(self._about + padded):
-            if self.route.slots is None:
-                splits = Splits([width * number for number in sent], [width * number for number in received])
-                self._work: Work = primitives.all_to_all(self._mesh, hop.axis, into, out, splits)
-                return
-            self._work = primitives.all_to_all(self._mesh, hop.axis, into, out)
+        if slots is None:
+            self._wait = ops.all_to_all.start(rows, self._mesh, hop.axis, *sent, *received, about=self._about)
+            return
+        # Chunks of padded rows are equal on all ranks: where they are not, a transport says so, with sizes.
+        about = f"{self._about}, {slots} for each expert (padded=True: equally many on all ranks)"
+        self._wait = ops.all_to_all.start(rows, self._mesh, hop.axis, about=about)
 
     def _landed(self) -> torch.Tensor:
-        self._work.wait()
-        rows = self._coming
-        del self._coming, self._leaving, self._work
+        rows = self._wait()
+        del self._wait
         return rows
 
 
@@ -131,7 +126,10 @@ class Travelling:
 
 
 class _Half(torch.autograd.Function):
-    """A Function whose forward has no ctx, as torch.func requires. The last argument is the journey."""
+    """A Function whose forward has no ctx, as torch.func requires. The last argument is the journey.
+
+    The rows of samples that `torch.func.vmap` takes together travel side by side, as wider rows.
+    """
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -160,6 +158,14 @@ class _Depart(_Half):
         ctx.journey.twin = twin = ctx.journey.again()
         return _Depart.apply(rows, None, twin)
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], rows: torch.Tensor, anchor: Any, journey: Journey) -> tuple[Any, Any]:
+        if in_dims[0] is None:  # of the anchor nothing travels
+            return _Depart.apply(rows, anchor, journey), None
+        journey.samples *= info.batch_size
+        standing = _Depart.apply(rows.movedim(in_dims[0], 1).flatten(1), anchor, journey)
+        return standing.expand(info.batch_size), 0
+
 
 class _Arrive(_Half):
     @staticmethod
@@ -175,3 +181,8 @@ class _Arrive(_Half):
     def jvp(ctx: Any, standing: torch.Tensor, _: Any) -> torch.Tensor:
         twin, ctx.journey.twin = ctx.journey.twin, None
         return _Arrive.apply(standing, twin)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], standing: torch.Tensor, journey: Journey) -> tuple[torch.Tensor, int]:
+        rows = _Arrive.apply(standing.select(in_dims[0], 0), journey)
+        return rows.unflatten(1, (info.batch_size, -1)), 1

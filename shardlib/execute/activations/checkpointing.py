@@ -91,6 +91,7 @@ _DOTS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
+    torch.ops.aten._scaled_mm_v2.default,
     *FUSED_ATTENTIONS,
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.common._compat import recording, traced
+from shardlib.common._compat import graph_of, recording
 from shardlib.errors import IllegalComposition
 from shardlib.execute.graph.keys import Stands
 from shardlib.execute.losses import require_gradient
@@ -157,7 +157,7 @@ def trace(
 
     seed = torch.ones((), dtype=torch.float64, device=loss.mesh.device)
     with torch.enable_grad():
-        module = traced(run, *stored.values(), *_only_tensors(batch_leaves), *_only_tensors(buffer_leaves), seed)
+        module = graph_of(run, *stored.values(), *_only_tensors(batch_leaves), *_only_tensors(buffer_leaves), seed)
     _mark(module.graph, turns, spans.marks)
     stands.made_inputs(module.graph)
     module.recompile()

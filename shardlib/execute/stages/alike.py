@@ -48,6 +48,7 @@ def _treated(plan: Plan, stage: int, places: dict[str, str]) -> list[Any]:
     view = plan.of_stage(stage)
     found: list[Any] = []
     alone = {bucket.name for bucket in view.buckets if len(bucket.stages) == 1}
+    units = {unit: str(place) for place, unit in enumerate(view.units)}  # which may be of several blocks
 
     def local(path: str) -> str:
         block, slash, rest = path.partition("/")
@@ -58,9 +59,8 @@ def _treated(plan: Plan, stage: int, places: dict[str, str]) -> list[Any]:
             bucket = replace(
                 bucket,
                 name="",
-                unit=local(bucket.unit),
+                unit=units[bucket.unit],
                 paths=tuple(map(local, bucket.paths)),
-                home=None if bucket.home is None else local(bucket.home),
                 stages=(0,),
                 homes=(0,),
             )

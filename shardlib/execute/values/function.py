@@ -56,7 +56,7 @@ class Function:
         self._alone = traces and mesh.size > 1
         meet = _refuse_exchange if self._alone else lambda: None  # exchanges are the same on all ranks
         batch = WholeBatch(plan, mesh, trained, meet)
-        self._surroundings = Surroundings(mesh, batch, None, None, None, plan.step.autocast, _refuse_further)
+        self._surroundings = Surroundings(mesh, batch, None, None, None, plan.step.autocast, None, _refuse_further)
         self._blocks = None if blocks is None else blocks(self._surroundings)
 
     def __call__(self, stored: Buffers, slots: Buffers, *args: Any, key: Key | None = None) -> Any:
@@ -90,7 +90,7 @@ class Function:
                 window = compute.spec.window(compute.shape, self.mesh.shape, self.mesh.coords)
                 trained = self.plan.bucket_of[self.plan.placement_of[path].bucket].trainable
                 leaves[path] = SlicedHandle.make(
-                    _Given(leaf), 0, path, tuple(leaf.shape), leaf, trained, style, window, self._slices
+                    _Given(leaf), 0, path, tuple(leaf.shape), leaf, trained, style, window, self._slices, False
                 )
         return unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
 

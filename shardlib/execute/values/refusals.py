@@ -13,6 +13,7 @@ def missing(plan: Plan) -> list[str]:
         "pipeline: leave it out, or use more ranks on the axis of zero": plan.stages.axis is not None,
         "remat(blocks=): recompute all blocks": step.remat is not None and step.remat.blocks is not None,
         "remat(store=): keep inputs of blocks on the device": step.remat is not None and bool(step.remat.store),
+        "precision('fp8'): use 'bf16'": any(placement.scaled for placement in plan.placements),
         "reproducible: leave it out": step.tree,
         "progressive_layer_drop, random_ltd: leave them out": step.thins,
         "sequence: use tensor_slicing over that axis": step.sequence is not None,

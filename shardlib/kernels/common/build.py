@@ -51,19 +51,31 @@ class Recipe:
     flags: tuple[str, ...]
 
 
-def shared_library(recipe: Recipe) -> Path:
+def is_built(recipe: Recipe) -> bool:
+    """Whether the library is in `cache_folder`.
+
+    Raises:
+        BuildError: the compiler is missing.
+    """
+    return _path(recipe, find_compiler(recipe.compiler)).exists()
+
+
+def shared_library(recipe: Recipe, place: str = "") -> Path:
     """The path of the built library: from `cache_folder`, or compiled now.
+
+    Args:
+        place: among the libraries that are compiled in turn, such as "1 of 2", for the announcement.
 
     Raises:
         BuildError: the compiler is missing or fails, or the cache cannot be written.
     """
     command = find_compiler(recipe.compiler)
-    folder = cache_folder()
-    library = folder / f"{recipe.name}-{_key(recipe, command)}.so"
+    library = _path(recipe, command)
+    folder = library.parent
     try:
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            _announce(recipe.name, folder)
+            _announce(f"{recipe.name} ({place})" if place else recipe.name, folder)
             with _locked(library.with_suffix(".lock")):
                 if not library.exists():
                     _compile(recipe, command, library)
@@ -108,6 +120,10 @@ def find_compiler(program: str) -> str:
     if path is None:
         raise BuildError(f"{os.environ.get(variable) or program} not found; install it or set {variable}")
     return path
+
+
+def _path(recipe: Recipe, command: str) -> Path:
+    return cache_folder() / f"{recipe.name}-{_key(recipe, command)}.so"
 
 
 def _key(recipe: Recipe, command: str) -> str:

@@ -58,6 +58,11 @@ def choose(operation: str, device: torch.device) -> Choice:
         return _choose(operation, device.type)
 
 
+def preferred(operation: str, device: torch.device) -> str:
+    """The module that `choose` tries first."""
+    return _in_order(operation, device.type)[0]
+
+
 def load(operation: str, implementation: str, device: torch.device) -> Choice:
     """One implementation by the name of its module, for tests and benchmarks; raises where it cannot be used."""
     module = _module(operation, implementation)
@@ -92,7 +97,7 @@ def serving(operation: str, x: torch.Tensor, using: str | None = None) -> Any:
 @functools.cache
 def _choose(operation: str, device: str) -> Choice:
     passed: list[str] = []
-    for implementation in (*_module(operation, "op").IMPLEMENTATIONS.get(device, ()), "reference"):
+    for implementation in _in_order(operation, device):
         try:
             choice = load(operation, implementation, torch.device(device))
         except (BuildError, ImportError, OSError) as reason:
@@ -102,6 +107,10 @@ def _choose(operation: str, device: str) -> Choice:
         _log_choice(operation, device, choice, implementation == "reference")
         return choice
     raise AssertionError("the reference can always be used")
+
+
+def _in_order(operation: str, device: str) -> tuple[str, ...]:
+    return (*_module(operation, "op").IMPLEMENTATIONS.get(device, ()), "reference")
 
 
 def _log_choice(operation: str, device: str, choice: Choice, slow: bool) -> None:

@@ -142,10 +142,26 @@ def cuda_path(name: str) -> Path:
     Raises:
         BuildError: the library cannot be built here, or there is no NVIDIA GPU.
     """
+    return shared_library(cuda_recipe(name, _capability()))
+
+
+def _capability() -> tuple[int, int]:
+    """The least compute capability of the GPUs of this machine."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
         raise BuildError("no NVIDIA GPU that this torch can use")
-    capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    return shared_library(cuda_recipe(name, min(capabilities)))
+    return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+
+
+def recipe_of(name: str, implementation: str) -> Recipe | None:
+    """What an operation's implementation is compiled from before its first call; None of Triton and torch's own.
+
+    Raises:
+        BuildError: the compiler is missing, or there is no NVIDIA GPU.
+    """
+    if implementation == "cpu":
+        return cpp_recipe(name)
+    has_source = implementation == "cuda" and (_OPERATIONS / name / f"{name}.cu").exists()
+    return cuda_recipe(name, _capability()) if has_source else None
 
 
 def stream(device: torch.device) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -26,6 +26,7 @@ from shardlib.kernels.common.records import layout_of
 
 # A pass takes tensors and constants and returns tensors.
 Pass = Callable[..., list[torch.Tensor]]
+Operator = TypeVar("Operator", bound=Callable[..., torch.Tensor | list[torch.Tensor]])
 PerInput = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Sequence[torch.Tensor | None]]
 Keep = Callable[[tuple[Any, ...], tuple[torch.Tensor, ...]], tuple[Any, ...]]
 
@@ -33,14 +34,14 @@ Keep = Callable[[tuple[Any, ...], tuple[torch.Tensor, ...]], tuple[Any, ...]]
 _backwards: dict[str, type[torch.autograd.Function]] = {}
 
 
-def opaque(name: str, function: Pass, fake: Pass) -> Pass:
+def opaque(name: str, function: Operator, fake: Callable[..., Any]) -> Operator:
     """``function`` as an operator without gradients.
 
     Args:
         name: ``"<namespace>::<operator>"`` becomes ``torch.ops.<namespace>.<operator>``; a name without ``::`` is in
             shardlib's namespace.
-        function: annotated and without defaults, as the operator's schema is made from its signature. Returns new,
-            contiguous tensors, and changes none of its arguments.
+        function: annotated and without defaults, as the operator's schema is made from its signature. Returns a new,
+            contiguous tensor, or a list of them, and changes none of its arguments.
         fake: returns empty tensors of the shapes and dtypes that ``function`` returns, given tensors without values.
 
     >>> def fused(x: torch.Tensor, factor: float) -> list[torch.Tensor]:
@@ -247,21 +248,21 @@ def autocast_as_a_product(*factors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(factor if factor.dtype == torch.float64 else factor.to(dtype) for factor in factors)
 
 
-def _without_autocast(function: Pass) -> Pass:
+def _without_autocast(function: Operator) -> Operator:
     """``function`` with autocast off: an operator computes in the dtypes that it chooses."""
 
     @functools.wraps(function)
-    def kernel(*values: Any) -> list[torch.Tensor]:
+    def kernel(*values: Any) -> Any:
         with no_autocast():
             return function(*values)
 
-    return kernel
+    return kernel  # type: ignore[return-value]
 
 
-def _refusing_gradients(name: str, operator: Pass) -> Pass:
+def _refusing_gradients(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
     """The operator for calls that did not come through its autograd.Function: torch would silently return zero gradients."""
 
-    def kernel(*values: Any) -> list[torch.Tensor]:
+    def kernel(*values: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values):
             raise RuntimeError(
                 f"{name}: torch.func.grad inside torch.compile loses this operation's gradient; compile the loss and "
@@ -273,14 +274,16 @@ def _refusing_gradients(name: str, operator: Pass) -> Pass:
     return kernel
 
 
-def _one_by_one(operator: Pass) -> Callable[..., tuple[list[torch.Tensor], list[int]]]:
+def _one_by_one(operator: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     """A batching rule that is right for every operator, as each call reduces gradients over one element of the batch."""
 
-    def rule(info: Any, dims: tuple[int | None, ...], *values: Any) -> tuple[list[torch.Tensor], list[int]]:
+    def rule(info: Any, dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
         results = [
             operator(*[value if dim is None else value.select(dim, i) for value, dim in zip(values, dims)])
             for i in range(info.batch_size)
         ]
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(results), 0
         outputs = [torch.stack(each) for each in zip(*results)]
         return outputs, [0] * len(outputs)
 
@@ -303,14 +306,16 @@ def _replaced(values: Sequence[Any], positions: Sequence[int], new: Sequence[Any
 def _save(ctx: Any, values: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
     """Saves tensors by autograd, which notices changes in place, and constants on ``ctx``."""
     tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-    ctx.save_for_backward(*[values[i] for i in tensors])
-    if transformed():
-        ctx.save_for_forward(*[values[i] for i in tensors], *outputs)
+    saved = [values[i] for i in tensors]
+    if transformed():  # one list for both, as torch.func.vmap keeps the batch dimensions of the last one alone
+        saved += outputs
+        ctx.save_for_forward(*saved)
+    ctx.save_for_backward(*saved)
     ctx.tensors, ctx.constants = tensors, _replaced(values, tensors, [None] * len(tensors))
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    return _replaced(ctx.constants, ctx.tensors, ctx.saved_tensors)
+    return _replaced(ctx.constants, ctx.tensors, ctx.saved_tensors[: len(ctx.tensors)])
 
 
 def _saved_for_forward(ctx: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.common._compat import differentiated
 from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.decoder_attention.arguments import Heads, Seats
 
@@ -83,7 +84,7 @@ def decoder_attention(
             f"{size // 2}], twice [rows, kv_heads, room, {size}] and contiguous, and [width], of one dtype and device, and "
             "each row must have room"
         )
-    if x.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and differentiated(x):
         raise ValueError("decoder_attention has no gradients: call it under torch.no_grad()")
     with on(x.device):
         return serving("decoder_attention", x, using).apply(x, layer, cos, sin, keys, values, seats)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.common._compat import differentiated
 from shardlib.kernels.common.dispatch import on, serving
 from shardlib.kernels.decoder_mlp.arguments import MLP
 
@@ -46,7 +47,7 @@ def decoder_mlp(x: torch.Tensor, layer: MLP, *, using: str | None = None) -> tor
             f"x is {tuple(x.shape)}, {x.dtype} on {x.device}, and the layer's norm {tuple(norm.shape)}, {norm.dtype} on "
             f"{norm.device}: x must be [tokens, width], the rest the same"
         )
-    if x.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and differentiated(x):
         raise ValueError("decoder_mlp has no gradients: call it under torch.no_grad()")
     with on(x.device):
         return serving("decoder_mlp", x, using).apply(x, layer)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.common._compat import differentiated
 from shardlib.common.thresholds import Threshold
 from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.common.dispatch import on, serving
@@ -65,7 +66,7 @@ def linear_cross_entropy(
     check_layer("linear_cross_entropy", x, weight)
     check_targets("linear_cross_entropy", targets, x.shape[:-1], f"x of shape {tuple(x.shape)}")
     x, weight = autocast_as_a_product(x, weight)
-    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    wanted = torch.is_grad_enabled() and (differentiated(x) or differentiated(weight))
     flat = targets.flatten()
     aim = Aim(flat, ignore_index, float(label_smoothing))
     (total,) = _total(x.flatten(0, -2), weight, *aim, wanted, using)

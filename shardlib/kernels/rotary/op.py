@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import torch
 
+from shardlib.common._compat import differentiated
 from shardlib.kernels.common import rows
 from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.common.dispatch import on, serving
@@ -67,7 +68,7 @@ def rotary(
             f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} and x {tuple(x.shape)}: angles must be [positions, d / 2] for "
             "x [..., positions, size], with d at most size"
         )
-    if cos.requires_grad or sin.requires_grad:
+    if differentiated(cos) or differentiated(sin):
         raise ValueError("cos or sin requires a gradient, and is a constant here: detach it")
     both = torch.stack([cos, sin]).to(torch.promote_types(x.dtype, torch.float32))
     return _rotary(x, both, interleaved, using)[0]

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import torch
 
+from shardlib.common._compat import differentiated
 from shardlib.kernels.common.arguments import FLOATS, check_tensors
 from shardlib.kernels.common.dispatch import serving
 from shardlib.kernels.grouped_matmul.reference import add
@@ -57,7 +58,7 @@ def thin_matmul(
         and len(shape) == 2
         and x.shape[-1] == shape[1]
         and (bias is None or (bias.dtype == dtype and bias.device == device and bias.shape == shape[:1]))
-        and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, values, bias)))
+        and not (torch.is_grad_enabled() and any(t is not None and differentiated(t) for t in (x, values, bias)))
     ):
         _refuse(x, weight, values, bias)
     return serving("thin_matmul", x, using).product(x, weight, bias)
@@ -90,7 +91,7 @@ def grouped_thin_matmul(
             f"{tuple(offsets.shape)}: they must be [rows, inputs], [experts, outputs, inputs] and [experts], x and weight of "
             "one dtype"
         )
-    if torch.is_grad_enabled() and x.requires_grad:
+    if torch.is_grad_enabled() and differentiated(x):
         raise ValueError(
             "grouped_thin_matmul has no gradients: call it under torch.no_grad(), or keep the weights plain"
         )

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import has_torch_function
 
 from shardlib.collectives.tokens import Coming
-from shardlib.common._compat import outside_of_graphs
+from shardlib.common._compat import differentiated, outside_of_graphs
 from shardlib.kernels.permute import permute, unpermute
 from shardlib.mesh.mesh import Mesh, current_mesh
 from shardlib.nn.moe.compute import Rows
@@ -114,7 +114,9 @@ class Visit:
         rows = permute(x, self._rows.positions, self._rows.number)
         # By a leaf of the experts, which ranks train alike, backward reaches the exchange on a rank whose tokens need no
         # gradient; the others would wait for it.
-        anchor = next((leaf for leaf in leaves_of(leaves) if leaf.requires_grad), None)
+        anchor = next(
+            (leaf for leaf in leaves_of(leaves) if isinstance(leaf, torch.Tensor) and differentiated(leaf)), None
+        )
         how = {"slots": _slots(routing) if self._exchange.padded else None, "anchor": anchor}
         self._coming, self._way = self._exchange.send(current_mesh.get(), rows, self._rows.counts, **how)
 

@@ -268,7 +268,8 @@ def _stacks(node: Any, at: tuple[Any, ...]) -> Iterator[_Stack]:
 
 
 def _kinds(plan: Plan, blocks: Mapping[int, str]) -> Kinds | None:
-    """What a plan does with each block's parameters, without names; None if one is tied to another block's.
+    """What a plan does with each block's parameters, without names; None if one is tied to another block's, or in a bucket
+    with it.
 
     Args:
         blocks: number -> path.
@@ -283,11 +284,11 @@ def _kinds(plan: Plan, blocks: Mapping[int, str]) -> Kinds | None:
         return number.get("/".join(parts[:depth])), "/".join(parts[depth:])
 
     for bucket in plan.buckets:
-        block, unit = local(bucket.unit)
+        paths = tuple(local(path) for path in bucket.paths)
+        block, unit = paths[0][0], local(bucket.unit)[1]
+        if any(other != block for other, _ in paths):
+            return None
         if block is not None:
-            paths = tuple(local(path) for path in bucket.paths)
-            if any(other != block for other, _ in paths):
-                return None
             home = None if bucket.home is None else local(bucket.home)[1]
             kinds[block].append(replace(bucket, name="", unit=unit, paths=tuple(path for _, path in paths), home=home))
     for placement in plan.placements:
@@ -296,7 +297,7 @@ def _kinds(plan: Plan, blocks: Mapping[int, str]) -> Kinds | None:
             return None
         if block is not None:
             leaf, aliases = replace(placement.compute, path=path), [local(alias)[1] for alias in placement.aliases]
-            kinds[block].append((leaf, aliases, placement.style, placement.dealt))
+            kinds[block].append((leaf, aliases, placement.style, placement.dealt, placement.scaled))
     for module, tiles in plan.step.module_tiles.items():
         block, path = local(module)
         if block is not None:
@@ -325,7 +326,7 @@ def _without(plan: Plan, at: tuple[Any, ...], kept: tuple[int, ...], gone: set[s
         plan,
         shape=shape,
         placements=tuple(plan.placements[number] for number in placements),
-        buckets=tuple(bucket for bucket in plan.buckets if stays(bucket.unit)),
+        buckets=tuple(bucket for bucket in plan.buckets if stays(bucket.paths[0])),
     )
 
 

@@ -21,10 +21,11 @@ from shardlib.execute.phases import Phase, Phases, followed, made_of
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
+from shardlib.plan.units import unit_names
 from shardlib.report.profile.exchanges import Exchange, Heard
 from shardlib.report.profile.parts import Parts
 from shardlib.report.profile.timeline import Part, Span, Timeline
-from shardlib.tree import leaves_of
+from shardlib.tree import leaves_of, unflatten
 
 TrainStep = Callable[[Any, Any], tuple[Any, Any]]
 OUTSIDE = "outside of blocks"
@@ -135,6 +136,9 @@ class _Clocked(Phases):
         self._named: dict[int, str] = {}  # number of a block, from 1, or of a part of a module, below 0 -> its name
         self._place, self._back = 0, False
         plan = executor.plan
+        # Path -> its unit before small ones are merged: blocks of one merged unit keep names of their own.
+        names = unit_names(unflatten(plan.shape.treedef, plan.shape.paths))
+        self._elements = dict(zip(plan.shape.paths, names, strict=True))
         (stage, *_) = plan.local_stages
         super().__init__(plan.stages.spans[stage][0] if plan.stages.axes else 0)
         self._parts = Parts(self._part_begins, self._part_ends, lambda leaf: self._paths.get(id(leaf)))
@@ -162,8 +166,8 @@ class _Clocked(Phases):
 
     def meets(self, number: int, args: tuple[Any, ...]) -> None:
         tensors = (leaf for leaf in leaves_of(args) if isinstance(leaf, torch.Tensor))
-        units = (self._executor.unit_of(tensor) for tensor in tensors)
-        self._named[number] = next(filter(None, units), f"block {number}")
+        names = (self._elements.get(self._paths.get(id(t), "")) or self._executor.unit_of(t) for t in tensors)
+        self._named[number] = next(filter(None, names), f"block {number}")
 
     def _part_begins(self, path: str, given: list[torch.Tensor]) -> None:
         """Begin a part of a module. In backward it ends where the gradients of what it was given are there; if a part has
@@ -193,7 +197,7 @@ class _Clocked(Phases):
         return Part("compute", way, self.name_of(self.at(self._back)))
 
     def name_of(self, phase: Phase) -> str:
-        """The unit of a phase's block, or the path of its module's part."""
+        """The element of a list, or the unit, that a phase's block has parameters of; or the path of its module's part."""
         return self._named[phase.block] if phase.place == "of" else OUTSIDE
 
 

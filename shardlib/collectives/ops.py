@@ -1,0 +1,208 @@
+"""Exchanges as functions of tensors, which a traced function has as operators.
+
+In eager an `Exchange` calls its primitive and waits. Where a function is traced (`make_fx`, `torch.compile`) tensors have no
+values, and an exchange is two operators, between which a pass may move other work::
+
+    ticket = torch.ops.shardlib.all_gather_start(x, mesh, axis, [], "what it is for")
+    out = torch.ops.shardlib.wait(ticket, x, shape)
+
+Neither writes to an argument nor returns memory of one, so that compilers may merge equal ones and drop unused ones, alike on
+all ranks. The ticket is a number, by which `wait` finds what was started. A second `wait` for it is an error, since it would
+take another exchange's message. ``x`` is an argument of `wait` so that nothing else gets its memory until then.
+
+In operators a mesh is a number, by which a weak table holds it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+
+from shardlib.collectives import primitives
+from shardlib.common._compat import admit, constant_in_graphs, traced
+from shardlib.errors import LossError, MeshError
+from shardlib.kernels.common.operators import opaque
+from shardlib.mesh.mesh import Mesh, as_mesh, current_mesh
+from shardlib.mesh.transport import Splits, Work
+from shardlib.mesh.transport.activity import naming
+
+ACTIVATIONS = "activations and their gradients"
+
+Place = Mesh | int  # a mesh, or its number
+# The result's memory, the work that fills it, and what that work reads.
+Started = tuple[torch.Tensor, Work, torch.Tensor]
+
+_count = itertools.count(1)
+_meshes: WeakValueDictionary[int, Mesh] = WeakValueDictionary()
+_numbers: WeakKeyDictionary[Mesh, int] = WeakKeyDictionary()
+_under_way: dict[int, Started] = {}
+
+
+def mesh_with(mesh: Any, axis: str) -> Mesh:
+    """``mesh``, or the current mesh for None. Raises `MeshError` where there is none, or where it lacks ``axis``."""
+    mesh = as_mesh(mesh) if mesh is not None else current_mesh.get()
+    if mesh is None:
+        raise MeshError(
+            f"no mesh here for axis {axis!r}; pass mesh=, or call it inside a loss function of a train step"
+        )
+    mesh.group(axis)  # raises for an unknown axis
+    return mesh
+
+
+def place_of(mesh: Any, axis: str) -> Place:
+    """`mesh_with`; the mesh's number where torch.compile traces a caller, which takes Functions as they are."""
+    return _place_in_graphs(mesh, axis) if torch.compiler.is_dynamo_compiling() else mesh_with(mesh, axis)
+
+
+@constant_in_graphs
+def _place_in_graphs(mesh: Any, axis: str) -> int:
+    admit()
+    number = number_of(mesh_with(mesh, axis))
+    return number if mesh is not None else -number
+
+
+@constant_in_graphs
+def ranks(place: Place, axis: str) -> int:
+    """The number of ranks along an axis."""
+    return mesh_of(place).shape[axis]
+
+
+def number_of(place: Place) -> int:
+    """The number of a mesh, which is the same while the mesh lives."""
+    if isinstance(place, int):
+        return place
+    number = _numbers.get(place)
+    if number is None:
+        number = _numbers[place] = next(_count)
+        _meshes[number] = place
+    return number
+
+
+def mesh_of(place: Place) -> Mesh:
+    """The mesh of a number; of a negative one, a mesh that surrounded torch.compile, which has no guard for it.
+
+    Raises:
+        MeshError: the mesh is gone, or another one surrounds this call.
+    """
+    if isinstance(place, Mesh):
+        return place
+    mesh = _meshes.get(abs(place))
+    if mesh is None:
+        raise MeshError("the mesh of a traced function is gone: keep the mesh, or trace the function again")
+    if place < 0 and current_mesh.get() not in (None, mesh):
+        raise MeshError(
+            f"a function that was compiled on {mesh} is called on another mesh, {current_mesh.get()}: pass mesh= to its "
+            "collectives, for which torch.compile compiles it again"
+        )
+    return mesh
+
+
+class Exchange:
+    """A function that exchanges tensors along an axis: ``exchange(x, place, axis, *options)``.
+
+    Args:
+        name: of the operator that starts it, without ``_start``.
+        start: ``start(mesh, axis, x, *options)``.
+        shape: ``shape(x, ranks, *options)`` is the shape of the result.
+    """
+
+    def __init__(self, name: str, start: Callable[..., Started], shape: Callable[..., Sequence[int]]) -> None:
+        def ticket(x: torch.Tensor, mesh: int, axis: str, options: Sequence[int], about: str) -> torch.Tensor:
+            number = next(_count)
+            _under_way[number] = self._started(x, mesh_of(mesh), axis, options, about)
+            return torch.tensor([number])
+
+        self._start, self._shape = start, shape
+        self._operator = opaque(f"{name}_start", ticket, lambda x, *_: torch.empty(1, dtype=torch.int64))
+
+    def __call__(self, x: torch.Tensor, place: Place, axis: str, *options: int) -> torch.Tensor:
+        return self.start(x, place, axis, *options)()
+
+    def start(
+        self, x: torch.Tensor, place: Place, axis: str, *options: int, about: str = ACTIVATIONS
+    ) -> Callable[[], torch.Tensor]:
+        """Start it; returns a function to call once, which waits and returns the result. ``about``: for reports."""
+        mesh = mesh_of(place)
+        if traced(x) and not mesh.abstract:  # a plan's trace, on a mesh without ranks, counts what it sends
+            ticket = self._operator(x, number_of(place), axis, list(options), about)
+            return partial(_wait, ticket, x, list(self._shape(x, mesh.shape[axis], *options)))
+        return partial(_ended, *self._started(x, mesh, axis, options, about))
+
+    def _started(self, x: torch.Tensor, mesh: Mesh, axis: str, options: Sequence[int], about: str) -> Started:
+        with mesh.traffic.by_the_loss(), naming(about):
+            return self._start(mesh, axis, x, *options)
+
+
+def _ended(out: torch.Tensor, work: Work, _: torch.Tensor) -> torch.Tensor:
+    work.wait()
+    return out
+
+
+def _landed(ticket: torch.Tensor, sent: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    started = _under_way.pop(int(ticket), None)
+    if started is None:
+        raise LossError(
+            f"exchange {int(ticket)} of a traced function was waited for before: in a graph each start has one wait, so copy "
+            "or recompute both or neither"
+        )
+    return _ended(*started)
+
+
+_wait = opaque("wait", _landed, lambda ticket, sent, shape: sent.new_empty(shape))
+
+
+def _all_reduce(mesh: Mesh, axis: str, x: torch.Tensor) -> Started:
+    out = x.clone(memory_format=torch.contiguous_format)
+    # A 0-d tensor is one of a step's scalars (a loss), not payload.
+    return out, primitives.all_reduce(mesh, axis, out, scalars=x.dim() == 0), out
+
+
+def _all_gather(mesh: Mesh, axis: str, x: torch.Tensor) -> Started:
+    out, x = x.new_empty((mesh.shape[axis], *x.shape)), x.contiguous()
+    return out, primitives.all_gather(mesh, axis, out, x), x
+
+
+def _reduce_scatter(mesh: Mesh, axis: str, x: torch.Tensor) -> Started:
+    out, x = x.new_empty(x.shape[1:]), x.contiguous()
+    return out, primitives.reduce_scatter(mesh, axis, out, x), x
+
+
+def _all_to_all(mesh: Mesh, axis: str, x: torch.Tensor, *rows: int) -> Started:
+    out, x = x.new_empty(_exchanged(x, mesh.shape[axis], *rows)), x.contiguous()
+    if not rows:
+        return out, primitives.all_to_all(mesh, axis, out, x), x
+    numbers, ranks = [number * x.shape[1:].numel() for number in rows], mesh.shape[axis]
+    splits = Splits(numbers[:ranks], numbers[ranks:])
+    return out, primitives.all_to_all(mesh, axis, out.view(-1), x.view(-1), splits), x
+
+
+def _exchanged(x: torch.Tensor, ranks: int, *rows: int) -> Sequence[int]:
+    return (sum(rows[ranks:]), *x.shape[1:]) if rows else x.shape
+
+
+def _permute(mesh: Mesh, axis: str, x: torch.Tensor, *ends: int) -> Started:
+    out, x = x.new_empty(x.shape), x.contiguous()
+    return out, primitives.permute(mesh, axis, out, x, tuple(zip(ends[::2], ends[1::2], strict=True))), x
+
+
+def _broadcast(mesh: Mesh, axis: str, x: torch.Tensor, source: int) -> Started:
+    out = x.clone(memory_format=torch.contiguous_format)
+    return out, primitives.broadcast(mesh, axis, out, source), out
+
+
+def _same(x: torch.Tensor, ranks: int, *_: int) -> Sequence[int]:
+    return x.shape
+
+
+all_reduce = Exchange("all_reduce", _all_reduce, _same)
+all_gather = Exchange("all_gather", _all_gather, lambda x, ranks: (ranks, *x.shape))  # by rank
+reduce_scatter = Exchange("reduce_scatter", _reduce_scatter, lambda x, ranks: x.shape[1:])  # of chunks by rank
+# Of chunks by rank. Options: none, or how many rows of the first dimension go to each rank, and how many come from each.
+all_to_all = Exchange("all_to_all", _all_to_all, _exchanged)
+permute = Exchange("permute", _permute, _same)  # options: source, destination, source, destination …
+broadcast = Exchange("broadcast", _broadcast, _same)  # option: the source
