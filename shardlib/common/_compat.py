@@ -60,6 +60,7 @@ asks_device = torch.ops.prim.device.default  # dispatched wherever torch reads t
 add_to_each_ = torch._foreach_add_
 # Operators of which torch.ops has private names alone.
 unique, grouped_product = torch.ops.aten._unique2.default, torch.ops.aten._grouped_mm.default
+scaled_product = torch.ops.aten._scaled_mm_v2.default  # of 8-bit factors
 to_copy, unsafe_view = torch.ops.aten._to_copy.default, torch.ops.aten._unsafe_view.default
 writes: Callable[[Any], bool] = attrgetter(
     "_schema.is_mutable"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardlib.common._compat import FUSED_ATTENTIONS, pytree, transformed
+from shardlib.common._compat import FUSED_ATTENTIONS, pytree, scaled_product, transformed
 from shardlib.execute.activations.decisions import decided_once
 from shardlib.execute.activations.draws import Draws
 from shardlib.execute.activations.names import RECOMPUTE_MODES, contexts, noting
@@ -91,7 +91,7 @@ _DOTS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
-    torch.ops.aten._scaled_mm_v2.default,
+    scaled_product,
     *FUSED_ATTENTIONS,
 }
 
