@@ -13,6 +13,8 @@ from shardlib.collectives import primitives
 from shardlib.common.boundaries import untransformed
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.execute.buffers import BufferKinds
+from shardlib.execute.graph.runner import GraphStage
+from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.step import LossStep, require_usable
 from shardlib.execute.values.around import Around, plain_value_and_grad
 from shardlib.mesh.transport.activity import in_step
@@ -153,6 +155,7 @@ def make_train_step(
     rng: Key | int = 0,
     donate: bool = True,
     nonfinite: str | None = None,
+    compile: bool = False,
 ) -> tuple[TrainState, Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]]:
     """Make the initial state, and ``train_step(state, batch) -> (state, metrics)``.
 
@@ -183,6 +186,8 @@ def make_train_step(
         donate: whether a step may reuse the memory of the state it is given; that state may not be used again.
         nonfinite: what to do about a loss or gradient that is not finite, or a batch of weight 0 (see `Mean`), whose loss is
             0: "raise" (the default), or "skip" the update (the default under dynamic loss scaling).
+        compile: whether loss, backward and exchanges run as one graph, traced in the first step: see docs/compile.md.
+            ``train_step.graph`` prints it.
 
     Ranks that share a batch must be given the same batch, and all ranks the same optimizer, buffers, rng and state. The
     arguments of `make_train_step` are compared at once; step number, rng, loss scale, injected hyper-parameters and the
@@ -190,7 +195,7 @@ def make_train_step(
 
     Raises:
         TypeError: an optimizer that is not a gradient transformation (see `optim.from_torch` for torch's optimizers).
-        IllegalComposition: an optimizer that declares no locality, on shards.
+        IllegalComposition: an optimizer that declares no locality, on shards; ``compile`` with a plan that has no graph.
         TreeError: parameters of `torch.inference_mode`.
         RankMismatch: ranks were given different arguments; names them and the ranks. The step raises it too.
 
@@ -213,7 +218,7 @@ def make_train_step(
     if policy not in ("raise", "skip"):
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
     optimizer.require_locality(lifted)
-    loss_step = LossStep(loss_fn, plan, mesh, buffers is not None, buffer_kinds)
+    loss_step = LossStep(loss_fn, plan, mesh, buffers is not None, buffer_kinds, GraphStage if compile else runner_of)
     BufferKinds(buffer_kinds).require_known(buffers)
     updates = Updates(optimizer, plan, mesh, donate)
     owned = OwnedExchange(plan, mesh) if plan.reductions.owner else None
@@ -222,7 +227,9 @@ def make_train_step(
     primitives.require_equal(
         mesh,
         "train steps",
-        settings(optimizer) | sums | {"rng": key, "nonfinite": policy, "buffer_kinds": buffer_kinds},
+        settings(optimizer)
+        | sums
+        | {"rng": key, "nonfinite": policy, "buffer_kinds": buffer_kinds, "compile": compile},
         "Call make_train_step with the same optimizer, buffers, rng and options on every rank.",
     )
 
@@ -319,6 +326,7 @@ def make_train_step(
         scale=plan.step.loss_scale,
         rng=key,
     )
+    train_step.graph = loss_step.runner if compile else None  # type: ignore[attr-defined]
     return state.fitting(), train_step
 
 

@@ -43,6 +43,8 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
     torch._C.DispatchKey.AutocastCUDA
 )
 
+split_copied: Any = torch.split_with_sizes_copy  # in torch's stubs it returns nothing
+
 # Tensors and their memory.
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # the same while the storage lives
 is_view = torch.Tensor._is_view
@@ -58,7 +60,7 @@ asks_device = torch.ops.prim.device.default  # dispatched wherever torch reads t
 add_to_each_ = torch._foreach_add_
 # Operators of which torch.ops has private names alone.
 unique, grouped_product = torch.ops.aten._unique2.default, torch.ops.aten._grouped_mm.default
-to_copy = torch.ops.aten._to_copy.default
+to_copy, unsafe_view = torch.ops.aten._to_copy.default, torch.ops.aten._unsafe_view.default
 writes: Callable[[Any], bool] = attrgetter(
     "_schema.is_mutable"
 )  # whether an operator says that it writes to its arguments
@@ -92,6 +94,13 @@ clone_store: Callable[[dist.Store], dist.Store] = methodcaller("clone")  # anoth
 # 2.13 renamed the single-tensor collectives and warns at each call of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def graph_of(fn: Callable[..., Any], *args: Any) -> Any:
+    """A graph of ``fn(*args)``, as make_fx records it on fake tensors; tensors that ``fn`` holds are constants of it."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # half a second to import
+
+    return make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
 
 
 _whole: list[Any] = []

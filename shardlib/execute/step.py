@@ -85,6 +85,9 @@ class LossStep:
         kinds: those of its buffers; see `BufferKinds`.
         run_by: makes what runs its micro-batches.
 
+    Attributes:
+        runner: what does.
+
     Raises:
         LossError: a loss function that is a module, or not callable.
         TypeError: it takes buffers, and there are none.
@@ -111,7 +114,7 @@ class LossStep:
             )
         self._loss_fn, self._plan, self._mesh, self._kinds = loss_fn, plan, mesh, BufferKinds(kinds)
         self._codecs = BoundCodecs(mesh)
-        self._runner = run_by(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
+        self.runner = run_by(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
         self._inputs = Inputs(plan, mesh)
         self._shares = Shares(plan, mesh, draws=plan.step.thins or wants(loss_fn, "rng"))
         self._weight: float | None = None  # of the last batch, if losses had weights
@@ -166,7 +169,7 @@ class LossStep:
         require_no_graph(f"rank {mesh.rank}'s batch", batch, BatchError)
         microbatches = split_batch(batch, plan, mesh)
         share, reads = self._inputs.share(batch, equal), Reads(params)
-        records = self._runner.records
+        records = self.runner.records
         for record in records:
             record.strayed = False  # of a step that raised
         rows = sum(map(rows_of, microbatches))
@@ -188,7 +191,7 @@ class LossStep:
             # New residuals are kept beside those in `comm`, so that the step can be repeated.
             options = ReductionOptions(self._codecs, Residuals(comm), unreduced, reached, landing)
             totals = Totals(plan, mesh)
-            grads = landing.complete(self._runner.train(call, totals, options))
+            grads = landing.complete(self.runner.train(call, totals, options))
             landing.settle()
             strayed = any(record.strayed for record in records)
             totals.layer_tokens = sum(record.layer_tokens for record in records)
@@ -212,7 +215,7 @@ class LossStep:
         if not self._compared:
             require_alike(grads, landing, totals.losses, plan, mesh)
             self._compared = True
-        aux = self._runner.shared_aux(call, totals.aux, sums)
+        aux = self.runner.shared_aux(call, totals.aux, sums)
         self._weight = sums.numbers[1] if sums.weighted else None
         scale = self._scale(self._weight, loss_scale, unreduced)
         loss, norm, finite = self._mean(sums, 1.0 if scale is None else scale)

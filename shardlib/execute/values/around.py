@@ -15,7 +15,6 @@ import optree
 import torch
 
 from shardlib.collectives.buffers import Link, shared, summed
-from shardlib.common._compat import forward_level
 from shardlib.errors import HandleError, LossError
 from shardlib.execute.batches import as_tensors, cast, split_batch
 from shardlib.execute.losses import Outcome, read_loss, wants
@@ -25,7 +24,6 @@ from shardlib.execute.values.function import Function
 from shardlib.execute.values.refusals import require_values
 from shardlib.execute.values.remat import recomputed
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.transport import SimulatedGroup
 from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, seeding_torch
@@ -43,17 +41,10 @@ class Around:
 
     Raises:
         IllegalComposition: a plan with transforms that functions of values do not have.
-        HandleError: forward mode on simulated ranks, which are threads of one process.
     """
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, mesh: Mesh, what: str, trained: bool) -> None:
         require_values(plan, f"torch.func, or forward mode, around {what}", _WITHOUT)
-        if forward_level() >= 0 and any(isinstance(mesh.group(axis), SimulatedGroup) for axis in mesh.shape):
-            raise HandleError(
-                f"forward mode around {what}, on simulated ranks: torch keeps tangents for the process, and ranks that are "
-                "threads would lose each other's. Use sl.launch, or two reverse passes: "
-                "torch.func.grad(lambda p: sl.optim.vdot(sl.value_and_grad(loss_fn)(p, batch)[1], v))(params)"
-            )
         self._plan, self._mesh, self._what = plan, mesh, what
         self.function = Function(fn, plan, mesh, trained, recomputed(plan) if trained else None)
         self._batch = [Link(mesh, axis, "losses") for axis in plan.batch_axes if mesh.shape[axis] > 1]
@@ -90,7 +81,8 @@ class Around:
     def _outcome(
         self, stored: Mapping[str, torch.Tensor], microbatch: Any, key: Key | None, slots: Mapping[str, torch.Tensor]
     ) -> Outcome:
-        return self.function.outcome(stored, slots, microbatch, key)
+        with seeding_torch(key, self._mesh.device):
+            return self.function.outcome(stored, slots, microbatch, key)
 
     def evaluate(self, params: Sharded, args: Sequence[Any]) -> Any:
         """The result of `shardlib.make_eval_step`'s function, differentiable."""

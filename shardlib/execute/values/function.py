@@ -15,10 +15,10 @@ from shardlib.execute.slicing import SlicedHandle
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.wholes import Wholes
 from shardlib.execute.whole_batch import WholeBatch
-from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.mesh import Mesh, current_mesh
 from shardlib.nn.blocks import Runner, block_runner
 from shardlib.plan.plan import Plan
-from shardlib.rng import Key, seeding_torch
+from shardlib.rng import Key
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, unflatten
 
@@ -32,6 +32,7 @@ class Function:
         fn: of the tree of parameters and further arguments.
         trained: whether micro-batches are those of a step.
         blocks: how blocks run, given what is around them; None for a plain call.
+        traces: whether the function is traced, so that it cannot exchange activations.
 
     Attributes:
         wholes: the exchanges of each bucket.
@@ -45,24 +46,27 @@ class Function:
         mesh: Mesh,
         trained: bool,
         blocks: Callable[[Surroundings], Runner] | None = None,
+        traces: bool = False,
     ) -> None:
         self.fn, self.plan, self.mesh = fn, plan, mesh
         self.wholes = [Wholes(bucket, plan.routes[bucket.name], mesh) for bucket in plan.buckets]
         self.trained = [whole for whole in self.wholes if whole.bucket.trainable]
         self._wants_rng = wants(fn, "rng")
         self._slices = Slices(mesh, None)
-        batch = WholeBatch(plan, mesh, trained, lambda: None)  # every rank makes the same exchanges, in one order
+        self._alone = traces and mesh.size > 1
+        meet = _refuse_exchange if self._alone else lambda: None  # exchanges are the same on all ranks
+        batch = WholeBatch(plan, mesh, trained, meet)
         self._surroundings = Surroundings(mesh, batch, None, None, None, plan.step.autocast, None, _refuse_further)
         self._blocks = None if blocks is None else blocks(self._surroundings)
 
     def __call__(self, stored: Buffers, slots: Buffers, *args: Any, key: Key | None = None) -> Any:
         """``fn(whole parameters, *args)`` at ``stored + slots``; see `Wholes.slot`."""
         extra = {"rng": key} if self._wants_rng and key is not None else {}
-        with self._running(), seeding_torch(key, self.mesh.device):
+        with self._running():
             return self.fn(self.tree(stored, slots), *args, **extra)
 
     def outcome(self, stored: Buffers, slots: Buffers, batch: Any, key: Key | None, buffers: Any = None) -> Outcome:
-        """What a loss function gives for one micro-batch on this rank."""
+        """What a loss function gives for one micro-batch on this rank. Torch's own generators are the caller's to seed."""
         inputs = (batch,) if buffers is None else (buffers, batch)
         return read_loss(self(stored, slots, *inputs, key=key), buffers is not None)
 
@@ -95,10 +99,16 @@ class Function:
         runner = block_runner.set(self._blocks)
         try:
             with self._surroundings.installed():
+                if self._alone:
+                    current_mesh.set(None)  # `installed` sets what was there
                 yield
         finally:
             block_runner.reset(runner)
             self._slices.clear()
+
+
+def _refuse_exchange() -> None:
+    raise HandleError("a loss that exchanges activations between ranks (sl.nn.gather_batch) is not traced")
 
 
 def _refuse_further(tree: Sharded) -> Tree:
@@ -125,7 +135,7 @@ class _Given:
 
 
 def gradients_of(
-    function: Function, totals: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], slots: Buffers
+    totals: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], slots: Buffers
 ) -> dict[str, torch.Tensor]:
     """The gradients of ``Σ seeds · totals`` with respect to slots. What no total depends on has zeros."""
     started = [(total, seed.to(total.dtype)) for total, seed in zip(totals, seeds) if total.requires_grad]

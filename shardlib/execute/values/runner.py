@@ -21,6 +21,7 @@ from shardlib.execute.values.remat import recomputed
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
+from shardlib.rng import seeding_torch
 from shardlib.tree import Tree
 
 
@@ -58,10 +59,9 @@ class ValueStage:
         """The outcome and the gradients of one micro-batch, in the layout in which they are accumulated."""
         stored = call.params.buffers
         slots = {name: slot.requires_grad_() for name, slot in self.function.slots().items()}
-        with torch.enable_grad():
-            outcome = self.function.outcome(
-                stored, slots, call.microbatches[index], call.keys[index], buffers if self._with_buffers else None
-            )
+        key, given = call.keys[index], buffers if self._with_buffers else None
+        with torch.enable_grad(), seeding_torch(key, self.mesh.device):
+            outcome = self.function.outcome(stored, slots, call.microbatches[index], key, given)
         require_gradient(outcome, None, call.named(index, self.mesh))
         if len(call.microbatches) == 1:
             call.weighing.meet(outcome)
@@ -69,8 +69,8 @@ class ValueStage:
             seeds: Sequence[torch.Tensor] = ()
         else:
             seeds = (call.seed(outcome) * call.weighing.factors(outcome)).unbind()
-        gradients = gradients_of(self.function, [mean.total for mean in outcome.means], seeds, slots)
-        return _detached(outcome, stored), gradients
+        gradients = gradients_of([mean.total for mean in outcome.means], seeds, slots)
+        return detached(outcome, stored), gradients
 
     def shared_aux(self, call: Call, aux: Tree, sums: Sums) -> Tree:
         return aux
@@ -80,7 +80,7 @@ class ValueStage:
             return outside(self.function(params.buffers, {}, *args), "the result", lambda tensor: True)
 
 
-def _detached(outcome: Outcome, stored: Buffers) -> Outcome:
+def detached(outcome: Outcome, stored: Buffers) -> Outcome:
     """An outcome that outlives its micro-batch: detached, and outside the memory of parameters."""
     memory = {storage_id(buffer.untyped_storage()) for buffer in stored.values()}
 

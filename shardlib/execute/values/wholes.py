@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.collectives.buffers import Link, gathered, scattered, summed
+from shardlib.common._compat import split_copied
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, Op, Routes
@@ -56,11 +57,15 @@ class Wholes:
     def unpacked(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of what `gather` returns, in shape and without padding."""
         bucket, level = self.bucket, self.bucket.param_level
-        owners = math.prod(bucket.sizes[:level])
-        columns = whole.view(owners, -1).split(bucket.segment_sizes(level), dim=1)
+        cut: Sequence[torch.Tensor] = [whole]
+        if not bucket.alone:
+            columns, sizes = whole.view(math.prod(bucket.sizes[:level]), -1), bucket.segment_sizes(level)
+            # One copy of all leaves where their elements lie apart, else views.
+            apart = len(columns) > 1
+            cut = split_copied(columns, sizes, 1) if apart else columns.split(sizes, dim=1)
         return [
-            column.reshape(-1)[:numel].view(shape)
-            for column, numel, shape in zip(columns, bucket.numels, bucket.shapes, strict=True)
+            part.view(shape) if part.numel() == numel else part.view(-1)[:numel].view(shape)
+            for part, numel, shape in zip(cut, bucket.numels, bucket.shapes, strict=True)
         ]
 
     def each(self, whole: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,44 @@
+"""A pass that reduces each gradient as soon as it is complete.
+
+Autograd runs a unit's gather last in backward, since it is first in forward: in a trace all reductions are at the end, and
+all whole gradients live until then.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from shardlib.collectives.buffers import SCATTER, SUM
+from shardlib.execute.graph.nodes import RELAID, changes, of_kind, positions, result_of
+
+_aten = torch.ops.aten
+_PACKING = RELAID | {_aten.cat.default, _aten.constant_pad_nd.default, _aten.zeros.default, _aten.add.Tensor}
+
+
+def hoist(graph: Graph) -> None:
+    """Move reductions, and what packs gradients for them, to where their inputs are complete."""
+    moved: set[Node] = set()
+    for exchange in of_kind(graph, (SCATTER, SUM)):
+        moved |= {result_of(exchange)} | _packing(exchange)
+    if any(map(changes, graph.nodes)):  # what is written to is not to be read before
+        return
+    # A moved node has the place of the node behind which it stands, and its number among those that do.
+    place = {node: (number, 0) for node, number in positions(graph).items()}
+    behind: dict[int, Node] = {}
+    for count, node in enumerate([node for node in graph.nodes if node in moved], 1):
+        last = max(node.all_input_nodes, key=place.__getitem__, default=node)
+        if last is not node and last.op != "placeholder":
+            number = place[last][0]
+            behind.get(number, last).append(node)
+            behind[number], place[node] = node, (number, count)
+
+
+def _packing(node: Node) -> set[Node]:
+    """An exchange, and the nodes before it that lay out what it is given, and nothing else."""
+    found, todo = set(), [node]
+    while todo:
+        each = todo.pop()
+        found.add(each)
+        todo += [one for one in each.all_input_nodes if one.target in _PACKING and set(one.users) <= found]
+    return found

@@ -1,0 +1,100 @@
+"""What passes ask of a graph's nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from shardlib.collectives.buffers import GATHER, SCATTER, SUM, Link, link_of
+from shardlib.common._compat import to_copy, unsafe_view, writes
+
+EXCHANGES = (GATHER, SCATTER, SUM)
+_aten = torch.ops.aten
+# Operators whose results are views, copies or casts of what they are given: cheap, and with no other input.
+RELAID = {
+    operator.getitem, _aten.view.default, _aten.split_with_sizes.default, _aten.split_with_sizes_copy.default,
+    _aten.split.Tensor, _aten.slice.Tensor, _aten.select.int, _aten.t.default, _aten.transpose.int, _aten.permute.default,
+    _aten.expand.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.clone.default, _aten.detach.default,
+    _aten.alias.default, _aten.reshape.default, to_copy, unsafe_view,
+}  # fmt: skip
+
+COPIES = {_aten.split_with_sizes_copy.default, _aten.clone.default, to_copy}  # those that make memory, or lists of it
+
+
+def fetched(graph: Graph) -> dict[Node, str]:
+    """The nodes that hold gathered parameters, or what is a view, a copy or a cast of them: node -> the unit."""
+    found: dict[Node, str] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        inputs = node.all_input_nodes
+        if node.target is GATHER and all(each in found or from_shards(each) for each in inputs):
+            found[node] = link_of(node.args[1]).label
+        elif node.target in RELAID and inputs and inputs[0] in found and len(inputs) == 1:
+            found[node] = found[inputs[0]]
+    return found
+
+
+def from_shards(node: Node) -> bool:
+    """Whether a node is an input of the graph, or several of them in one message."""
+    return node.op == "placeholder" or (
+        bool(node.args) and all(one.op == "placeholder" for one in node.all_input_nodes)
+    )
+
+
+def result_of(exchange: Node) -> Node:
+    """The tensor that an exchange's operator returns, in a list."""
+    (item,) = exchange.users
+    return item
+
+
+def link_at(exchange: Node) -> Link:
+    """What an exchange goes along."""
+    return link_of(exchange.args[1])  # type: ignore[arg-type]
+
+
+def given(node: Node) -> Any:
+    """What a call is given first."""
+    return node.args[0]
+
+
+def value_of(node: Any) -> Any:
+    """What a node makes, without values."""
+    return node.meta.get("val")
+
+
+def nbytes(node: Node) -> int:
+    """Bytes of what a node makes; 0 of what is no tensor."""
+    value = value_of(node)
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def changes(node: Node) -> bool:
+    """Whether a node writes to what it is given."""
+    return node.op == "call_function" and hasattr(node.target, "_schema") and writes(node.target)
+
+
+def draws(node: Node) -> bool:
+    """Whether a node draws from torch's own generators."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def copied(node: Node, known: dict[Node, Node], graph: Graph) -> Node:
+    """A copy of a node at the graph's place of insertion, with ``known`` in the place of its inputs."""
+    made = graph.node_copy(node, lambda each: known.get(each, each))
+    known[node] = made
+    return made
+
+
+def positions(graph: Graph) -> dict[Node, int]:
+    return {node: place for place, node in enumerate(graph.nodes)}
+
+
+def of_kind(graph: Graph, targets: Iterable[Any]) -> Iterator[Node]:
+    """The calls of some operators, in order."""
+    wanted = tuple(targets)
+    return (node for node in list(graph.nodes) if node.op == "call_function" and node.target in wanted)

@@ -1,0 +1,47 @@
+"""The passes over a step's graph, by name, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from shardlib.collectives.buffers import Link
+from shardlib.execute.graph.clean import clean
+from shardlib.execute.graph.hoist import hoist
+from shardlib.execute.graph.merge import merge
+from shardlib.execute.graph.overlap import overlap
+from shardlib.execute.graph.recompute import recompute
+from shardlib.execute.graph.regather import regather
+from shardlib.execute.graph.trace import Traced
+from shardlib.plan.recompute import Recompute
+
+PASSES = ("clean", "hoist", "merge", "recompute", "regather", "overlap")
+
+
+def require_known(names: Collection[str]) -> None:
+    """Refuse names of passes that there are not. Raises `ValueError`."""
+    if unknown := sorted(set(names) - set(PASSES)):
+        raise ValueError(f"passes {unknown}: there are {', '.join(PASSES)}")
+
+
+def optimised(traced: Traced, remat: Recompute | None, without: Collection[str] = ()) -> Traced:
+    """A trace after the passes, but for those named in ``without``, which are for tests and measurements."""
+    graph = traced.module.graph
+    links: list[Link] = []
+    if "clean" not in without:
+        clean(graph)
+    if "hoist" not in without:
+        hoist(graph)
+    if "merge" not in without:
+        links = merge(graph)
+    if remat is not None and "recompute" not in without:
+        recompute(graph, keep_dots=remat.policy == "dots")
+    if "regather" not in without:
+        regather(graph)
+    if "clean" not in without:
+        clean(graph)
+    if "overlap" not in without:
+        overlap(graph)
+    graph.lint()
+    traced.module.recompile()
+    traced.links += links
+    return traced

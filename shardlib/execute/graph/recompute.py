@@ -1,0 +1,49 @@
+"""A pass that computes blocks again in backward, as `shardlib.remat` says, in place of keeping what they computed.
+
+What is drawn from torch's own generators is kept. The library's draws are made again, from the same seeds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from shardlib.common._compat import FUSED_ATTENTIONS
+from shardlib.execute.graph.nodes import EXCHANGES, changes, copied, draws, fetched
+from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
+
+_aten = torch.ops.aten
+# What remat("dots") keeps.
+DOTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, *FUSED_ATTENTIONS}
+
+
+def recompute(graph: Graph, keep_dots: bool = False) -> None:
+    """Compute the nodes of blocks again where backward uses them; with ``keep_dots`` not products."""
+    wholes = fetched(graph)
+    written = {node.meta[BLOCK] for node in graph.nodes if changes(node)}  # what is written to has no one value
+    again: dict[Node, Node] = {}
+
+    def recomputes(node: Node) -> bool:
+        if node.op != "call_function" or node in wholes or node.meta.get(PHASE) != FORWARD:
+            return False
+        block = node.meta.get(BLOCK)
+        if block is None or block in written or draws(node) or node.target in EXCHANGES:
+            return False
+        return not (keep_dots and node.target in DOTS)
+
+    def computed(node: Node, at: Node) -> Node:
+        if not recomputes(node):
+            return node
+        if node not in again:
+            for each in node.all_input_nodes:
+                if each.meta.get(BLOCK) == node.meta[BLOCK]:
+                    computed(each, at)
+            with graph.inserting_before(at):
+                made = copied(node, again, graph)
+            made.meta = node.meta | {PHASE: BACKWARD}
+        return again[node]
+
+    for node in list(graph.nodes):
+        if node.meta.get(PHASE) == BACKWARD and node not in wholes:
+            for each in node.all_input_nodes:
+                node.replace_input_with(each, computed(each, node))

@@ -1,0 +1,229 @@
+"""The runner of a step as one graph for each form of batch; what cannot be traced runs as it does without a graph."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardlib
+from shardlib.collectives import primitives
+from shardlib.errors import BatchError, HandleError, IllegalComposition, LossError, RankMismatch, ShardlibError
+from shardlib.execute.gradients import ReductionOptions
+from shardlib.execute.graph.alive import order_of
+from shardlib.execute.graph.passes import optimised
+from shardlib.execute.graph.text import described
+from shardlib.execute.graph.trace import Traced, trace
+from shardlib.execute.losses import Outcome
+from shardlib.execute.record import Record
+from shardlib.execute.stages.base import Call
+from shardlib.execute.stages.one import OneStage
+from shardlib.execute.totals import Totals
+from shardlib.execute.values.function import Function
+from shardlib.execute.values.refusals import missing
+from shardlib.execute.values.runner import ValueStage, detached
+from shardlib.mesh.mesh import Mesh
+from shardlib.plan.plan import Plan
+from shardlib.rng import seeding_torch
+from shardlib.tree import flatten
+
+_log = logging.getLogger("shardlib.execute")
+MOST = 8  # forms of batches, each of which takes a trace
+_HERE = Path(shardlib.__file__).parent
+_TORCH = Path(torch.__file__).parent
+
+
+class GraphStage:
+    """Runs a loss function on a plan with one stage, as graphs.
+
+    Args:
+        without: the names of passes that are left out.
+
+    Raises:
+        IllegalComposition: a plan with transforms that a graph does not have.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        plan: Plan,
+        mesh: Mesh,
+        trained: bool = True,
+        with_buffers: bool = False,
+        without: Collection[str] = (),
+    ) -> None:
+        require_graph(plan)
+        self._fn, self._plan, self._mesh, self._with_buffers, self._without = fn, plan, mesh, with_buffers, without
+        self._values = ValueStage(fn, plan, mesh, trained, with_buffers)
+        self._graphs: dict[Any, Traced] = {}
+        self._order: list[Any] | None = None  # of exchanges, in the first graph
+        self._otherwise: OneStage | None = None  # what runs a loss that cannot be traced
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return () if self._otherwise is None else self._otherwise.records
+
+    @property
+    def graphs(self) -> Sequence[Traced]:
+        """The graphs traced so far."""
+        return list(self._graphs.values())
+
+    def __str__(self) -> str:
+        if self._otherwise is not None:
+            return "no graph: the loss function cannot be traced, and runs as without compile=True"
+        return "\n\n".join(described(traced.module.graph) for traced in self.graphs) or "no graph yet: take a step"
+
+    def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
+        if self._otherwise is None and not self._graphs:
+            self._try(call)
+        if self._otherwise is not None:
+            return self._otherwise.train(call, totals, options)
+        if options.reached is not None:
+            raise IllegalComposition(
+                "compile=True does not tell which parameters were used: leave out optim.skip_unused"
+            )
+        held: dict[str, torch.Tensor] = {}
+        for index in range(len(call.microbatches)):
+            outcome, gradients = self._microbatch(call, index, totals.buffers if index else call.buffers)
+            held = {name: held[name].add_(new) if held else new for name, new in gradients.items()}
+            totals.add(outcome)
+        return held if len(call.microbatches) == 1 else self._values.function.reduced(held)
+
+    def shared_aux(self, call: Call, aux: Any, sums: Any) -> Any:
+        return aux
+
+    def evaluate(self, params: Any, *args: Any) -> Any:
+        return self._values.evaluate(params, *args)
+
+    def _microbatch(self, call: Call, index: int, buffers: Any) -> tuple[Outcome, dict[str, torch.Tensor]]:
+        batch, key = call.microbatches[index], call.keys[index]
+        traced = self._traced(call, index, buffers)
+        stored = [call.params.buffers[bucket.name] for bucket in self._plan.buckets]
+        start = call.loss_scale * (1.0 if traced.form.weighted else call.share)
+        seed = torch.full((), start, dtype=torch.float64, device=self._mesh.device)
+        tensors = [leaf for leaf in (*flatten(batch)[1], *flatten(buffers)[1]) if isinstance(leaf, torch.Tensor)]
+        seeds = [] if key is None else traced.stands.seeds(key)
+        with torch.no_grad(), seeding_torch(key, self._mesh.device):
+            outputs = traced.module(*stored, *tensors, seed, *seeds)
+        means, aux, after, gradients = traced.form.results(outputs)
+        outcome = Outcome(means, traced.form.weighted, aux, after)
+        names = [bucket.name for bucket in self._plan.trained]
+        return detached(outcome, call.params.buffers), dict(zip(names, gradients, strict=True))
+
+    def _traced(self, call: Call, index: int, buffers: Any) -> Traced:
+        """The graph of a micro-batch of this form."""
+        form = _form(call, index, buffers)
+        if form not in self._graphs:
+            traced = optimised(self._trace(call, index, buffers), self._plan.step.remat, self._without)
+            if self._order is not None and order_of(traced.module.graph) != self._order:
+                raise HandleError(
+                    "compile=True: with a batch of another form the loss exchanges in another order than at first, and ranks "
+                    "whose batches differ would wait for each other. Let the order of layers not depend on the batch's sizes"
+                )
+            if len(self._graphs) >= MOST:
+                raise BatchError(
+                    f"compile=True: the {MOST + 1}th form of batch, each of which takes a trace of its own. "
+                    f"{_changing(form, self._graphs)}"
+                )
+            self._graphs[form] = traced
+        return self._graphs[form]
+
+    def _trace(self, call: Call, index: int, buffers: Any) -> Traced:
+        plan, mesh = self._plan, self._mesh
+        return trace(
+            lambda blocks: Function(self._fn, plan, mesh, True, blocks, traces=True),
+            {bucket.name: call.params.buffers[bucket.name] for bucket in plan.buckets},
+            call.microbatches[index],
+            buffers if self._with_buffers else None,
+            call.keys[index],
+            len(call.microbatches) == 1,
+            call.named(index, mesh),
+        )
+
+    def _try(self, call: Call) -> None:
+        """Trace the first micro-batch; all ranks have graphs of the same exchanges, or none has a graph. Collective."""
+        why, raised = "", None
+        try:
+            traced = self._trace(call, 0, call.buffers)
+        except LossError:
+            raise
+        except Exception as error:
+            why, raised = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}, at {_line(error)}", error
+        else:
+            self._graphs[_form(call, 0, call.buffers)] = optimised(traced, self._plan.step.remat, self._without)
+            self._order = order_of(traced.module.graph)
+        orders = primitives.all_gather_object(self._mesh, list(self._mesh.shape), (why, self._order))
+        if not any(text for text, _ in orders):
+            if any(order != self._order for _, order in orders):
+                raise RankMismatch(
+                    "compile=True: the ranks' graphs exchange in different orders. Let the loss function run the same layers "
+                    "on every rank, or leave out compile=True"
+                )
+            return
+        if isinstance(raised, ShardlibError) and not isinstance(raised, IllegalComposition | HandleError):
+            raise raised
+        rank, text = next((rank, text) for rank, (text, _) in enumerate(orders) if text)
+        if self._mesh.rank == 0:
+            _log.warning(
+                "compile=True: the loss function cannot be traced (rank %d: %s). Steps run as without it. Let the loss "
+                "compute with tensors alone: torch.where in place of if, and no .item()",
+                rank,
+                text,
+            )
+        self._graphs.clear()
+        self._otherwise = OneStage(self._fn, self._plan, self._mesh, True, self._with_buffers)
+
+
+def require_graph(plan: Plan) -> None:
+    """Refuse a plan that a graph does not have. Raises `IllegalComposition`, with all transforms."""
+    lacks, how = missing(plan), plan.step.remat
+    if any(plan.sizes[style.axis] > 1 for style in plan.styles.values()):
+        lacks.append("tensor_slicing: use more ranks on the axis of zero")
+    if how is not None and (how.save or how.policy not in ("full", "dots")):
+        lacks.append("remat(save=), policies of your own: use remat() or remat('dots')")
+    if lacks:
+        listed = "\n".join(f"- {each}" for each in lacks)
+        raise IllegalComposition(f"compile=True does not go together with\n{listed}\nOr leave it out")
+
+
+def _form(call: Call, index: int, buffers: Any) -> Any:
+    """What a graph depends on: the structure of its inputs, the form of tensors, all other leaves, and the key's slot."""
+    key = call.keys[index]
+
+    def of(tree: Any) -> tuple[Any, ...]:
+        paths, leaves, treedef = flatten(tree)
+        forms = [
+            (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+        ]
+        return treedef, tuple(zip(paths, forms, strict=True))
+
+    return of(call.microbatches[index]), of(buffers), None if key is None else key.slot
+
+
+def _changing(form: Any, known: Collection[Any]) -> str:
+    """What differs between a form and the last known one, and a remedy."""
+    ((_, leaves), _, _), ((_, before), _, _) = form, list(known)[-1]
+    old = dict(before)
+    changed = [(path, now) for path, now in leaves if old.get(path) != now]
+    numbers = [path for path, now in changed if isinstance(now, str)]
+    if numbers:
+        return (
+            f"{', '.join(numbers)} of the batch changes and is no tensor: pass torch.tensor(value), which is an input"
+        )
+    return f"{', '.join(path or 'the batch' for path, _ in changed)} changes in shape: pad batches to a few lengths"
+
+
+def _line(error: BaseException) -> str:
+    """The line of the user's that raised an error, or else the last one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if not Path(frame.filename).is_relative_to(_TORCH) and not frame.filename.startswith("<")
+    ]
+    users = [frame for frame in own if _HERE not in Path(frame.filename).parents] or own or list(frames)
+    return f"{users[-1].filename}:{users[-1].lineno} ({users[-1].line})"

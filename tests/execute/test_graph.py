@@ -1,0 +1,272 @@
+"""A step as one graph: equal to the step without, with the exchanges and the memory that its passes promise."""
+
+import re
+
+import pytest
+import torch
+from helpers.architectures import build
+from helpers.models import TINY, share, tiny_gpt, token_batches
+from helpers.trees import relative_error
+from optree import tree_map
+
+import shardlib as sl
+from shardlib.errors import BatchError, IllegalComposition
+from shardlib.execute.batches import batch_index
+from shardlib.execute.graph import merge
+from shardlib.execute.graph.alive import kind_of, peak_of_wholes
+from shardlib.execute.graph.nodes import fetched, nbytes
+from shardlib.execute.graph.passes import PASSES
+from shardlib.execute.graph.runner import GraphStage
+from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
+from shardlib.execute.stages.runner import runner_of
+from shardlib.execute.step import LossStep
+
+
+def both(loss_fn, params, batches, transform, ranks=2, without=(), rng=None):
+    """Losses, norms and gradients with and without a graph, and the graphs, of rank 0."""
+
+    def run(mesh):
+        sharded, found, graphs = sl.shard(params, mesh, transform), [], []
+        plan = sharded.plan
+
+        def graph_stage(*args, **kwargs):
+            graphs.append(GraphStage(*args, **kwargs, without=without))
+            return graphs[-1]
+
+        for run_by in (runner_of, graph_stage):
+            step = LossStep(loss_fn, plan, mesh, False, run_by=run_by)
+            for number, batch in enumerate(batches):
+                mine = share(batch, batch_index(plan, mesh), plan.batch_ranks)
+                key = None if rng is None else rng.fold_in(number)
+                got = step(sharded, mine, None, key, comm={}, equal={})
+                found.append((got.loss, got.norm, dict(got.grads), got.aux))
+        half = len(batches)
+        return (
+            found[:half],
+            found[half:],
+            [traced.module.graph for traced in graphs[0].graphs],
+            graphs[0],
+        )  # which keeps the graphs' links
+
+    return sl.simulate(run, mesh={"data": ranks})
+
+
+def check(results, tolerance=0.0):
+    for eager, compiled, graphs, _ in results:
+        assert graphs
+        for one, other in zip(eager, compiled, strict=True):
+            error, path = relative_error(other, one)
+            assert error <= tolerance, f"{path}: {error}"
+    return results[0][2][0]
+
+
+def count(graph, kind):
+    return sum(kind_of(node) == kind for node in graph.nodes)
+
+
+CHAINS = {
+    "0": sl.zero(0), "1": sl.zero(1), "2": sl.zero(2), "3": sl.zero(3),
+    "3 in 2 micro-batches": sl.chain(sl.zero(3), sl.accumulate(2)),
+    "2 in 2 micro-batches, together": sl.chain(sl.zero(2), sl.accumulate(2, sync="last")),
+    "recomputed": sl.chain(sl.zero(3), sl.remat()),
+    "dots kept": sl.chain(sl.zero(2), sl.remat("dots")),
+    "bf16": sl.chain(sl.zero(3), sl.precision("bf16")),
+    "autocast": sl.chain(sl.zero(3), sl.precision("bf16", autocast=True)),
+    "frozen": sl.chain(sl.zero(3), sl.freeze("blocks/0/*")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_gpt(name):
+    """To the bit, with draws whose keys differ from step to step."""
+    loss_fn, params = tiny_gpt(dropout=0.1)
+    check(both(loss_fn, params, token_batches(3, 12), CHAINS[name], rng=sl.Key(3)))
+
+
+UNITS = 5  # of a GPT of three layers
+
+
+def exchanges(graphs, kind):
+    return [sum(kind_of(node) == kind for node in graph.nodes) for graph in graphs]
+
+
+@pytest.mark.parametrize(
+    "without", [(), *[(name,) for name in PASSES], PASSES], ids=lambda names: "-".join(names) or "all"
+)
+def test_each_pass_keeps_the_bits(without):
+    loss_fn, params = tiny_gpt(layers=2)
+    transform = sl.chain(sl.zero(3), sl.remat())
+    check(both(loss_fn, params, token_batches(2, 4), transform, without=without))
+
+
+def test_two_units_are_whole_at_a_time():
+    """Each is gathered twice but for the last two, and embeddings, which backward does not read; and reduced as soon as its
+    gradient is there."""
+    loss_fn, params = tiny_gpt(layers=3)
+    run = lambda *without: both(loss_fn, params, token_batches(1, 4), sl.zero(3), without=("merge", *without))  # noqa: E731
+    (_, _, graphs, stage), *_ = run()
+    assert exchanges(graphs, "gather") == [2 * UNITS - 3] and exchanges(graphs, "reduce-scatter") == [UNITS]
+    assert peak_of_wholes(graphs[0]).units == 2 and "gathered at a time: 2 units at most" in str(stage)
+    order = [kind_of(node)[0] for node in graphs[0].nodes if kind_of(node)]
+    assert "".join(order) == "ggggg" + "r" + "gr" * 2 + "rr"
+    (_, _, graphs, stage), *_ = run("regather")
+    assert peak_of_wholes(graphs[0]).units == UNITS and exchanges(graphs, "gather") == [UNITS]
+    (_, _, graphs, stage), *_ = run("hoist")
+    assert [kind_of(node)[0] for node in graphs[0].nodes if kind_of(node)][-UNITS:] == ["r"] * UNITS
+
+
+@pytest.mark.parametrize(
+    ("stage", "kinds"), [(0, {"all-reduce": 1}), (1, {"reduce-scatter": 1}), (3, {"gather": 1, "reduce-scatter": 1})]
+)
+def test_small_messages_are_merged(stage, kinds):
+    loss_fn, params = tiny_gpt(layers=3)
+    (_, _, graphs, stage), *_ = both(loss_fn, params, token_batches(1, 4), sl.zero(stage))
+    assert {kind: exchanges(graphs, kind)[0] for kind in kinds} == kinds
+
+
+def test_blocks_are_recomputed():
+    """Of what blocks compute backward reads what goes into the next block alone."""
+    loss_fn, params = tiny_gpt(layers=3)
+
+    def kept(transform):
+        results = both(loss_fn, params, token_batches(1, 4), transform, without=("merge", "overlap"))
+        graphs = results[0][2]
+        wholes = fetched(graphs[0])
+        forward = [node for node in graphs[0].nodes if node.meta.get(PHASE) == FORWARD and node not in wholes]
+        later = [node for node in forward if any(user.meta.get(PHASE) == BACKWARD for user in node.users)]
+        return sum(nbytes(node) for node in later if node.meta.get(BLOCK) is not None)
+
+    whole, dots, nothing = (
+        kept(t) for t in (sl.zero(3), sl.chain(sl.zero(3), sl.remat("dots")), sl.chain(sl.zero(3), sl.remat()))
+    )
+    rows, width = 2 * TINY.sequence, TINY.width
+    assert nothing == 2 * rows * width * 4 < dots < whole
+
+
+def layers(params, batch):
+    x = batch["x"]
+    for weight in params["weights"]:
+        x = torch.tanh(x @ weight)
+    return x
+
+
+PARAMS = {"weights": [torch.randn(6, 6, generator=torch.Generator().manual_seed(2)).double() for _ in range(3)]}
+BATCH = {"x": torch.randn(8, 6, generator=torch.Generator().manual_seed(3)).double(), "scale": 2.0}
+
+
+def of_batch(params, batch):
+    """A `Mean` with aux, scaled by a number of the batch."""
+    x = layers(params, batch)
+    counted = (batch["x"][:, 0] > 0).double()
+    error = sl.Mean((x.square().sum(1) * counted).sum() * batch["scale"], counted.sum())
+    return error, {"error": sl.Mean(x.sum(), len(x)), "w": params["weights"][0], "name": "x"}
+
+
+def branching(params, batch):
+    x = layers(params, batch)
+    if x.sum() > 0:
+        x = x * 2
+    return x.square().mean()
+
+
+def steps(loss_fn, batches, compile, transform=None, **options):
+    """Metrics and parameters of training on two simulated ranks; rank 0's."""
+
+    def run(mesh):
+        params = sl.shard(PARAMS, mesh, sl.zero(3) if transform is None else transform)
+        state, step = sl.make_train_step(loss_fn, params, sl.optim.adamw(1e-2), compile=compile, **options)
+        found = []
+        for batch in batches:
+            mine = {key: share(leaf, mesh.rank, 2) if torch.is_tensor(leaf) else leaf for key, leaf in batch.items()}
+            state, metrics = step(state, mine)
+            found.append(
+                tree_map(
+                    torch.as_tensor, [metrics["loss"], metrics["grad_norm"], metrics.get("aux", {}).get("error", 0)]
+                )
+            )
+        graphs = len(step.graph.graphs) if compile else 0
+        return found, sl.unshard(state.params), graphs, str(step.graph)
+
+    return sl.simulate(run, mesh={"data": 2})[0]
+
+
+def test_train_steps():
+    """A graph is traced anew for another number in the batch."""
+    batches = [BATCH, BATCH, BATCH | {"scale": 3.0}, BATCH]
+    eager, compiled = (steps(of_batch, batches, compile) for compile in (False, True))
+    assert relative_error(compiled[:2], eager[:2])[0] == 0
+    assert compiled[2] == 2 and "reduce-scatter" in compiled[3] and eager[3] == "None"
+
+
+def test_a_number_that_changes_in_every_step_is_refused():
+    with pytest.raises(BatchError, match=r"(?s)the 9th form of batch.*scale of the batch changes.*torch\.tensor"):
+        steps(of_batch, [BATCH | {"scale": float(number)} for number in range(9)], True)
+
+
+def test_what_cannot_be_traced_runs_and_is_named_with_its_line(caplog):
+    eager, compiled = (steps(branching, [BATCH, BATCH], compile) for compile in (False, True))
+    assert relative_error(compiled[:2], eager[:2])[0] == 0 and compiled[3].startswith("no graph: ")
+    told = [record.message for record in caplog.records if "cannot be traced" in record.message]
+    assert len(told) == 1 and "test_graph.py" in told[0] and "if x.sum() > 0:" in told[0]
+
+
+def test_errors_of_the_loss_are_raised():
+    with pytest.raises(sl.errors.LossError, match="does not depend on any trained parameter"):
+        steps(lambda params, batch: batch["x"].sum(), [BATCH], True)
+
+
+REFUSED = {
+    "onebit": sl.chain(sl.zero(1), sl.onebit()),
+    "offload": sl.chain(sl.zero(3), sl.offload()),
+    "remat(save=)": sl.chain(sl.zero(3), sl.remat(save=["x"])),
+    "reproducible": sl.chain(sl.zero(1), sl.reproducible(4)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_plans_that_have_no_graph(name):
+    with pytest.raises(IllegalComposition, match=rf"(?s)compile=True does not go together with.*{re.escape(name)}.*: "):
+        steps(layers, [BATCH], True, REFUSED[name])
+
+
+def on_a_rank(mesh, stage):
+    """Parameters after steps with and without a graph, and the number of graphs, on a rank of its own process."""
+    loss_fn, params = tiny_gpt(dropout=0.1)
+    found = []
+    for compile in (False, True):
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(stage), sl.remat()))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.adamw(1e-2), rng=3, compile=compile)
+        for batch in token_batches(3, 8):
+            state, metrics = step(state, share(batch, mesh.rank, mesh.size))
+        found.append((sl.unshard(state.params), metrics["loss"]))
+    return (*found, len(step.graph.graphs))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_in_processes(pool, stage):
+    for eager, compiled, graphs in pool.run(on_a_rank, stage, mesh={"data": 2}):
+        assert relative_error(compiled, eager)[0] == 0 and graphs == 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_models_of_transformers(kind):
+    """BERT's embedding is tied: its two gradients are added in another order."""
+    torch.manual_seed(0)
+    tied = kind == "bert"
+    apply, params = sl.from_module(build(kind).double() if tied else build(kind))
+    ids = torch.randint(50, (8, 6))
+
+    def loss_fn(params, batch):
+        return apply(params, input_ids=batch["ids"], labels=batch["ids"]).loss
+
+    transform = sl.zero(3) if tied else sl.chain(sl.zero(3), sl.precision("bf16"))
+    check(both(loss_fn, params, [{"ids": ids}] * 2, transform), 1e-12 if tied else 0)
+
+
+def test_merged_units_are_whole_two_at_a_time(monkeypatch):
+    monkeypatch.setattr(merge, "SMALLEST", 12_000)
+    loss_fn, params = tiny_gpt(layers=6)
+    results = both(loss_fn, params, token_batches(1, 4), sl.zero(3))
+    graph = check(results)
+    assert exchanges([graph], "gather") == [4] and exchanges([graph], "reduce-scatter") == [3]
+    assert peak_of_wholes(graph).units == 2
