@@ -356,6 +356,10 @@ def test_modes_and_methods_of_a_call():
         assert torch.equal(evaluate(sl.shard(params, sl.make_mesh()), x), module.eval()(x)), fn
         module.train()
         assert not torch.equal(fn(params, x), fn(params, x))
+    # One inside of torch.func too.
+    evaluate = sl.make_eval_step(lambda p, x: apply(p, x), params)
+    found = torch.func.vmap(lambda row: evaluate(params, row), randomness="different")(x)
+    torch.testing.assert_close(found, module.eval()(x))
 
 
 def test_a_module_without_forward():
