@@ -299,7 +299,7 @@ class Bucket:
         if self._period == len(self.chunks):
             torch.split_with_sizes_copy(rows, widths, dim=1, out=[part[0] for part in parts])
         else:
-            rows = rows.view(ways, -1, sum(widths))
+            rows = rows.view(ways, len(self.chunks) // self._period, sum(widths))
             torch.split_with_sizes_copy(rows, widths, dim=2, out=[part.transpose(0, 1) for part in parts])
 
     def _parts(self, buffer: torch.Tensor, ways: int) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ SHAPES = {
     "all alike": [(4,)] * 5,
     "alike at first": [(4,), (4,), (4,), (6, 2)],
     "with an empty one": [(4,), (0, 3), (4,), (0, 3)],
+    "all empty": [(0,), (0, 3), (0,), (0, 3)],
 }
 
 
