@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-import shardlib
 from shardlib.collectives import primitives
 from shardlib.errors import BatchError, HandleError, IllegalComposition, LossError, RankMismatch, ShardlibError
 from shardlib.execute.gradients import ReductionOptions
@@ -33,7 +32,7 @@ from shardlib.tree import flatten
 
 _log = logging.getLogger("shardlib.execute")
 MOST = 8  # forms of batches, each of which takes a trace
-_HERE = Path(shardlib.__file__).parent
+_HERE = Path(__file__).parents[2]  # the library
 _TORCH = Path(torch.__file__).parent
 
 
