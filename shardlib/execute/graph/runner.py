@@ -32,7 +32,7 @@ from shardlib.tree import flatten
 
 _log = logging.getLogger("shardlib.execute")
 MOST = 8  # forms of batches, each of which takes a trace
-_HERE = Path(__file__).parents[2]
+_HERE = Path(__file__).parents[2]  # the library
 _TORCH = Path(torch.__file__).parent
 
 
