@@ -252,6 +252,11 @@ def pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
     return list(module._forward_pre_hooks.values())
 
 
+def is_operator(value: Any) -> bool:
+    """Whether ``value`` is an operator of torch's, with a schema."""
+    return isinstance(value, torch._ops.OpOverload)
+
+
 def arguments_of(operator: Any) -> list[tuple[str, bool]]:
     """The name of each argument of an operator, and whether the operator says that it writes to it.
 

@@ -193,7 +193,7 @@ class Sharded:
             flats = self.buffers[bucket.name].split_with_sizes(bucket.segment_sizes(level), dim=-1)
             for path, flat in zip(bucket.paths, flats, strict=True):
                 shape = self.plan.local_shape(self.plan.placement_of[path], self.role)
-                shards[path] = flat[..., : math.prod(shape)].view(*flat.shape[:-1], *shape)
+                shards[path] = flat[..., : math.prod(shape)].view((*flat.shape[:-1], *shape))
         return [shards.get(leaf.path) for leaf in self.plan.leaves]
 
     def _pack(self) -> dict[str, torch.Tensor]:

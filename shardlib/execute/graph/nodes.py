@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, Link, link_of
-from shardlib.common._compat import to_copy, unsafe_view, writes
+from shardlib.common._compat import is_operator, to_copy, unsafe_view, writes
 
 EXCHANGES = (GATHER, SCATTER, SUM)
 _aten = torch.ops.aten
@@ -75,7 +75,7 @@ def nbytes(node: Node) -> int:
 
 def changes(node: Node) -> bool:
     """Whether a node writes to what it is given."""
-    return node.op == "call_function" and hasattr(node.target, "_schema") and writes(node.target)
+    return node.op == "call_function" and is_operator(node.target) and writes(node.target)
 
 
 def draws(node: Node) -> bool:
