@@ -194,13 +194,13 @@ class Executor:
         ``fn`` is called again if it calls `torch.func` for the first time: see `Record.holds`.
         """
         self._bind(params, gradients, thinned)
-        draws = states_of_generators(self.mesh.device)
-        hooks = self._saved.hooks() if self.gathers and not self.record.holds else nullcontext()
+        hooked = self.gathers and not self.record.holds
+        draws = states_of_generators(self.mesh.device) if hooked else None
         try:
-            with self._running(), torch.enable_grad(), hooks:
+            with self._running(), torch.enable_grad(), self._saved.hooks() if hooked else nullcontext():
                 return self._call(fn)
         except RuntimeError as error:
-            if not self.gathers or self.record.holds or not refused_for_hooks(error):
+            if draws is None or not refused_for_hooks(error):
                 raise
             self._hold()
             if self._gathering.strayed:

@@ -103,9 +103,9 @@ def precision(
 
     With "fp8" parameters and activations are as with "bf16", and matrix products by parameters of two dimensions
     (``F.linear``, ``x @ weight``, ``torch.addmm``) are in 8 bits: values and weights in e4m3, gradients in e5m2, each factor
-    scaled by its largest magnitude, sums in fp32 (see `shardlib.nn.scaled_matmul`; arXiv 2209.05433). It is quicker where the
-    device multiplies 8-bit floats. ``leaves={"*head*": "bf16"}`` leaves products out. Scales are those of what a rank
-    multiplies: its rows, and its slice of a weight. What fused operations and torch's own layers
+    scaled by its largest magnitude, sums in fp32 (see `shardlib.nn.scaled_matmul`; arXiv 2209.05433).
+    ``leaves={"*head*": "bf16"}`` leaves products out. Scales are those of what a rank multiplies: its rows, and
+    its slice of a weight. What fused operations and torch's own layers
     (``F.multi_head_attention_forward``) multiply inside of themselves stays in bf16.
 
     Args:
