@@ -10,6 +10,7 @@ from helpers.trees import relative_error
 from optree import tree_map
 
 import shardlib as sl
+from shardlib.common.thresholds import Threshold
 from shardlib.errors import BatchError, IllegalComposition
 from shardlib.execute.batches import batch_index
 from shardlib.execute.graph import merge
@@ -264,7 +265,7 @@ def test_models_of_transformers(kind):
 
 
 def test_merged_units_are_whole_two_at_a_time(monkeypatch):
-    monkeypatch.setattr(merge, "SMALLEST", 12_000)
+    monkeypatch.setattr(merge, "SMALLEST", Threshold(12_000))
     loss_fn, params = tiny_gpt(layers=6)
     results = both(loss_fn, params, token_batches(1, 4), sl.zero(3))
     graph = check(results)

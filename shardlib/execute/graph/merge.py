@@ -13,16 +13,17 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, Link
+from shardlib.common.thresholds import Threshold
 from shardlib.execute.graph.nodes import fetched, given, link_at, nbytes, of_kind, positions, result_of, value_of
 
 _aten = torch.ops.aten
-SMALLEST, LARGEST = 1 << 16, 1 << 20  # bytes up to which messages are merged, by the largest unit
+SMALLEST, LARGEST = Threshold(1 << 16), Threshold(1 << 20)  # bytes up to which messages are merged, by the largest unit
 
 
 def limit_of(graph: Graph) -> int:
     """Bytes up to which messages are merged: as large as a unit, so that no more is in memory than without."""
     largest = max((nbytes(result_of(node)) for node in of_kind(graph, (GATHER,))), default=0)
-    return max(SMALLEST, min(largest, LARGEST))
+    return max(SMALLEST(), min(largest, LARGEST()))
 
 
 def merge(graph: Graph) -> list[Link]:
