@@ -21,14 +21,14 @@ def main() -> int:
         parser.error(f"no such defects: {', '.join(sorted(unknown))}")
     chosen = [defect for defect in DEFECTS if not options.names or defect.name in options.names]
     noticed, missed = read(), 0
-    with project() as copy:
-        if not options.names and (found := control(copy, chosen)).test:
+    with project() as made:
+        if not options.names and (found := control(made, chosen)).test:
             print(f"without a defect {found.test} fails:\n{found.output[-3000:]}")
             return 1
         for defect in chosen:
             start = time.monotonic()
             try:
-                found = run(copy, defect, options.likely)
+                found = run(made, defect, options.likely)
             except RuntimeError as error:
                 found = Outcome("", False, str(error))
             if found.noticed:

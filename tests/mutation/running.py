@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import fast_part
+from .forking import EXPIRED, Forking
 from .planting import Copy, Defect
 
 _WHOLE_RUN = 3000  # seconds
@@ -40,15 +39,19 @@ class Outcome:
 
 
 @contextmanager
-def project() -> Iterator[Copy]:
-    """A copy of the project, and of the kernels that are built, as long as it is needed."""
+def project() -> Iterator[tuple[Copy, Forking]]:
+    """A copy of the project, and of the kernels that are built, and what runs its tests, as long as they are needed."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy = Copy(Path(folder))
         built = Path(folder) / "kernels"
         built.mkdir()
         for library in _built().glob("*.so"):
             shutil.copy2(library, built)
-        yield copy
+        forking = Forking(_environment(copy))
+        try:
+            yield copy, forking
+        finally:
+            forking.close()
 
 
 def _built() -> Path:
@@ -57,44 +60,41 @@ def _built() -> Path:
     return cache_folder()
 
 
-def run(copy: Copy, defect: Defect, likely: bool = False) -> Outcome:
+def run(made: tuple[Copy, Forking], defect: Defect, likely: bool = False) -> Outcome:
     """The likely tests; where none of them notices the defect, the rest of the fast part, unless ``likely``."""
-    with copy.with_defect(defect):
-        found = _pytest(copy, defect.tests, defect.module)
+    with made[0].with_defect(defect):
+        found = _pytest(made, defect.tests, defect.module)
         if found.test or likely:
             return found
-        return _pytest(copy, ["tests", *(f"--ignore={path}" for path in fast_part.IGNORED)], defect.module)
+        return _pytest(made, ["tests", *(f"--ignore={path}" for path in fast_part.IGNORED)], defect.module)
 
 
-def control(copy: Copy, defects: Sequence[Defect]) -> Outcome:
+def control(made: tuple[Copy, Forking], defects: Sequence[Defect]) -> Outcome:
     """The likely tests of all defects, with none of them planted."""
-    return _pytest(copy, list(dict.fromkeys(test for defect in defects for test in defect.tests)))
+    return _pytest(made, list(dict.fromkeys(test for defect in defects for test in defect.tests)))
 
 
-def _pytest(copy: Copy, tests: Sequence[str], module: str = "") -> Outcome:
+def _pytest(made: tuple[Copy, Forking], tests: Sequence[str], module: str = "") -> Outcome:
     """
     Raises:
         RuntimeError: pytest neither passed nor failed a test: a defect that does not import, a test that is not there.
     """
+    copy, forking = made
     options = ["-x", "-p", "mutation.fast_part", "-p", "no:cacheprovider", "-p", "no:randomly", "--tb=line", "-rfE"]
-    command = [sys.executable, "-m", "pytest", *options, f"--timeout={fast_part.SECONDS}", "-m", "not nightly", *tests]
-    try:
-        done = subprocess.run(
-            command, cwd=copy.root, env=_environment(copy, module), capture_output=True, text=True, timeout=_WHOLE_RUN
-        )
-    except subprocess.TimeoutExpired as expired:
-        return Outcome("the whole run", True, str(expired))
-    output = done.stdout + done.stderr
-    if done.returncode == _PASSED:
+    arguments = [*options, f"--timeout={fast_part.SECONDS}", "-m", "not nightly", *tests]
+    status, output = forking.run(arguments, copy.root, {fast_part.MODULE: module}, _WHOLE_RUN)
+    if status == EXPIRED:
+        return Outcome("the whole run", True, output)
+    if status == _PASSED:
         return Outcome("", False, output)
     failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", output, re.M)
     hung = "Timeout" in output and f">{fast_part.SECONDS}" in output
-    if done.returncode != _FAILED or not (failed or hung):
-        raise RuntimeError(f"pytest ended with {done.returncode} and no test that failed:\n{output[-3000:]}")
+    if status != _FAILED or not (failed or hung):
+        raise RuntimeError(f"pytest ended with {status} and no test that failed:\n{output[-3000:]}")
     return Outcome(failed[1] if failed else "the whole run", hung, output)
 
 
-def _environment(copy: Copy, module: str) -> dict[str, str]:
+def _environment(copy: Copy) -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "HYPOTHESIS_", "PYTHON"))
     }
@@ -104,5 +104,4 @@ def _environment(copy: Copy, module: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "SHARDLIB_CACHE": str(copy.root.parent / "kernels"),
         fast_part.ROOT: str(copy.root),
-        fast_part.MODULE: module,
     }
