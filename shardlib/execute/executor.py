@@ -25,7 +25,7 @@ from shardlib.execute.halves import Halves
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
 from shardlib.execute.meeting import Meeting
-from shardlib.execute.opaque import outside
+from shardlib.execute.opaque import outside, storages_of
 from shardlib.execute.phases import Phases, phases_of
 from shardlib.execute.record import Record
 from shardlib.execute.refusals import explain, refuse_autocast, refused_for_hooks, require_unwritten
@@ -116,7 +116,7 @@ class Executor:
         self._saved = SavedTensors(self._touch)
         self.host = host_memory(plan.step.remat, mesh) if trained and host is None else host
         store = store_of(plan.step.remat, mesh, self.host, lambda: self.record.order is None)
-        self._keeper = Keeper(plan.step.remat, store, self._in_parameters, self._saved.innermost)
+        self._keeper = Keeper(plan.step.remat, store, self.in_parameters, self._saved.innermost)
         self.blocks = Blocks(plan, trained, self._surroundings, self.record, self._slices, mesh.device)
         self._first = FirstRun(self._buckets, plan.styles, self._slices, parts)
         self._halves: Halves | None = None
@@ -146,7 +146,7 @@ class Executor:
             try:
                 self._bind(params, None)
                 with self._running(), torch.no_grad():
-                    result = self._attempt(lambda: self.outside(self._call(fn), "the result"))
+                    result = self._attempt(lambda: outside(self._call(fn), "the result", self.in_parameters))
                 self._gathering.finish()
             finally:
                 self.close()
@@ -220,16 +220,12 @@ class Executor:
                 "since its transforms allow no hooks on saved tensors (print(plan) has the bytes)"
             )
 
-    def outside(self, tree: Tree, what: str) -> Tree:
-        """The results of a function, which is called ``what``, as `shardlib.execute.opaque.outside` makes them."""
-        return outside(tree, what, self._in_parameters)
-
     def require_names(self) -> None:
         """Refuse names of values to keep that no block has used so far."""
         if self.plan.step.remat:
             require_known(self.plan.step.remat.save, self.record.names)
 
-    def _in_parameters(self, tensor: torch.Tensor) -> bool:
+    def in_parameters(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of parameters, as stored or as gathered."""
         stored = storage_id(tensor.untyped_storage()) in self._held or self._beside.holds(tensor)
         return stored or self._saved.bucket_with(tensor) is not None
@@ -390,7 +386,7 @@ class Executor:
         """Bind this step's parameters and gradients to the buckets."""
         self._beside.begin(params)
         self._on_disk = params.on_disk
-        self._held = frozenset(storage_id(buffer.untyped_storage()) for buffer in params.in_memory.values())
+        self._held = storages_of(params)
         agreeing = self.record.agreeing and not self.mesh.abstract
         self.blocks.begin()
         self.blocks.layers.begin(thinned, computes=agreeing)

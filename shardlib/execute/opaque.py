@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from shardlib.common._compat import storage_id
 from shardlib.common.hidden import hides
 from shardlib.errors import LossError, listing
 from shardlib.execute.handles import Handle
 from shardlib.nn.functional import Mean
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, adopt, flatten, tree_map
 
 
@@ -38,6 +40,11 @@ def outside(tree: Tree, what: str, in_parameters: Callable[[torch.Tensor], bool]
             return leaf.clone() if in_parameters(leaf) else leaf
 
     return tree_map(kept, tree)
+
+
+def storages_of(params: Sharded) -> frozenset[int]:
+    """The identities of the storages in which this rank's parameters are stored, but for those on disk."""
+    return frozenset(storage_id(buffer.untyped_storage()) for buffer in params.in_memory.values())
 
 
 def require_open(tree: Tree, what: str) -> None:

@@ -1,12 +1,16 @@
 """A step as one graph: equal to the step without, with the exchanges and the memory that its passes promise."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers.architectures import build
-from helpers.models import TINY, share, tiny_gpt, token_batches
+from helpers.models import TINY, mlp, mlp_loss, regression_batch, share, tiny_gpt, token_batches
+from helpers.strategies import MESHES, chains, models
 from helpers.trees import relative_error
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
 from optree import tree_map
 
 import shardlib as sl
@@ -21,9 +25,11 @@ from shardlib.execute.graph.runner import GraphStage
 from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.step import LossStep
+from shardlib.models import gpt
+from shardlib.tree import leaves_of
 
 
-def both(loss_fn, params, batches, transform, ranks=2, without=(), rng=None):
+def both(loss_fn, params, batches, transform, mesh=None, without=(), rng=None, buffers=None):
     """Losses, norms and gradients with and without a graph, and the graphs, of rank 0."""
 
     def run(mesh):
@@ -35,28 +41,28 @@ def both(loss_fn, params, batches, transform, ranks=2, without=(), rng=None):
             return graphs[-1]
 
         for run_by in (runner_of, graph_stage):
-            step = LossStep(loss_fn, plan, mesh, False, run_by=run_by)
-            for number, batch in enumerate(batches):
+            step = LossStep(loss_fn, plan, mesh, buffers is not None, run_by=run_by)
+            for number, batch in enumerate(batches[:1] + batches):  # the first step has no graph
                 mine = share(batch, batch_index(plan, mesh), plan.batch_ranks)
                 key = None if rng is None else rng.fold_in(number)
-                got = step(sharded, mine, None, key, comm={}, equal={})
-                found.append((got.loss, got.norm, dict(got.grads), got.aux))
-        half = len(batches)
+                got = step(sharded, mine, buffers, key, comm={}, equal={})
+                found.append((got.loss, got.weight, got.norm, dict(got.grads), got.aux, got.buffers))
+        half = len(batches) + 1
         return (
-            found[:half],
-            found[half:],
+            found[1:half],
+            found[half + 1 :],
             [traced.module.graph for traced in graphs[0].graphs],
             graphs[0],
         )  # which keeps the graphs' links
 
-    return sl.simulate(run, mesh={"data": ranks})
+    return sl.simulate(run, mesh=mesh or {"data": 2})
 
 
 def check(results, tolerance=0.0):
     for eager, compiled, graphs, _ in results:
         assert graphs
         for one, other in zip(eager, compiled, strict=True):
-            error, path = relative_error(other, one)
+            error, path = relative_error(tree_map(torch.as_tensor, other), tree_map(torch.as_tensor, one))
             assert error <= tolerance, f"{path}: {error}"
     return results[0][2][0]
 
@@ -70,9 +76,10 @@ CHAINS = {
     "1": sl.zero(1),
     "2, dots kept": sl.chain(sl.zero(2), sl.remat("dots")),
     "2 in 2 micro-batches, together": sl.chain(sl.zero(2), sl.accumulate(2, sync="last")),
-    "3 in 2 micro-batches": sl.chain(sl.zero(3), sl.accumulate(2)),
     "3 in bf16": sl.chain(sl.zero(3), sl.precision("bf16")),
     "3 under autocast": sl.chain(sl.zero(3), sl.precision("bf16", autocast=True)),
+    "2 in bf16 without masters": sl.chain(sl.zero(2), sl.precision("bf16", master=False)),
+    "3 in 2 micro-batches, recomputed": sl.chain(sl.zero(3), sl.accumulate(2), sl.remat()),
     "3, frozen": sl.chain(sl.zero(3), sl.freeze("blocks/0/*")),
 }
 
@@ -81,7 +88,77 @@ CHAINS = {
 def test_a_gpt(name):
     """To the bit, with draws whose keys differ from step to step."""
     loss_fn, params = tiny_gpt(dropout=0.1)
-    check(both(loss_fn, params, token_batches(3, 12), CHAINS[name], rng=sl.Key(3)))
+    check(both(loss_fn, params, token_batches(2, 12), CHAINS[name], rng=sl.Key(3)))
+
+
+EVEN = replace(TINY, sequence=8)
+SLICES = sl.tensor_slicing(gpt.slicing_rules(TINY), axis="model")
+PARTS = {
+    "slices": SLICES,
+    "slices, recomputed": sl.chain(SLICES, sl.remat()),
+    "slices in 2 micro-batches": sl.chain(SLICES, sl.accumulate(2)),
+    "ulysses": sl.sequence("model", "ulysses"),
+    "ring": sl.chain(sl.sequence("model", "ring"), sl.remat()),
+    "megatron": sl.chain(sl.sequence("model", "megatron"), SLICES),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_gpt_in_parts(name):
+    loss_fn, params = tiny_gpt(dropout=0.1, sequence=8)
+    transform, mesh = sl.chain(sl.zero(3), PARTS[name]), {"data": 2, "model": 2}
+    graph = check(both(loss_fn, params, token_batches(2, 8, EVEN), transform, mesh, rng=sl.Key(3)))
+    assert any("_start" in str(node.target) for node in graph.nodes)
+
+
+@settings(max_examples=max(10, settings().max_examples // 3))
+@given(st.data())
+def test_drawn_chains(data):
+    mesh = data.draw(MESHES)
+    transforms, microbatches, _ = data.draw(chains(mesh))
+    model = data.draw(models())
+    rows = torch.Size(mesh.values()).numel() * microbatches
+    batch = torch.randn(rows, 2, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    note(f"{mesh} {transforms}")
+    check(both(model.loss_fn, model.params, [batch], sl.chain(*transforms), mesh), 1e-12)
+
+
+def test_buffers_and_aux():
+    def loss_fn(params, buffers, batch):
+        x, y = batch
+        error = (x @ params["w"] - y).square().sum(1)
+        counted = (x[:, 0] > 0).double()
+        mean = buffers["running_mean"] + x.mean(0)
+        return (sl.Mean((error * counted).sum(), counted.sum()), {"error": sl.Mean(error.sum(), len(x))}), {
+            "running_mean": mean
+        }
+
+    params = {"w": torch.randn(6, 4, dtype=torch.float64)}
+    buffers, batch = {"running_mean": torch.zeros(6, dtype=torch.float64)}, regression_batch(8, 6, 4)
+    transform = sl.chain(sl.zero(3), sl.accumulate(2))
+    check(both(loss_fn, params, [batch, batch], transform, buffers=buffers))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_torch_differentiates_inside_a_loss(stage):
+    """Per-sample gradients and a Hessian-vector product of parameters that are gathered for the loss."""
+    _, params = mlp([6, 5, 4])
+
+    def loss_fn(params, batch):
+        def each(params, x, y):
+            return mlp_loss(params, (x[None], y[None]))
+
+        samples = torch.func.vmap(torch.func.grad(each), (None, 0, 0))(params, *batch)
+
+        def slope(params):
+            grads = torch.func.grad(mlp_loss)(params, batch)
+            return sum((grad * leaf.cos()).sum() for grad, leaf in zip(leaves_of(grads), leaves_of(params)))
+
+        curved = torch.func.grad(slope)(params)
+        parts = [sample.square().sum() for sample in leaves_of(samples)]
+        return sum(parts) + sum(leaf.sum() for leaf in leaves_of(curved))
+
+    check(both(loss_fn, params, [regression_batch(8, 6, 4)], sl.zero(stage)), 1e-12)
 
 
 UNITS = 5  # of a GPT of three layers

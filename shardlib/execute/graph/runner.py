@@ -11,20 +11,21 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.errors import BatchError, HandleError, IllegalComposition, LossError, RankMismatch, ShardlibError
+from shardlib.common._compat import storage_id
+from shardlib.errors import BatchError, HandleError, IllegalComposition, RankMismatch
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.alive import order_of
 from shardlib.execute.graph.passes import optimised
 from shardlib.execute.graph.text import described
 from shardlib.execute.graph.trace import Traced, trace
 from shardlib.execute.losses import Outcome
+from shardlib.execute.opaque import storages_of
 from shardlib.execute.record import Record
-from shardlib.execute.stages.base import Call
+from shardlib.execute.stages.base import Call, detached
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.totals import Totals
 from shardlib.execute.values.function import Function
 from shardlib.execute.values.refusals import missing
-from shardlib.execute.values.runner import ValueStage, detached
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.rng import seeding_torch
@@ -38,6 +39,8 @@ _TORCH = Path(torch.__file__).parent
 
 class GraphStage:
     """Runs a loss function on a plan with one stage, as graphs.
+
+    The first step runs without a graph, as all that is checked of a loss function is in its first run.
 
     Args:
         without: the names of passes that are left out.
@@ -57,14 +60,16 @@ class GraphStage:
     ) -> None:
         require_graph(plan)
         self._fn, self._plan, self._mesh, self._with_buffers, self._without = fn, plan, mesh, with_buffers, without
-        self._values = ValueStage(fn, plan, mesh, trained, with_buffers)
+        self._function = Function(fn, plan, mesh, trained)
+        self._eager = OneStage(fn, plan, mesh, trained, with_buffers)  # the first step, and what cannot be traced
         self._graphs: dict[Any, Traced] = {}
         self._order: list[Any] | None = None  # of exchanges, in the first graph
-        self._otherwise: OneStage | None = None  # what runs a loss that cannot be traced
+        self._first: Sequence[Any] | None = None  # the micro-batches of the first step, which may be taken again
+        self._traceable = True
 
     @property
     def records(self) -> Sequence[Record]:
-        return () if self._otherwise is None else self._otherwise.records
+        return self._eager.records
 
     @property
     def graphs(self) -> Sequence[Traced]:
@@ -72,31 +77,34 @@ class GraphStage:
         return list(self._graphs.values())
 
     def __str__(self) -> str:
-        if self._otherwise is not None:
+        if not self._traceable:
             return "no graph: the loss function cannot be traced, and runs as without compile=True"
         return "\n\n".join(described(traced.module.graph) for traced in self.graphs) or "no graph yet: take a step"
 
     def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
-        if self._otherwise is None and not self._graphs:
-            self._try(call)
-        if self._otherwise is not None:
-            return self._otherwise.train(call, totals, options)
-        if options.reached is not None:
+        if self._traceable and options.reached is not None:
             raise IllegalComposition(
                 "compile=True does not tell which parameters were used: leave out optim.skip_unused"
             )
+        if not self._traceable or self._first is None or self._first is call.microbatches:
+            gradients = self._eager.train(call, totals, options)
+            if self._first is None:
+                self._first = call.microbatches
+                self._try(call)
+            return gradients
+        self._first = ()
         held: dict[str, torch.Tensor] = {}
         for index in range(len(call.microbatches)):
             outcome, gradients = self._microbatch(call, index, totals.buffers if index else call.buffers)
             held = {name: held[name].add_(new) if held else new for name, new in gradients.items()}
             totals.add(outcome)
-        return held if len(call.microbatches) == 1 else self._values.function.reduced(held)
+        return held if len(call.microbatches) == 1 else self._function.reduced(held)
 
     def shared_aux(self, call: Call, aux: Any, sums: Any) -> Any:
         return aux
 
     def evaluate(self, params: Any, *args: Any) -> Any:
-        return self._values.evaluate(params, *args)
+        return self._eager.evaluate(params, *args)
 
     def _microbatch(self, call: Call, index: int, buffers: Any) -> tuple[Outcome, dict[str, torch.Tensor]]:
         batch, key = call.microbatches[index], call.keys[index]
@@ -111,7 +119,9 @@ class GraphStage:
         means, aux, after, gradients = traced.form.results(outputs)
         outcome = Outcome(means, traced.form.weighted, aux, after)
         names = [bucket.name for bucket in self._plan.trained]
-        return detached(outcome, call.params.buffers), dict(zip(names, gradients, strict=True))
+        held = storages_of(call.params)
+        outcome = detached(outcome, lambda tensor: storage_id(tensor.untyped_storage()) in held)
+        return outcome, dict(zip(names, gradients, strict=True))
 
     def _traced(self, call: Call, index: int, buffers: Any) -> Traced:
         """The graph of a micro-batch of this form."""
@@ -134,7 +144,7 @@ class GraphStage:
     def _trace(self, call: Call, index: int, buffers: Any) -> Traced:
         plan, mesh = self._plan, self._mesh
         return trace(
-            lambda blocks: Function(self._fn, plan, mesh, True, blocks, traces=True),
+            lambda blocks: Function(self._fn, plan, mesh, True, blocks),
             {bucket.name: call.params.buffers[bucket.name] for bucket in plan.buckets},
             call.microbatches[index],
             buffers if self._with_buffers else None,
@@ -145,13 +155,11 @@ class GraphStage:
 
     def _try(self, call: Call) -> None:
         """Trace the first micro-batch; all ranks have graphs of the same exchanges, or none has a graph. Collective."""
-        why, raised = "", None
+        why = ""
         try:
             traced = self._trace(call, 0, call.buffers)
-        except LossError:
-            raise
         except Exception as error:
-            why, raised = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}, at {_line(error)}", error
+            why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}, at {_line(error)}"
         else:
             self._graphs[_form(call, 0, call.buffers)] = optimised(traced, self._plan.step.remat, self._without)
             self._order = order_of(traced.module.graph)
@@ -163,8 +171,6 @@ class GraphStage:
                     "on every rank, or leave out compile=True"
                 )
             return
-        if isinstance(raised, ShardlibError) and not isinstance(raised, IllegalComposition | HandleError):
-            raise raised
         rank, text = next((rank, text) for rank, (text, _) in enumerate(orders) if text)
         if self._mesh.rank == 0:
             _log.warning(
@@ -174,14 +180,12 @@ class GraphStage:
                 text,
             )
         self._graphs.clear()
-        self._otherwise = OneStage(self._fn, self._plan, self._mesh, True, self._with_buffers)
+        self._traceable = False
 
 
 def require_graph(plan: Plan) -> None:
     """Refuse a plan that a graph does not have. Raises `IllegalComposition`, with all transforms."""
     lacks, how = missing(plan), plan.step.remat
-    if any(plan.sizes[style.axis] > 1 for style in plan.styles.values()):
-        lacks.append("tensor_slicing: use more ranks on the axis of zero")
     if how is not None and (how.save or how.policy not in ("full", "dots")):
         lacks.append("remat(save=), policies of your own: use remat() or remat('dots')")
     if lacks:

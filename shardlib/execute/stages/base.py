@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from shardlib.execute.batches import batch_index, rows_of
-from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.losses import Outcome
+from shardlib.execute.opaque import outside
 from shardlib.execute.record import Record
 from shardlib.execute.totals import Sums, Totals
 from shardlib.execute.weighing import Weighing
@@ -99,8 +99,9 @@ def keys_of(
     return [rng.at_slot(Fraction(start, max(count, 1))) for start, count in zip(starts, rows)]
 
 
-def detached(outcome: Outcome, executor: Executor) -> Outcome:
+def detached(outcome: Outcome, in_parameters: Callable[[torch.Tensor], bool]) -> Outcome:
     """An outcome that outlives its micro-batch: detached, and outside the memory of parameters."""
-    aux, buffers = executor.outside(outcome.aux, "aux"), executor.outside(outcome.buffers, "buffers")
+    aux = outside(outcome.aux, "aux", in_parameters)
+    buffers = outside(outcome.buffers, "buffers", in_parameters)
     means = tuple(Mean(mean.total.detach(), mean.weight) for mean in outcome.means)
     return outcome._replace(means=means, aux=aux, buffers=buffers)

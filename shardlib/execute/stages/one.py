@@ -70,7 +70,7 @@ class OneStage:
             record, sequence = self.executor.record, self._plan.step.sequence
             if sequence and record.order is None:
                 require_whole_loss(sequence, self._mesh, record.done, outcome.means)
-            return [mean.total for mean in outcome.means], detached(outcome, self.executor)
+            return [mean.total for mean in outcome.means], detached(outcome, self.executor.in_parameters)
 
         def seeds(outcome: Outcome | None) -> Sequence[torch.Tensor]:
             weighing = call.weighing

@@ -14,7 +14,7 @@ from shardlib.execute.batches import rows_of
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, ReductionOptions
 from shardlib.execute.losses import Outcome, read_loss, require_gradient
-from shardlib.execute.opaque import require_open
+from shardlib.execute.opaque import outside, require_open
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.base import Call, detached
 from shardlib.execute.stages.interpreter import Compute, Interpreter, Position, Stage
@@ -112,7 +112,7 @@ class Pipe:
                 return result
             outcome = read_loss(result, False)
             require_gradient(outcome, call.thinned[microbatch], call.named(microbatch, self._mesh))
-            outcomes[microbatch] = detached(outcome, self._executor(stage, microbatch))
+            outcomes[microbatch] = detached(outcome, self._executor(stage, microbatch).in_parameters)
             if len(outcome.means) == 1:
                 return outcome.total
             return sum(f * mean.total for f, mean in zip(call.weighing.factors(outcome), outcome.means))
@@ -172,7 +172,7 @@ class Pipe:
         def noted(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
             value = compute(stage, microbatch, tree, carry)
             if self._position.is_last(stage):
-                result.append(self._executor(stage, microbatch).outside(value, "the result"))
+                result.append(outside(value, "the result", self._executor(stage, microbatch).in_parameters))
             return value
 
         Interpreter(self._position, params, noted, None, None).run(order)

@@ -11,11 +11,12 @@ import torch
 from shardlib.collectives.styles.slices import Slices
 from shardlib.errors import HandleError
 from shardlib.execute.losses import Outcome, read_loss, wants
+from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.wholes import Wholes
 from shardlib.execute.whole_batch import WholeBatch
-from shardlib.mesh.mesh import Mesh, current_mesh
+from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner, block_runner
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key
@@ -32,11 +33,11 @@ class Function:
         fn: of the tree of parameters and further arguments.
         trained: whether micro-batches are those of a step.
         blocks: how blocks run, given what is around them; None for a plain call.
-        traces: whether the function is traced, so that it cannot exchange activations.
 
     Attributes:
         wholes: the exchanges of each bucket.
         trained: the same, of those that have gradients.
+        done: the steps of `shardlib.execute.sequence` that the function took.
     """
 
     def __init__(
@@ -46,17 +47,16 @@ class Function:
         mesh: Mesh,
         trained: bool,
         blocks: Callable[[Surroundings], Runner] | None = None,
-        traces: bool = False,
     ) -> None:
         self.fn, self.plan, self.mesh = fn, plan, mesh
         self.wholes = [Wholes(bucket, plan.routes[bucket.name], mesh) for bucket in plan.buckets]
         self.trained = [whole for whole in self.wholes if whole.bucket.trainable]
         self._wants_rng = wants(fn, "rng")
-        self._slices = Slices(mesh, None)
-        self._alone = traces and mesh.size > 1
-        meet = _refuse_exchange if self._alone else lambda: None  # exchanges are the same on all ranks
-        batch = WholeBatch(plan, mesh, trained, meet)
-        self._surroundings = Surroundings(mesh, batch, None, None, None, plan.step.autocast, None, _refuse_further)
+        self.done: set[str] = set()
+        parts = SequenceParts(plan.step.sequence, mesh, self.done) if plan.step.sequence else None
+        self._slices = Slices(mesh, plan.step.sequence)
+        batch = WholeBatch(plan, mesh, trained, lambda: None)  # exchanges are the same on all ranks
+        self._surroundings = Surroundings(mesh, batch, parts, None, None, plan.step.autocast, None, _refuse_further)
         self._blocks = None if blocks is None else blocks(self._surroundings)
 
     def __call__(self, stored: Buffers, slots: Buffers, *args: Any, key: Key | None = None) -> Any:
@@ -99,16 +99,10 @@ class Function:
         runner = block_runner.set(self._blocks)
         try:
             with self._surroundings.installed():
-                if self._alone:
-                    current_mesh.set(None)  # `installed` sets what was there
                 yield
         finally:
             block_runner.reset(runner)
             self._slices.clear()
-
-
-def _refuse_exchange() -> None:
-    raise HandleError("a loss that exchanges activations between ranks (sl.nn.gather_batch) is not traced")
 
 
 def _refuse_further(tree: Sharded) -> Tree:

@@ -16,7 +16,6 @@ def missing(plan: Plan) -> list[str]:
         "precision('fp8'): use 'bf16'": any(placement.scaled for placement in plan.placements),
         "reproducible: leave it out": step.tree,
         "progressive_layer_drop, random_ltd: leave them out": step.thins,
-        "sequence: use tensor_slicing over that axis": step.sequence is not None,
         "experts: keep all experts on each rank": step.tokens is not None
         or any(placement.dealt for placement in plan.placements),
         "tile: use remat(), or more ranks on the axis of zero": bool(step.module_tiles)
@@ -40,5 +39,8 @@ def require_values(plan: Plan, what: str, otherwise: str) -> None:
     Raises:
         IllegalComposition: names the transforms, and a remedy for each.
     """
-    if lacks := missing(plan):
+    lacks = missing(plan)
+    if plan.step.sequence is not None:  # what a loss function does with parts is checked in a step's first run
+        lacks.append("sequence: use tensor_slicing over that axis")
+    if lacks:
         raise IllegalComposition(f"{what} does not go together with\n{listing(lacks)}\nOr {otherwise}")
