@@ -35,6 +35,8 @@ class _Target(NamedTuple):
 
 
 _TARGETS = {1: _Target(None, None), 3: _Target(0.35, 2.0)}
+_COMPILED = "stage 3, compiled"
+_AIM = _Target(0.15, 1.2)  # of the compiled step
 
 
 def measure(setting: Setting) -> Result:
@@ -48,11 +50,14 @@ def measure(setting: Setting) -> Result:
         rows.append(tables.row(times, mine, apart, target.wall))
         mine = f"{_names(stage)[0]}, processor"
         rows.append(tables.row(times, mine, f"{_PLAIN}, processor", target.processor))
+    apart = _names(3)[1]
+    rows.append(tables.row(times, f"{_COMPILED}, wall", f"{apart}, wall", _AIM.wall))
+    rows.append(tables.row(times, f"{_COMPILED}, processor", f"{_PLAIN}, processor", _AIM.processor))
     size = 4 * blocks * _LINEARS * (_WIDTH + 1) * _WIDTH
     about = (
         f"{blocks} blocks of {_LINEARS} linear layers of {_WIDTH} × {_WIDTH} ({size / 1e3:.0f} kB of parameters, fp32), "
         f"{_ROWS} rows a rank, AdamW, two gloo ranks of one thread, {setting.rounds} rounds. “Apart”: every block is a unit, "
-        "as it is where none is small enough to be merged with its neighbours. “Plain data parallelism” is a hand-written "
+        "as it is where none is small enough to be merged with its neighbours. “Compiled”: `make_train_step(compile=True)`. “Plain data parallelism” is a hand-written "
         "loop: one all-reduce of all gradients, and torch's fused AdamW. Losses of all agree."
     )
     return tables.compared("200 tiny blocks", about, rows, times)
@@ -71,6 +76,7 @@ def _rank(mesh: sl.Mesh, blocks: int, rounds: int) -> tuple[Times, Times]:
         steps[merged] = step_of(_loss, sl.shard(_params(blocks), mesh, stage=stage))
         with mock.patch.object(units, "MERGED", Threshold(0)):
             steps[apart] = step_of(_loss, sl.shard(_params(blocks), mesh, stage=stage))
+    steps[_COMPILED] = step_of(_loss, sl.shard(_params(blocks), mesh, stage=3), compile=True)
     for number in range(WARM):
         batch = _batch(mesh, number)
         losses = {name: step(batch) for name, step in steps.items()}

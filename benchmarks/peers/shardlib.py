@@ -18,9 +18,11 @@ def adamw() -> sl.optim.GradientTransformation:
     return sl.optim.adamw(ADAMW["lr"], *ADAMW["betas"], ADAMW["eps"], ADAMW["weight_decay"])
 
 
-def step_of(loss_fn: Any, params: Any, optimizer: sl.optim.GradientTransformation | None = None) -> Step:
+def step_of(
+    loss_fn: Any, params: Any, optimizer: sl.optim.GradientTransformation | None = None, compile: bool = False
+) -> Step:
     """A shardlib step on plain or sharded parameters, by default with AdamW."""
-    state, train_step = sl.make_train_step(loss_fn, params, optimizer or adamw())
+    state, train_step = sl.make_train_step(loss_fn, params, optimizer or adamw(), compile=compile)
 
     def step(batch: Any) -> float:
         nonlocal state

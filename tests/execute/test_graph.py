@@ -326,19 +326,21 @@ def test_in_processes(pool, stage):
         assert relative_error(compiled, eager)[0] == 0 and graphs == 1
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "bert", "vit"])
 def test_models_of_transformers(kind):
-    """BERT's embedding is tied: its two gradients are added in another order."""
+    """The embeddings of BERT are tied: their two gradients are added in another order."""
     torch.manual_seed(0)
     tied = kind == "bert"
     apply, params = sl.from_module(build(kind).double() if tied else build(kind))
-    ids = torch.randint(50, (8, 6))
+    name = "pixel_values" if kind == "vit" else "input_ids"
+    x = torch.rand(8, 3, 8, 8) if kind == "vit" else torch.randint(50, (8, 6))
 
     def loss_fn(params, batch):
-        return apply(params, input_ids=batch["ids"], labels=batch["ids"]).loss
+        return apply(params, **batch).loss
 
+    batch = {name: x, "labels": torch.randint(5, (8,)) if kind == "vit" else x}
     transform = sl.zero(3) if tied else sl.chain(sl.zero(3), sl.precision("bf16"))
-    check(both(loss_fn, params, [{"ids": ids}] * 2, transform), 1e-12 if tied else 0)
+    check(both(loss_fn, params, [batch] * 2, transform), 1e-12 if tied else 0)
 
 
 def test_merged_units_are_whole_two_at_a_time(monkeypatch):

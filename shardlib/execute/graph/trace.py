@@ -58,7 +58,7 @@ class Traced:
     Attributes:
         module: takes this rank's buffers in the plan's order, the tensors of the batch and of the loss's buffers, the number
             from which backward starts, and the seeds of draws; returns totals and weights, the tensors of aux and buffers,
-            and a gradient for each trained bucket.
+            and a gradient for each trained bucket. It runs as it is traced until it is recompiled.
         form: of the results.
         stands: of the draws.
         links: what the graph's exchanges go along; they live as long as it does.
@@ -160,7 +160,6 @@ def trace(
         module = graph_of(run, *stored.values(), *_only_tensors(batch_leaves), *_only_tensors(buffer_leaves), seed)
     _mark(module.graph, turns, spans.marks)
     stands.made_inputs(module.graph)
-    module.recompile()
     return Traced(module, form[0], stands, [loss])
 
 
