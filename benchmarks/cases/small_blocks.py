@@ -57,7 +57,8 @@ def measure(setting: Setting) -> Result:
     about = (
         f"{blocks} blocks of {_LINEARS} linear layers of {_WIDTH} × {_WIDTH} ({size / 1e3:.0f} kB of parameters, fp32), "
         f"{_ROWS} rows a rank, AdamW, two gloo ranks of one thread, {setting.rounds} rounds. “Apart”: every block is a unit, "
-        "as it is where none is small enough to be merged with its neighbours. “Compiled”: `make_train_step(compile=True)`. “Plain data parallelism” is a hand-written "
+        "as it is where none is small enough to be merged with its neighbours. “Compiled”: "
+        "`make_train_step(compile=True)`. “Plain data parallelism” is a hand-written "
         "loop: one all-reduce of all gradients, and torch's fused AdamW. Losses of all agree."
     )
     return tables.compared("200 tiny blocks", about, rows, times)
