@@ -18,11 +18,12 @@ from shardlib.common.thresholds import Threshold
 from shardlib.errors import BatchError, IllegalComposition
 from shardlib.execute.batches import batch_index
 from shardlib.execute.graph import merge
-from shardlib.execute.graph.alive import kind_of, peak_of_wholes
+from shardlib.execute.graph.alive import alive, kind_of, peak_of_wholes
 from shardlib.execute.graph.nodes import fetched, nbytes
 from shardlib.execute.graph.passes import PASSES
 from shardlib.execute.graph.runner import GraphStage
 from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
+from shardlib.execute.live import LiveBytes
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.step import LossStep
 from shardlib.models import gpt
@@ -350,3 +351,28 @@ def test_merged_units_are_whole_two_at_a_time(monkeypatch):
     graph = check(results)
     assert exchanges([graph], "gather") == [4] and exchanges([graph], "reduce-scatter") == [3]
     assert peak_of_wholes(graph).units == 2
+
+
+@pytest.mark.parametrize("remat", [(), (sl.remat(),)], ids=["kept", "recomputed"])
+def test_bytes_at_each_node_are_those_of_a_run(remat):
+    loss_fn, params = tiny_gpt(layers=3)
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(3), *remat))
+        stage = GraphStage(loss_fn, sharded.plan, mesh)
+        step = LossStep(loss_fn, sharded.plan, mesh, False, run_by=lambda *args, **kwargs: stage)
+        batch = share(token_batches(1, 4)[0], mesh.rank, 2)
+        for number in range(2):
+            if number:
+                (traced,) = stage.graphs
+                module, live = traced.module, LiveBytes()
+                traced.module = lambda *inputs: measured(module, live, inputs)
+            step(sharded, batch, None, None, comm={}, equal={})
+        return live.peak, max(map(sum, alive(module.graph)))
+
+    def measured(module, live, inputs):
+        with live:
+            return module(*inputs)
+
+    for peak, said in sl.simulate(run, mesh={"data": 2}):
+        assert said == pytest.approx(peak, rel=0.01)

@@ -1,16 +1,17 @@
-"""What a graph holds: gathered units at a time, and bytes of messages, from its nodes alone."""
+"""What a graph holds: bytes at each node, gathered units at a time, and its exchanges in order, from its nodes alone."""
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from dataclasses import dataclass
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, start_gather, start_scatter, start_sum
-from shardlib.execute.graph.nodes import COPIES, RELAID, given, link_at, nbytes, positions, value_of
+from shardlib.common._compat import is_operator
+from shardlib.execute.graph.nodes import COPIES, RELAID, changes, given, link_at, nbytes, positions, value_of
 from shardlib.execute.graph.overlap import wait
 
 _KINDS: dict[Any, str] = {
@@ -51,43 +52,85 @@ class Peak:
     bytes: int
 
 
-def peak_of_wholes(graph: Graph) -> Peak:
-    """What a graph holds of gathered parameters at the worst place, if memory goes with the last use of what lies in it."""
+class Memory(NamedTuple):
+    """Memory that a graph makes.
+
+    Attributes:
+        begins, ends: the numbers of the nodes that make it and that use it last, among all of the graph's.
+        bytes: its size.
+        unit: whose gathered parameters are in it; "" for any other.
+    """
+
+    begins: int
+    ends: int
+    bytes: int
+    unit: str
+
+
+def memories(graph: Graph) -> list[Memory]:
+    """The memory that the graph makes, if each piece goes with the last use of what lies in it. Inputs are not counted."""
     place = positions(graph)
-    owner: dict[Node, Node] = {}  # a node that holds gathered parameters -> the one that made its memory
-    unit: dict[Node, str] = {}
-    ends: dict[Node, int] = {}
+    owner: dict[Node, Node] = {}  # a node whose result lies in memory that the graph makes -> the node that made it
+    ends, units = dict[Node, int](), dict[Node, str]()
     for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        source = _lies_in(node)
         if kind_of(node) == "gather":
-            owner[node], unit[node] = node, link_at(node).label
-        elif (node.target is wait or node.target in RELAID) and node.all_input_nodes[0] in owner:
-            source = owner[node.all_input_nodes[0]]
-            own = node.target in COPIES or (node.target is getitem and given(node).target in COPIES)
-            owner[node] = node if own else source
-            unit[owner[node]] = unit[source]
-        if node in owner:
-            last = max((place[user] for user in node.users), default=place[node])
-            ends[owner[node]] = max(ends.get(owner[node], 0), last)
-    events = sorted(
-        [(place[each], 1, each) for each in ends] + [(end + 1, -1, each) for each, end in ends.items()], key=_when
-    )
-    alive: Counter[str] = Counter()
-    held = worst = most = 0
-    for _, change, each in events:
-        alive[unit[each]] += change
-        held += change * _bytes(each)
-        worst, most = max(worst, sum(count > 0 for count in alive.values())), max(most, held)
-    return Peak(worst, most)
+            units[node] = link_at(node).label
+        elif node.target in RELAID or node.target is wait:  # a copy or a cast of gathered parameters is one too
+            units[node] = units.get(given(node), "")
+        if source is not None and source not in owner:
+            continue  # in an input
+        owner[node] = made = node if source is None else owner[source]
+        ends[made] = max(ends.get(made, place[made]), *(place[user] for user in node.users), place[node])
+    return [
+        # An operator with several results makes all of them before any is taken.
+        Memory(place[given(made) if made.target is getitem else made], end, _bytes(made), units.get(made, ""))
+        for made, end in ends.items()
+    ]
 
 
-def _when(event: tuple[int, int, Node]) -> tuple[int, int]:
-    """Memory that goes does so before more is made."""
-    return event[:2]
+def _lies_in(node: Node) -> Node | None:
+    """The node in whose memory a node's result lies; None if it makes memory of its own."""
+    if node.target is wait:
+        return given(node)
+    if node.target is getitem:
+        source = given(node)
+        return source if kind_of(source) or _is_view(source) else None
+    return given(node) if _is_view(node) or changes(node) else None
+
+
+def _is_view(node: Node) -> bool:
+    if node.target in RELAID:
+        return node.target not in COPIES
+    return is_operator(node.target) and node.target.is_view  # type: ignore[union-attr]
 
 
 def _bytes(made: Node) -> int:
     """Bytes of the memory that a node makes."""
-    if kind_of(made) == "gather":
+    if kind_of(made):
         (result,) = made.users
         return nbytes(result)
     return nbytes(made)
+
+
+def alive(graph: Graph) -> list[tuple[int, int]]:
+    """Bytes that are alive at each node: of gathered parameters, and of all other memory that the graph makes."""
+    held = [[0, 0] for _ in range(len(graph.nodes) + 1)]
+    for begins, end, size, unit in memories(graph):
+        held[begins][not unit] += size
+        held[end + 1][not unit] -= size
+    wholes, others = (itertools.accumulate(changes) for changes in zip(*held[:-1]))
+    return list(zip(wholes, others))
+
+
+def peak_of_wholes(graph: Graph) -> Peak:
+    """What a graph holds of gathered parameters at the worst place."""
+    wholes = [memory for memory in memories(graph) if memory.unit]
+    at = [
+        [memory for memory in wholes if memory.begins <= place <= memory.ends]
+        for place in sorted({memory.begins for memory in wholes})
+    ]
+    units = max((len({memory.unit for memory in there}) for there in at), default=0)
+    return Peak(units, max((sum(memory.bytes for memory in there) for there in at), default=0))
