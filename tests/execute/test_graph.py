@@ -87,9 +87,12 @@ CHAINS = {
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_gpt(name):
-    """To the bit, with draws whose keys differ from step to step."""
+    """To the bit, with draws whose keys differ from step to step, and whose places in the batch from micro-batch to
+    micro-batch, by one graph."""
     loss_fn, params = tiny_gpt(dropout=0.1)
-    check(both(loss_fn, params, token_batches(2, 12), CHAINS[name], rng=sl.Key(3)))
+    results = both(loss_fn, params, token_batches(2, 12), CHAINS[name], rng=sl.Key(3))
+    check(results)
+    assert all(len(graphs) == 1 for _, _, graphs, _ in results)
 
 
 EVEN = replace(TINY, sequence=8)

@@ -113,9 +113,9 @@ class GraphStage:
         start = call.loss_scale * (1.0 if traced.form.weighted else call.share)
         seed = torch.full((), start, dtype=torch.float64, device=self._mesh.device)
         tensors = [leaf for leaf in (*flatten(batch)[1], *flatten(buffers)[1]) if isinstance(leaf, torch.Tensor)]
-        seeds = [] if key is None else traced.stands.seeds(key)
+        draws = [] if key is None else traced.stands.values(key)
         with torch.no_grad(), seeding_torch(key, self._mesh.device):
-            outputs = traced.module(*stored, *tensors, seed, *seeds)
+            outputs = traced.module(*stored, *tensors, seed, *draws)
         means, aux, after, gradients = traced.form.results(outputs)
         outcome = Outcome(means, traced.form.weighted, aux, after)
         names = [bucket.name for bucket in self._plan.trained]
@@ -194,7 +194,7 @@ def require_graph(plan: Plan) -> None:
 
 
 def _form(call: Call, index: int, buffers: Any) -> Any:
-    """What a graph depends on: the structure of its inputs, the form of tensors, all other leaves, and the key's slot."""
+    """What a graph depends on: the structure of its inputs, the form of tensors, all other leaves, whether there is a key."""
     key = call.keys[index]
 
     def of(tree: Any) -> tuple[Any, ...]:
@@ -204,7 +204,7 @@ def _form(call: Call, index: int, buffers: Any) -> Any:
         ]
         return treedef, tuple(zip(paths, forms, strict=True))
 
-    return of(call.microbatches[index]), of(buffers), None if key is None else key.slot
+    return of(call.microbatches[index]), of(buffers), key is None
 
 
 def _changing(form: Any, known: Collection[Any]) -> str:

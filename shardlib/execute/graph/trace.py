@@ -57,7 +57,7 @@ class Traced:
 
     Attributes:
         module: takes this rank's buffers in the plan's order, the tensors of the batch and of the loss's buffers, the number
-            from which backward starts, and the seeds of draws; returns totals and weights, the tensors of aux and buffers,
+            from which backward starts, and what draws take; returns totals and weights, the tensors of aux and buffers,
             and a gradient for each trained bucket. It runs as it is traced until it is recompiled.
         form: of the results.
         stands: of the draws.
@@ -117,7 +117,7 @@ def trace(
     Args:
         function: makes the loss as a function of shards, given how its blocks run.
         buffers: what the loss takes second, or None.
-        key: the micro-batch's key, whose slot is a constant of the graph.
+        key: the micro-batch's key.
         reduces: whether gradients are summed over ranks as the optimizer holds them, or as they are accumulated.
         named: the micro-batch, for messages.
     """
