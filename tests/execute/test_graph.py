@@ -1,8 +1,11 @@
 """A step as one graph: equal to the step without, with the exchanges and the memory that its passes promise."""
 
+import itertools
+import random
 import re
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from helpers.architectures import build
@@ -290,6 +293,27 @@ def test_what_cannot_be_traced_runs_and_is_named_with_its_line(caplog):
     assert relative_error(compiled[:2], eager[:2])[0] == 0 and compiled[3].startswith("no graph: ")
     told = [record.message for record in caplog.records if "cannot be traced" in record.message]
     assert len(told) == 1 and "test_graph.py" in told[0] and "if x.sum() > 0:" in told[0]
+
+
+def of_python(params, batch):
+    return layers(params, batch).square().mean() * random.random()
+
+
+def of_numpy(params, batch):
+    return layers(params, batch).square().mean() * numpy.random.rand()
+
+
+def of_calls(params, batch, called=itertools.count()):  # noqa: B008
+    return layers(params, batch).square().mean() * (1 + next(called))
+
+
+@pytest.mark.parametrize("loss_fn", [of_python, of_numpy, of_calls])
+def test_what_would_be_a_constant_is_refused_by_name(loss_fn, caplog):
+    """Numbers that change from step to step and are in no tensor."""
+    found = steps(loss_fn, [BATCH] * 2, True)
+    assert found[3].startswith("no graph: ")
+    (told,) = [record.message for record in caplog.records if "cannot be traced" in record.message]
+    assert {of_python: "Python's random", of_numpy: "numpy.random", of_calls: "is called again"}[loss_fn] in told
 
 
 def test_errors_of_the_loss_are_raised():

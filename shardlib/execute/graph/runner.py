@@ -159,7 +159,7 @@ class GraphStage:
         try:
             traced = self._trace(call, 0, call.buffers)
         except Exception as error:
-            why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}, at {_line(error)}"
+            why = str(error) if isinstance(error, IllegalComposition) else _told(error)
         else:
             self._graphs[_form(call, 0, call.buffers)] = optimised(traced, self._plan.step.remat, self._without)
             self._order = order_of(traced.module.graph)
@@ -174,8 +174,7 @@ class GraphStage:
         rank, text = next((rank, text) for rank, (text, _) in enumerate(orders) if text)
         if self._mesh.rank == 0:
             _log.warning(
-                "compile=True: the loss function cannot be traced (rank %d: %s). Steps run as without it. Let the loss "
-                "compute with tensors alone: torch.where in place of if, and no .item()",
+                "compile=True: the loss function cannot be traced, and steps run as without it (rank %d: %s)",
                 rank,
                 text,
             )
@@ -220,8 +219,8 @@ def _changing(form: Any, known: Collection[Any]) -> str:
     return f"{', '.join(path or 'the batch' for path, _ in changed)} changes in shape: pad batches to a few lengths"
 
 
-def _line(error: BaseException) -> str:
-    """The line of the user's that raised an error, or else the last one."""
+def _told(error: Exception) -> str:
+    """An error of a trace, with the line of the user's that raised it, or else the last one, and a remedy."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         frame
@@ -229,4 +228,8 @@ def _line(error: BaseException) -> str:
         if not Path(frame.filename).is_relative_to(_TORCH) and not frame.filename.startswith("<")
     ]
     users = [frame for frame in own if _HERE not in Path(frame.filename).parents] or own or list(frames)
-    return f"{users[-1].filename}:{users[-1].lineno} ({users[-1].line})"
+    line, last = str(error).strip().partition("\n")[0], users[-1]
+    return (
+        f"{type(error).__name__}: {line}, at {last.filename}:{last.lineno} ({last.line}). Let the loss compute with tensors "
+        "alone: torch.where in place of if, and no .item()"
+    )

@@ -11,7 +11,8 @@ import torch
 from shardlib.common._compat import graph_of, recording
 from shardlib.errors import IllegalComposition
 from shardlib.execute.graph.keys import Stands
-from shardlib.execute.losses import require_gradient
+from shardlib.execute.graph.twice import Calls, require_same, without_random_numbers
+from shardlib.execute.losses import Outcome, require_gradient
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.nn.blocks import Runner
@@ -121,7 +122,7 @@ def trace(
         reduces: whether gradients are summed over ranks as the optimizer holds them, or as they are accumulated.
         named: the micro-batch, for messages.
     """
-    spans, stands = _Spans(), Stands()
+    spans, stands, calls = _Spans(), Stands(), Calls()
     loss = function(spans.runner)
     names = list(stored)
     _, batch_leaves, batch_def = flatten(batch)
@@ -129,18 +130,18 @@ def trace(
     form: list[Form] = []
     turns: list[torch.fx.Node | None] = []
 
-    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        *tensors, seed = inputs
+    def forward(tensors: Sequence[torch.Tensor], stands: Stands) -> tuple[Outcome, dict[str, torch.Tensor]]:
         rest = iter(tensors)
         given = {name: next(rest) for name in names}
         slots = {name: slot.requires_grad_() for name, slot in loss.slots().items()}
-        outcome = loss.outcome(
-            given,
-            slots,
-            _filled(batch_def, batch_leaves, rest),
-            None if key is None else stands.key(key.slot),
-            None if buffers is None else _filled(buffer_def, buffer_leaves, rest),
-        )
+        filled = _filled(batch_def, batch_leaves, rest)
+        left = None if buffers is None else _filled(buffer_def, buffer_leaves, rest)
+        return loss.outcome(given, slots, filled, None if key is None else stands.key(key.slot), left), slots
+
+    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        *tensors, seed = inputs
+        with calls:
+            outcome, slots = forward(tensors, stands)
         require_gradient(outcome, None, named)
         if len(outcome.means) > 1:
             raise IllegalComposition("a sum of several sl.Mean, whose weights must be known before its backward")
@@ -155,10 +156,12 @@ def trace(
         numbers = [number for mean in outcome.means for number in mean]
         return [*numbers, *aux, *left, *gradients.values()]
 
+    tensors = [*stored.values(), *_only_tensors(batch_leaves), *_only_tensors(buffer_leaves)]
     seed = torch.ones((), dtype=torch.float64, device=loss.mesh.device)
-    with torch.enable_grad():
-        module = graph_of(run, *stored.values(), *_only_tensors(batch_leaves), *_only_tensors(buffer_leaves), seed)
+    with torch.enable_grad(), without_random_numbers():
+        module = graph_of(run, *tensors, seed)
     _mark(module.graph, turns, spans.marks)
+    require_same(calls, lambda *tensors: forward(tensors, Stands()), tensors)
     stands.made_inputs(module.graph)
     return Traced(module, form[0], stands, [loss])
 
