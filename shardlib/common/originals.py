@@ -1,12 +1,14 @@
-"""The parameters of modules that were copied, in whose place a function is given others, those of its call."""
+"""Modules that were copied: their parameters, in whose place a function is given others, those of its call, and whether
+something was done to a module since it was called last."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping, MutableSet
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -14,8 +16,25 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardlib.common._compat import pytree
 
 Names = MutableMapping[torch.Tensor, str]
+T = TypeVar("T")
+
+
+class Followed(Protocol):
+    """A module that was copied, whose changes are carried over to the copy in its calls.
+
+    Attributes:
+        calls: the number of calls.
+    """
+
+    calls: int
+
+    def differs(self) -> bool:
+        """Whether something was done to the module since the last call."""
+        ...
+
 
 _all: Names = WeakTensorKeyDictionary()
+followed: MutableSet[Followed] = WeakSet()
 _HIDDEN = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 
@@ -25,6 +44,13 @@ def names_of(module: torch.nn.Module) -> Names:
     names.update({leaf: f"{type(module).__name__}'s {name}" for name, leaf in module.named_parameters()})
     _all.update(names)
     return names
+
+
+def called_in(run: Callable[[], T]) -> tuple[T, list[Followed]]:
+    """``run()``, and the modules of which copies were called in it. (Those that other threads called meanwhile, too.)"""
+    before = {each: each.calls for each in list(followed)}
+    result = run()
+    return result, [each for each in list(followed) if each.calls != before.get(each, 0)]
 
 
 def differentiated(result: Any) -> list[str]:

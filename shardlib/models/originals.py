@@ -22,7 +22,7 @@ from shardlib.common._compat import (
     read_backward_hooks,
     version_of,
 )
-from shardlib.common.originals import names_of
+from shardlib.common.originals import followed, names_of
 from shardlib.errors import TreeError, listing
 from shardlib.models.copying import Copy
 from shardlib.models.placeholders import Copied
@@ -39,9 +39,12 @@ class Original:
 
     Attributes:
         names: of its parameters.
+        calls: see `Followed`.
     """
 
     def __init__(self, module: nn.Module, copied: Copied) -> None:
+        self.calls = 0
+        followed.add(self)
         self._placeholders, self.names = copied.placeholders, names_of(module)
         paths = {id(part): name for name, part in module.named_modules()}
         self._objects = [
@@ -53,6 +56,7 @@ class Original:
     def copied_again(self, copied: Copied) -> Original:
         """The same module as the original of another copy, which was made of the first one."""
         again = copy.copy(self)
+        followed.add(again)
         again._placeholders = copied.placeholders
         again._objects = [
             _Copied(each.original, copied.copier(each.copy), each.seen, each.path) for each in self._objects
@@ -65,7 +69,8 @@ class Original:
         Raises:
             TreeError: submodules, parameters, their ``requires_grad`` or their hooks changed.
         """
-        living = [(value, each) for each in self._objects if (value := each.original()) is not None]
+        self.calls += 1
+        living = self._living()
         changed = [(value, each) for value, each in living if each.seen.differs(value)]
         if not changed:
             return {}
@@ -86,6 +91,13 @@ class Original:
             buffers |= {_joined(each.path, name): own_buffers(value)[name] for name in each.seen.written(value)}
             each.seen = _State(value)
         return buffers
+
+    def differs(self) -> bool:
+        """See `Followed`."""
+        return any(each.seen.differs(value) for value, each in self._living())
+
+    def _living(self) -> list[tuple[Any, _Copied]]:
+        return [(value, each) for each in self._objects if (value := each.original()) is not None]
 
 
 class _Copied:

@@ -316,6 +316,26 @@ def test_what_would_be_a_constant_is_refused_by_name(loss_fn, caplog):
     assert {of_python: "Python's random", of_numpy: "numpy.random", of_calls: "is called again"}[loss_fn] in told
 
 
+def test_what_is_done_to_a_module_is_done_in_its_graph():
+    module = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.5), torch.nn.Linear(6, 3)).double()
+    batch = BATCH["x"]
+
+    def losses(compile):
+        module[1].p = 0.5
+        apply, params = sl.from_module(module)
+        loss_fn = lambda params, x: apply(params, x).square().mean()  # noqa: E731
+        state, step = sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1), rng=1, compile=compile)
+        found = []
+        for p in (0.5, 0.5, 0.0, 0.0):
+            module[1].p = p
+            state, metrics = step(state, batch)
+            found.append(metrics["loss"].item())
+        return found, step.graph
+
+    (eager, _), (compiled, graph) = losses(False), losses(True)
+    assert compiled == eager and len(graph.graphs) == 1
+
+
 def test_errors_of_the_loss_are_raised():
     with pytest.raises(sl.errors.LossError, match="does not depend on any trained parameter"):
         steps(lambda params, batch: batch["x"].sum(), [BATCH], True)

@@ -12,6 +12,7 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.common._compat import storage_id
+from shardlib.common.originals import Followed, called_in
 from shardlib.errors import BatchError, HandleError, IllegalComposition, RankMismatch
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.alive import order_of
@@ -63,6 +64,7 @@ class GraphStage:
         self._function = Function(fn, plan, mesh, trained)
         self._eager = OneStage(fn, plan, mesh, trained, with_buffers)  # the first step, and what cannot be traced
         self._graphs: dict[Any, Traced] = {}
+        self._modules: set[Followed] = set()  # of which copies are called in the graphs
         self._order: list[Any] | None = None  # of exchanges, in the first graph
         self._first: Sequence[Any] | None = None  # the micro-batches of the first step, which may be taken again
         self._traceable = True
@@ -93,6 +95,9 @@ class GraphStage:
                 self._try(call)
             return gradients
         self._first = ()
+        if any(module.differs() for module in self._modules):  # a graph has the modules as they were
+            self._graphs.clear()
+            self._modules.clear()
         held: dict[str, torch.Tensor] = {}
         for index in range(len(call.microbatches)):
             outcome, gradients = self._microbatch(call, index, totals.buffers if index else call.buffers)
@@ -143,15 +148,19 @@ class GraphStage:
 
     def _trace(self, call: Call, index: int, buffers: Any) -> Traced:
         plan, mesh = self._plan, self._mesh
-        return trace(
-            lambda blocks: Function(self._fn, plan, mesh, True, blocks),
-            {bucket.name: call.params.buffers[bucket.name] for bucket in plan.buckets},
-            call.microbatches[index],
-            buffers if self._with_buffers else None,
-            call.keys[index],
-            len(call.microbatches) == 1,
-            call.named(index, mesh),
+        traced, modules = called_in(
+            lambda: trace(
+                lambda blocks: Function(self._fn, plan, mesh, True, blocks),
+                {bucket.name: call.params.buffers[bucket.name] for bucket in plan.buckets},
+                call.microbatches[index],
+                buffers if self._with_buffers else None,
+                call.keys[index],
+                len(call.microbatches) == 1,
+                call.named(index, mesh),
+            )
         )
+        self._modules.update(modules)
+        return traced
 
     def _try(self, call: Call) -> None:
         """Trace the first micro-batch; all ranks have graphs of the same exchanges, or none has a graph. Collective."""
