@@ -72,9 +72,9 @@ def test_where_none_fits_the_least_is_told(searched):
 
 def test_of_changes_together_the_cheapest_is_told(searched):
     further = {"slow": (2.5, 2.5, 0.0), "later": (2.0, 2.0, 0.0), "first": (1.0, 3.0, 0.0), "tight": (0.5, 0.5, 0.1)}
-    refusal, planned = searched({"half": (1.0, 1.0, 0.5)}, half=further)
+    refusal, planned = searched({"half": (1.0, 1.0, 0.5)}, half={"less": (1.0, 1.0, 0.3)}, less=further)
     assert "but together these do: later. A step takes about 2.00 times" in refusal
-    assert planned == ["half", "tight", "first", "later"]
+    assert planned == ["half", "less", "tight", "first", "later"]
 
 
 def test_two_quick_changes_are_told_in_place_of_more_after_the_one_that_holds_least(searched):
