@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
 from helpers import training
 from helpers.models import mlp, regression_batch, share
 from helpers.trees import assert_close
@@ -281,3 +282,33 @@ def test_compiled_functions_that_would_trace_the_library(pool):
         starts = ["a train step is", "a train step is", "value_and_grad's function is", "an eval step is"]
         for error, start in zip(found, [*starts, "a compiled function uses layers/0,"], strict=True):
             assert error.startswith(start) and error.endswith("sl.block(torch.compile(fn))")
+
+
+SLICED = {
+    "up": {"weight": torch.linspace(-1, 1, 48).double().view(8, 6).sin(), "bias": torch.linspace(-1, 1, 8).double()},
+    "down": {"weight": torch.linspace(-2, 1, 32).double().view(4, 8).cos()},
+}
+
+
+def sliced_rows(params, batch):
+    """Gradients of inputs, of one row at a time, by layers of which two read the same input."""
+    up, down = params["up"], params["down"]["weight"]
+
+    def of_row(x, y):
+        both = F.linear(x, up["weight"]) * torch.tanh(F.linear(x, up["weight"], up["bias"]))
+        return (F.linear(both, down) - y).square().mean()
+
+    x, y = batch
+    each = torch.func.vmap(torch.func.grad(of_row))(x, y)
+    together = torch.func.grad(lambda x: torch.func.vmap(of_row)(x, y).sum())(x)
+    return (each * x.cos()).sum(1).mean() + together.square().sum(1).mean() + of_row(x, y)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_torch_func_of_sliced_layers(stage):
+    transform = sl.chain(sl.zero(stage), sl.tensor_slicing({"up/*": "column", "down/*": "row"}, axis="model"))
+    mesh = {"data": 2, "model": 2}
+    got = training.simulate(mesh, sliced_rows, SLICED, BATCHES, transform, training.optimizer(0.5))
+    losses, _, final = one_device.train(sliced_rows, SLICED, BATCHES, max_norm=0.5)
+    assert got[0] == pytest.approx(losses, rel=1e-10)
+    assert_close(got[2], final, 1e-10)
