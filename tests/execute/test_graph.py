@@ -283,6 +283,26 @@ def test_train_steps():
     assert compiled[2] == 2 and "reduce-scatter" in compiled[3] and eager[3] == "None"
 
 
+def test_shares_of_different_sizes_draw_as_without_a_graph():
+    """The second rank's share begins at no whole number of its rows."""
+
+    def loss_fn(params, batch, rng):
+        x = sl.dropout(batch @ params["w"], 0.5, rng.fold_in("x"))
+        return sl.Mean(x.square().sum(), len(x))
+
+    def run(mesh, compile):
+        params = sl.shard({"w": PARAMS["weights"][0]}, mesh, stage=3)
+        state, step = sl.make_train_step(loss_fn, params, sl.optim.adamw(1e-2), rng=1, compile=compile)
+        found = []
+        for sizes in ((4, 4), (4, 4), (3, 5)):
+            state, metrics = step(state, BATCH["x"].split(sizes)[mesh.rank])
+            found.append(metrics["loss"].item())
+        return found, len(step.graph.graphs) if compile else 0
+
+    (eager, _), (compiled, graphs) = (sl.simulate(run, compile, mesh={"data": 2})[0] for compile in (False, True))
+    assert compiled == eager and graphs == 2
+
+
 def test_a_number_that_changes_in_every_step_is_refused():
     with pytest.raises(BatchError, match=r"(?s)the 9th form of batch.*scale of the batch changes.*torch\.tensor"):
         steps(of_batch, [BATCH | {"scale": float(number)} for number in range(9)], True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -10,61 +9,48 @@ from typing import Any
 
 import torch
 
-from shardlib.errors import BatchError, IllegalComposition
+from shardlib.errors import IllegalComposition
 from shardlib.kernels.counter.op import signed
 from shardlib.rng import Key
 
 # The numbers that stand for seeds, one after the other, and for indices of first elements, with room for those that follow
-# each. No number of a program's own is near.
-_SEEDS, _STARTS, _ROOM = 0x2B5A_0F1D_77C4_0000, 0x3A91_5C00_0000_0000, 1 << 44
+# each; and the seed of every key. No number of a program's own is near.
+_SEEDS, _STARTS, _ROOM, _UNKNOWN = 0x2B5A_0F1D_77C4_0000, 0x3A91_5C00_0000_0000, 1 << 44, 0x2B5A_0F1D_77C3_FFFF
+
+Path = tuple[int | str, ...]  # what is folded into the step's key, one after the other
 
 
 class Stands:
-    """The numbers that stand for seeds, and for indices of elements among the global batch's, in one trace.
+    """The numbers that stand in one trace for what keys give to draws: a seed, and the index of a first element.
 
     Attributes:
-        paths: number -> what is folded into the step's key, one after the other, to make the key whose seed it stands for.
-        drawn: the numbers of keys by which the program drew.
-        counts: the elements per share of the batch of each index, in the order of their numbers.
+        draws: the path of the key of each draw, and its number of elements per share of the batch.
     """
 
     def __init__(self) -> None:
-        self.paths: dict[int, tuple[int | str, ...]] = {}
-        self.drawn: set[int] = set()
-        self.counts: list[int] = []
-        self._numbers = itertools.count(_SEEDS)
+        self.draws: list[tuple[Path, int]] = []
 
     def key(self, slot: int | Fraction) -> TracedKey:
         """The key that a traced function is given for a micro-batch."""
-        return TracedKey(self.number(()), slot, (), self)
+        return TracedKey(_UNKNOWN, slot, (), self)
 
-    def number(self, path: tuple[int | str, ...]) -> int:
-        number = next(self._numbers)
-        self.paths[number] = path
-        return number
-
-    def start(self, count: int) -> int:
-        """The number that stands for the index of the first of a share's ``count`` elements."""
-        if count not in self.counts:
-            self.counts.append(count)
-        return _STARTS + self.counts.index(count) * _ROOM
+    def stretch(self, path: Path, count: int) -> tuple[int, int]:
+        """The numbers that stand for what `shardlib.Key.stretch` gives."""
+        if (path, count) not in self.draws:
+            self.draws.append((path, count))
+        number = self.draws.index((path, count))
+        return _SEEDS + number, _STARTS + number * _ROOM
 
     def values(self, key: Key) -> list[int]:
-        """What a graph is given for ``key``, as operators take it, in the order of `made_inputs`: seeds, and indices.
-
-        Raises:
-            BatchError: a share of the batch that does not begin at a whole number of shares.
-        """
+        """What a graph is given for a step's ``key``, as operators take it, in the order of `made_inputs`."""
         found = []
-        for number in sorted(self.drawn):
+        for path, count in self.draws:
             made = key
-            for data in self.paths[number]:
+            for data in path:
                 made = made.fold_in(data)
-            found.append(signed(made.seed))
-        starts = [key.slot * count for count in self.counts]
-        if any(start != int(start) for start in starts):
-            raise BatchError(_UNEVEN)
-        return found + [int(start) for start in starts]
+            seed, first = made.stretch(count)
+            found += [signed(seed), first]
+        return found
 
     def made_inputs(self, graph: torch.fx.Graph) -> None:
         """Make the numbers in a graph inputs of it, after those that it has.
@@ -74,10 +60,11 @@ class Stands:
         """
         last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
         inputs: dict[int, torch.fx.Node] = {}
-        numbers = [*sorted(self.drawn), *(_STARTS + index * _ROOM for index in range(len(self.counts)))]
-        with graph.inserting_after(last):
-            for place, number in reversed(list(enumerate(numbers))):  # each goes in front of those before it
-                inputs[number] = graph.placeholder(f"draw_{place}")
+        for number in reversed(range(len(self.draws))):  # each goes in front of those before it
+            with graph.inserting_after(last):
+                inputs[_STARTS + number * _ROOM] = graph.placeholder(f"start_{number}")
+            with graph.inserting_after(last):
+                inputs[_SEEDS + number] = graph.placeholder(f"seed_{number}")
         used: set[int] = set()
 
         def given(value: Any) -> Any:
@@ -85,31 +72,24 @@ class Stands:
                 return value
             number = value if value in inputs else value - (value - _STARTS) % _ROOM
             if number not in inputs:
+                used.add(value)
                 return value
             used.add(number)
-            return (
-                inputs[number]
-                if value == number
-                else graph.call_function(operator.add, (inputs[number], value - number))
-            )
+            stand = inputs[number]
+            return stand if value == number else graph.call_function(operator.add, (stand, value - number))
 
         for node in list(graph.nodes):
             if node.op == "call_function":
                 with graph.inserting_before(node):
                     node.args = torch.fx.node.map_aggregate(node.args, given)
                     node.kwargs = torch.fx.node.map_aggregate(node.kwargs, given)
-        if missing := self.drawn - used:
-            paths = ", ".join("/".join(map(str, self.paths[number])) or "the step's key" for number in sorted(missing))
+        unused = [path for number, (path, _) in enumerate(self.draws) if _SEEDS + number not in used]
+        if unused or _UNKNOWN in used:
+            paths = ", ".join("/".join(map(str, path)) or "the step's key" for path in dict.fromkeys(unused)) or "a key"
             raise IllegalComposition(
                 f"numbers drawn by rng, folded with {paths}, are computed from its seed outside of an operator, and a graph "
                 "would draw the same in every step. Draw by sl.dropout, or by sl.rng.uniform outside of the loss"
             )
-
-
-_UNEVEN = (
-    "numbers are drawn for a share of the batch that is no whole number of shares: with compile=True give every rank equally "
-    "many rows"
-)
 
 
 @dataclass(frozen=True)
@@ -121,15 +101,11 @@ class TracedKey(Key):
         stands: what notes its draws.
     """
 
-    path: tuple[int | str, ...] = ()
+    path: Path = ()
     stands: Stands = field(default_factory=Stands, compare=False, repr=False)
 
     def fold_in(self, data: int | str) -> TracedKey:
-        path = (*self.path, data)
-        return replace(self, seed=self.stands.number(path), path=path)
+        return replace(self, path=(*self.path, data))
 
     def stretch(self, count: int) -> tuple[int, int]:
-        if (self.slot * count) % 1:
-            raise IllegalComposition(_UNEVEN)
-        self.stands.drawn.add(self.seed)
-        return self.seed, self.stands.start(count)
+        return self.stands.stretch(self.path, count)
