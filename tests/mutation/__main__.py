@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 
 from .defects import DEFECTS
 from .running import Outcome, control, project, run
@@ -19,8 +20,8 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.names) - {defect.name for defect in DEFECTS}:
         parser.error(f"no such defects: {', '.join(sorted(unknown))}")
-    chosen = [defect for defect in DEFECTS if defect.runs and (not options.names or defect.name in options.names)]
-    noticed, missed = read(), 0
+    chosen = [defect for defect in DEFECTS if not options.names or defect.name in options.names]
+    noticed, words = read(), Counter[str]()
     with project() as made:
         if not options.names and (found := control(made, chosen)).test:
             print(f"without a defect {found.test} fails:\n{found.output[-3000:]}")
@@ -31,17 +32,16 @@ def main() -> int:
                 found = run(made, defect, options.likely)
             except RuntimeError as error:
                 found = Outcome("", False, str(error))
+            words[found.word] += 1
             if found.noticed:
                 noticed[defect.name] = found.test
-            else:
-                missed += 1
+            elif not found.skipped:
                 print(found.output[-3000:])
-            word = "noticed" if found.noticed else "hangs" if found.hung else "NOT NOTICED"
-            print(f"{word:12} {defect.name:45} {time.monotonic() - start:5.0f} s  {found.test}", flush=True)
-    print(f"{len(chosen) - missed} of {len(chosen)} defects noticed")
+            print(f"{found.word:12} {defect.name:45} {time.monotonic() - start:5.0f} s  {found.test}", flush=True)
+    print(f"{len(chosen)} defects: " + ", ".join(f"{count} {word}" for word, count in words.items()))
     if options.write:
         PAGE.write_text(written(noticed))
-    return int(missed > 0)
+    return int(not set(words) <= {"noticed", "skipped"})
 
 
 if __name__ == "__main__":

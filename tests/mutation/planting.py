@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ class Defect:
         what: is wrong then.
         old, new: source text; the old one occurs once in the file.
         tests: those most likely to notice; the other fast ones are tried if they do not.
-        needs: what the processor must have for the expression to run, as Linux names it; "" for nothing.
     """
 
     name: str
@@ -35,15 +33,6 @@ class Defect:
     old: str
     new: str
     tests: tuple[str, ...]
-    needs: str = ""
-
-    @property
-    def runs(self) -> bool:
-        """Whether this processor runs the expression."""
-        return (
-            not self.needs
-            or re.search(rf"^flags\b.*\b{self.needs}\b", Path("/proc/cpuinfo").read_text(), re.M) is not None
-        )
 
     @property
     def module(self) -> str:

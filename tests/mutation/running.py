@@ -27,15 +27,21 @@ class Outcome:
         test: the first that failed, or "".
         hung: whether it did not end, by which nothing is noticed: whoever waits for it learns nothing.
         output: of pytest.
+        skipped: whether all tests were skipped: this machine does not run the code.
     """
 
     test: str
     hung: bool
     output: str
+    skipped: bool = False
 
     @property
     def noticed(self) -> bool:
         return bool(self.test) and not self.hung
+
+    @property
+    def word(self) -> str:
+        return "noticed" if self.noticed else "skipped" if self.skipped else "hangs" if self.hung else "NOT NOTICED"
 
 
 @contextmanager
@@ -64,7 +70,7 @@ def run(made: tuple[Copy, Forking], defect: Defect, likely: bool = False) -> Out
     """The likely tests; where none of them notices the defect, the rest of the fast part, unless ``likely``."""
     with made[0].with_defect(defect):
         found = _pytest(made, defect.tests, defect.module)
-        if found.test or likely:
+        if found.test or found.skipped or likely:
             return found
         return _pytest(made, ["tests", *(f"--ignore={path}" for path in fast_part.IGNORED)], defect.module)
 
@@ -86,7 +92,7 @@ def _pytest(made: tuple[Copy, Forking], tests: Sequence[str], module: str = "") 
     if status == EXPIRED:
         return Outcome("the whole run", True, output)
     if status == _PASSED:
-        return Outcome("", False, output)
+        return Outcome("", False, output, skipped=not re.search(r"\b\d+ passed", output))
     failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", output, re.M)
     hung = "Timeout" in output and f">{fast_part.SECONDS}" in output
     if status != _FAILED or not (failed or hung):

@@ -59,7 +59,7 @@ def test_without_a_defect_the_same_tests_pass(copy):
 @pytest.mark.timeout(3600)
 @each
 def test_a_defect_is_noticed(copy, defect):
-    if not defect.runs:
-        pytest.skip(f"this processor has no {defect.needs}")
     found = run(copy, defect)
+    if found.skipped:
+        pytest.skip("the tests that are likely to notice it are skipped on this machine")
     assert found.noticed, found.output

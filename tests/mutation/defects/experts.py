@@ -153,7 +153,6 @@ DEFECTS = (
         "deep, number > 0, sums)",
         "deep, false, sums)",
         (f"{_PRODUCTS}::test_products_of_several_blocks",),
-        "amx_bf16",
     ),
     Defect(
         "a transposed matrix read as it is not",
