@@ -3,8 +3,8 @@ writes to parameters that no version counts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +24,33 @@ from shardlib.execute.position_parts import PositionParts
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.execute.units import BucketState
+
+
+@contextmanager
+def watched(
+    leaves: Mapping[str, torch.Tensor],
+    path_of: Callable[[torch.Tensor], str | None],
+    styles: Mapping[str, Style],
+    slices: Slices,
+    parts: SequenceParts | None,
+) -> Iterator[None]:
+    """A context for a call that is looked at.
+
+    Args:
+        leaves: path -> what the function is given for each parameter.
+        path_of: the path of the parameter in whose memory a tensor lies, or None.
+        styles, slices, parts: see `Watch`.
+
+    Raises:
+        HandleError, LossError: a write to a parameter, or what `Watch` refuses.
+    """
+
+    def refuse_write(tensor: torch.Tensor, operator: str) -> None:
+        if (path := path_of(tensor)) is not None:
+            raise written(operator, path)
+
+    with Observer(refuse_write), Watch(leaves, styles, slices, parts) if styles or parts else nullcontext():
+        yield
 
 
 class FirstRun:
@@ -55,21 +82,13 @@ class FirstRun:
         plain = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, Handle)}
         place = place_for(next(iter(plain.values()), None))
         before = [*map(place, plain.values())]
-        with nullcontext() if self._over else self._watched(leaves):
+        with nullcontext() if self._over else watched(leaves, self._path_of, self._styles, self._slices, self._parts):
             yield
         self._over = True
         after = [*map(place, plain.values())]
         if after != before:
             assigned = [path for path, was, now in zip(plain, before, after) if was != now]
             raise written("an assignment to .data", *assigned)
-
-    @contextmanager
-    def _watched(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(Observer(self._refuse_write))
-            if self._styles or self._parts:
-                stack.enter_context(Watch(leaves, self._styles, self._slices, self._parts))
-            yield
 
     def require_own(self, result: Any) -> None:
         """Refuse a function whose result is differentiated to the parameters of a module that from_module copied.
@@ -84,10 +103,6 @@ class FirstRun:
                 "teacher), call it in torch.no_grad()"
             )
         self._looked = True
-
-    def _refuse_write(self, tensor: torch.Tensor, operator: str) -> None:
-        if (path := self._path_of(tensor)) is not None:
-            raise written(operator, path)
 
     def _path_of(self, tensor: torch.Tensor) -> str | None:
         """The path of the parameter in whose memory, as the function sees it, a tensor lies."""

@@ -209,3 +209,42 @@ def test_shards_that_are_read_inside_belong_to_no_level():
     assert torch.equal(grad(lambda x: (params["w"] * x).sum())(x), torch.ones(4))
     assert torch.equal(grad(lambda p: (p["w"] * x).square().sum())(params)["w"], 2 * x.square())
     assert torch.equal(sl.value_and_grad(lambda p, x: (p["w"] * x).sum())(params, x)[1]["w"], x)
+
+
+def test_uses_of_slices_that_fit_and_are_wrong_are_refused():
+    """A first call is looked at around torch.func too, where no step may ever have run."""
+
+    def loss_fn(params, batch):
+        first, last = params["layers"]
+        scores = torch.nn.functional.linear(batch[0], first["weight"]).softmax(-1)
+        return (torch.nn.functional.linear(scores, last["weight"]) - batch[1]).square().mean()
+
+    params = mlp([6, 8, 4])[1]
+
+    def run(mesh):
+        rules = {"layers/0/*": "column", "layers/1/*": "row"}
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(3), sl.tensor_slicing(rules, axis="model")))
+        for fn in (value(loss_fn, BATCH), lambda params: sl.make_eval_step(loss_fn, params)(params, BATCH)):
+            with pytest.raises(HandleError, match="softmax takes all outputs of layers/0/weight together"):
+                grad(fn)(sharded)
+
+    sl.simulate(run, mesh={"data": 1, "model": 2})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_writes_to_parameters_are_refused(stage, ranks):
+    """They would change the shards that were given, or what is gathered of them, without a sign."""
+
+    def loss_fn(params, batch):
+        params["layers"][0]["weight"].data.mul_(0.5)
+        return mlp_loss(params, batch)
+
+    def run(mesh):
+        sharded = sl.shard(PARAMS, mesh, stage=stage)
+        with pytest.raises(HandleError, match="mul_ writes to parameter layers/0/weight"):
+            grad(value(loss_fn, share(BATCH, mesh.rank, ranks)))(sharded)
+        return sl.unshard(sharded)
+
+    for whole in sl.simulate(run, mesh={"data": ranks}):
+        assert_close(whole, PARAMS, 0)

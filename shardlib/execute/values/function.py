@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from shardlib.collectives.styles.slices import Slices
+from shardlib.common._compat import without_derivatives
+from shardlib.common.writes import has_place, owner_of
 from shardlib.errors import HandleError
+from shardlib.execute.handles import materialise
 from shardlib.execute.losses import Outcome, read_loss, wants
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.wholes import Wholes
+from shardlib.execute.watch import watched
 from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner, block_runner
@@ -37,7 +41,6 @@ class Function:
     Attributes:
         wholes: the exchanges of each bucket.
         trained: the same, of those that have gradients.
-        done: the steps of `shardlib.execute.sequence` that the function took.
     """
 
     def __init__(
@@ -52,18 +55,25 @@ class Function:
         self.wholes = [Wholes(bucket, plan.routes[bucket.name], mesh) for bucket in plan.buckets]
         self.trained = [whole for whole in self.wholes if whole.bucket.trainable]
         self._wants_rng = wants(fn, "rng")
-        self.done: set[str] = set()
-        parts = SequenceParts(plan.step.sequence, mesh, self.done) if plan.step.sequence else None
+        self._parts = SequenceParts(plan.step.sequence, mesh, set()) if plan.step.sequence else None
+        self._looked = False  # whether a call was looked at, for what is wrong without a sign
         self._slices = Slices(mesh, plan.step.sequence)
         batch = WholeBatch(plan, mesh, trained, lambda: None)  # exchanges are the same on all ranks
-        self._surroundings = Surroundings(mesh, batch, parts, None, None, plan.step.autocast, None, _refuse_further)
+        self._surroundings = Surroundings(
+            mesh, batch, self._parts, None, None, plan.step.autocast, None, _refuse_further
+        )
         self._blocks = None if blocks is None else blocks(self._surroundings)
 
     def __call__(self, stored: Buffers, slots: Buffers, *args: Any, key: Key | None = None) -> Any:
         """``fn(whole parameters, *args)`` at ``stored + slots``; see `Wholes.slot`."""
         extra = {"rng": key} if self._wants_rng and key is not None else {}
         with self._running():
-            return self.fn(self.tree(stored, slots), *args, **extra)
+            leaves = self._leaves(stored, slots)
+            tree = unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
+            with nullcontext() if self._looked else self._watched(leaves):
+                result = self.fn(tree, *args, **extra)
+        self._looked = True
+        return result
 
     def outcome(self, stored: Buffers, slots: Buffers, batch: Any, key: Key | None, buffers: Any = None) -> Outcome:
         """What a loss function gives for one micro-batch on this rank. Torch's own generators are the caller's to seed."""
@@ -78,8 +88,8 @@ class Function:
         """Gradients, summed over micro-batches, summed over ranks and cut as the optimizer holds them."""
         return {whole.bucket.name: whole.last(gradients[whole.bucket.name]) for whole in self.trained}
 
-    def tree(self, stored: Buffers, slots: Buffers) -> Tree:
-        """The tree of parameters: whole leaves, and slices that layers compute with together."""
+    def _leaves(self, stored: Buffers, slots: Buffers) -> dict[str, torch.Tensor]:
+        """The parameters by path: whole leaves, and slices that layers compute with together."""
         leaves: dict[str, torch.Tensor] = {}
         for whole in self.wholes:
             name = whole.bucket.name
@@ -92,7 +102,12 @@ class Function:
                 leaves[path] = SlicedHandle.make(
                     _Given(leaf), 0, path, tuple(leaf.shape), leaf, trained, style, window, self._slices, False
                 )
-        return unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
+        return leaves
+
+    def _watched(self, leaves: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        plain = [(path, materialise(leaf)) for path, leaf in leaves.items()]
+        there = [(path, below) for path, leaf in plain if has_place(below := without_derivatives(leaf))]
+        return watched(leaves, lambda tensor: owner_of(tensor, there), self.plan.styles, self._slices, self._parts)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
