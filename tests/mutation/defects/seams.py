@@ -4,6 +4,7 @@ from ..planting import Defect
 
 _SEAMS = "tests/models/test_seams.py"
 _HELD = f"{_SEAMS}::test_what_holds_parts_of_a_module_trains_as_in_torch"
+_GRAPH = "tests/execute/test_graph.py"
 _DONE = f"{_SEAMS}::test_what_is_done_to_the_module_is_done_to_its_copies"
 
 DEFECTS = (
@@ -69,5 +70,50 @@ DEFECTS = (
         "found, wanted = result(other - 3 * gradient), result(other) - 3 * result(gradient)",
         "found, wanted = result(gradient), result(gradient)",
         (f"{_SEAMS}::test_hooks_that_cannot_run_are_refused",),
+    ),
+    Defect(
+        "every micro-batch of a graph draws as the first",
+        "offset",
+        "execute/graph/keys.py",
+        "a graph is given the first element's index in place of this micro-batch's",
+        "found += [signed(seed), first]",
+        "found += [signed(seed), 0]",
+        (f"{_GRAPH}::test_a_gpt",),
+    ),
+    Defect(
+        "random numbers of a trace for all steps",
+        "stale",
+        "execute/graph/twice.py",
+        "what a loss draws by Python's random becomes a constant of its graph",
+        "if now != python:",
+        "if now is None:",
+        (f"{_GRAPH}::test_what_would_be_a_constant_is_refused_by_name",),
+    ),
+    Defect(
+        "a graph that computes otherwise the second time",
+        "stale",
+        "execute/graph/twice.py",
+        "what changes from call to call and is no tensor becomes a constant of a graph",
+        "if before != now:",
+        "if before is None:",
+        (f"{_GRAPH}::test_what_would_be_a_constant_is_refused_by_name",),
+    ),
+    Defect(
+        "a module as it was traced",
+        "stale",
+        "execute/graph/runner.py",
+        "a graph goes on as a module was before eval(), or another dropout.p",
+        "if any(module.differs() for module in self._modules):",
+        "if not self._modules and any(module.differs() for module in self._modules):",
+        (f"{_GRAPH}::test_what_is_done_to_a_module_is_done_in_its_graph",),
+    ),
+    Defect(
+        "a first call around torch.func that nobody looks at",
+        "choice",
+        "execute/values/function.py",
+        "writes to parameters, and uses of slices that fit and are wrong, go through where torch.func is around",
+        "nullcontext() if self._looked else",
+        "nullcontext() if self._looked or self.mesh else",
+        ("tests/execute/test_func_around.py::test_writes_to_parameters_are_refused",),
     ),
 )
