@@ -304,7 +304,9 @@ def test_shares_of_different_sizes_draw_as_without_a_graph():
 
 
 def test_a_number_that_changes_in_every_step_is_refused():
-    with pytest.raises(BatchError, match=r"(?s)the 9th form of batch.*scale of the batch changes.*torch\.tensor"):
+    with pytest.raises(
+        BatchError, match=r"(?s)the 9th form of the loss's inputs.*scale of the batch changes.*torch\.tensor"
+    ):
         steps(of_batch, [BATCH | {"scale": float(number)} for number in range(9)], True)
 
 
@@ -334,6 +336,58 @@ def test_what_would_be_a_constant_is_refused_by_name(loss_fn, caplog):
     assert found[3].startswith("no graph: ")
     (told,) = [record.message for record in caplog.records if "cannot be traced" in record.message]
     assert {of_python: "Python's random", of_numpy: "numpy.random", of_calls: "is called again"}[loss_fn] in told
+
+
+class Settings:
+    steps = 0  # not read by a loss
+
+    def __init__(self):
+        self.power = 1
+
+    def to_power(self, value):
+        self.steps += 1
+        return value**self.power
+
+
+SCALE = 1.0  # read by a loss
+
+
+def helper(x):
+    return x * SCALE
+
+
+def test_values_that_a_loss_closes_over_are_read_in_every_step():
+    """Each change is another graph; the ninth is refused by name."""
+    global SCALE
+    settings, beta, table = Settings(), 1.0, {"weights": [1.0]}
+
+    def loss_fn(params, batch):
+        return helper(layers(params, batch)).square().mean() * settings.to_power(beta) + table["weights"][0]
+
+    def losses(compile):
+        nonlocal beta
+        global SCALE
+        SCALE, beta, settings.power, table["weights"] = 1.0, 1.0, 1, [1.0]
+        state, step = sl.make_train_step(loss_fn, PARAMS, sl.optim.sgd(0.1), compile=compile)
+        found = []
+        for number in range(8):
+            if number == 2:
+                SCALE = 2.0
+            if number == 3:
+                beta = 0.5
+            if number == 4:
+                settings.power = 2
+            if number == 5:
+                table["weights"] = [0.0]
+            state, metrics = step(state, BATCH)
+            found.append(metrics["loss"].item())
+        return found, state, step
+
+    (eager, *_), (compiled, state, step) = losses(False), losses(True)
+    assert compiled == eager and len(step.graph.graphs) == 5
+    with pytest.raises(BatchError, match=r"(?s)the 9th form.*beta.* changes, which the loss function reads"):
+        for beta in range(4):  # noqa: B007
+            state, _ = step(state, BATCH)
 
 
 def test_what_is_done_to_a_module_is_done_in_its_graph():

@@ -16,6 +16,7 @@ from shardlib.common.originals import Followed, called_in
 from shardlib.errors import BatchError, HandleError, IllegalComposition, RankMismatch
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.alive import order_of
+from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.passes import optimised
 from shardlib.execute.graph.text import described
 from shardlib.execute.graph.trace import Traced, trace
@@ -130,19 +131,20 @@ class GraphStage:
 
     def _traced(self, call: Call, index: int, buffers: Any) -> Traced:
         """The graph of a micro-batch of this form."""
-        form = _form(call, index, buffers)
+        form = self._form(call, index, buffers)
         if form not in self._graphs:
+            if len(self._graphs) >= MOST:
+                raise BatchError(
+                    f"compile=True: the {MOST + 1}th form of the loss's inputs, each of which takes a trace of its own. "
+                    f"{_changing(form, self._graphs)}"
+                )
             traced = optimised(self._trace(call, index, buffers), self._plan.step.remat, self._without)
             if self._order is not None and order_of(traced.module.graph) != self._order:
                 raise HandleError(
                     "compile=True: with a batch of another form the loss exchanges in another order than at first, and ranks "
                     "whose batches differ would wait for each other. Let the order of layers not depend on the batch's sizes"
                 )
-            if len(self._graphs) >= MOST:
-                raise BatchError(
-                    f"compile=True: the {MOST + 1}th form of batch, each of which takes a trace of its own. "
-                    f"{_changing(form, self._graphs)}"
-                )
+            form = self._form(call, index, buffers)  # after the trace: a count of the loss's own calls goes on in it
             self._graphs[form] = traced
         return self._graphs[form]
 
@@ -162,6 +164,20 @@ class GraphStage:
         self._modules.update(modules)
         return traced
 
+    def _form(self, call: Call, index: int, buffers: Any) -> Any:
+        """What a graph depends on: the structure of its inputs, the form of tensors, all other leaves, whether there is a
+        key, and what the loss function closes over."""
+
+        def of(tree: Any) -> tuple[Any, ...]:
+            paths, leaves, treedef = flatten(tree)
+            forms = [
+                (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+                for leaf in leaves
+            ]
+            return treedef, tuple(zip(paths, forms, strict=True))
+
+        return of(call.microbatches[index]), of(buffers), call.keys[index] is None, closed_over(self._fn)
+
     def _try(self, call: Call) -> None:
         """Trace the first micro-batch; all ranks have graphs of the same exchanges, or none has a graph. Collective."""
         why = ""
@@ -170,7 +186,7 @@ class GraphStage:
         except Exception as error:
             why = str(error) if isinstance(error, IllegalComposition) else _told(error)
         else:
-            self._graphs[_form(call, 0, call.buffers)] = optimised(traced, self._plan.step.remat, self._without)
+            self._graphs[self._form(call, 0, call.buffers)] = optimised(traced, self._plan.step.remat, self._without)
             self._order = order_of(traced.module.graph)
         orders = primitives.all_gather_object(self._mesh, list(self._mesh.shape), (why, self._order))
         if not any(text for text, _ in orders):
@@ -201,31 +217,22 @@ def require_graph(plan: Plan) -> None:
         raise IllegalComposition(f"compile=True does not go together with\n{listed}\nOr leave it out")
 
 
-def _form(call: Call, index: int, buffers: Any) -> Any:
-    """What a graph depends on: the structure of its inputs, the form of tensors, all other leaves, whether there is a key."""
-    key = call.keys[index]
-
-    def of(tree: Any) -> tuple[Any, ...]:
-        paths, leaves, treedef = flatten(tree)
-        forms = [
-            (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
-        ]
-        return treedef, tuple(zip(paths, forms, strict=True))
-
-    return of(call.microbatches[index]), of(buffers), key is None
-
-
 def _changing(form: Any, known: Collection[Any]) -> str:
     """What differs between a form and the last known one, and a remedy."""
-    ((_, leaves), _, _), ((_, before), _, _) = form, list(known)[-1]
+    ((_, leaves), _, _, closed), ((_, before), _, _, closed_before) = form, list(known)[-1]
+    if changed := [name for name, value in closed if dict(closed_before).get(name) != value]:
+        return (
+            f"{', '.join(changed)} changes, which the loss function reads and is not given: put torch.tensor(value) into the "
+            "batch, which is an input"
+        )
     old = dict(before)
-    changed = [(path, now) for path, now in leaves if old.get(path) != now]
-    numbers = [path for path, now in changed if isinstance(now, str)]
+    others = [(path, now) for path, now in leaves if old.get(path) != now]
+    numbers = [path for path, now in others if isinstance(now, str)]
     if numbers:
         return (
             f"{', '.join(numbers)} of the batch changes and is no tensor: pass torch.tensor(value), which is an input"
         )
-    return f"{', '.join(path or 'the batch' for path, _ in changed)} changes in shape: pad batches to a few lengths"
+    return f"{', '.join(path or 'the batch' for path, _ in others)} changes in shape: pad batches to a few lengths"
 
 
 def _told(error: Exception) -> str:

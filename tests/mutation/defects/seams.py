@@ -108,6 +108,15 @@ DEFECTS = (
         (f"{_GRAPH}::test_what_is_done_to_a_module_is_done_in_its_graph",),
     ),
     Defect(
+        "values of a closure as they were traced",
+        "stale",
+        "execute/graph/runner.py",
+        "a graph goes on with values that the loss reads and that are others now",
+        "call.keys[index] is None, closed_over(self._fn)",
+        "call.keys[index] is None, ()",
+        (f"{_GRAPH}::test_values_that_a_loss_closes_over_are_read_in_every_step",),
+    ),
+    Defect(
         "a first call around torch.func that nobody looks at",
         "choice",
         "execute/values/function.py",
