@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, MutableMapping, MutableSet
 from types import FrameType
 from typing import Any, Protocol, TypeVar
@@ -34,7 +35,8 @@ class Followed(Protocol):
 
 
 _all: Names = WeakTensorKeyDictionary()
-followed: MutableSet[Followed] = WeakSet()
+_followed: MutableSet[Followed] = WeakSet()
+_lock = threading.Lock()  # simulated ranks are threads
 _HIDDEN = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 
@@ -46,11 +48,22 @@ def names_of(module: torch.nn.Module) -> Names:
     return names
 
 
+def register(module: Followed) -> None:
+    """Let `called_in` know of a module."""
+    with _lock:
+        _followed.add(module)
+
+
 def called_in(run: Callable[[], T]) -> tuple[T, list[Followed]]:
     """``run()``, and the modules of which copies were called in it. (Those that other threads called meanwhile, too.)"""
-    before = {each: each.calls for each in list(followed)}
+    before = {each: each.calls for each in _all_followed()}
     result = run()
-    return result, [each for each in list(followed) if each.calls != before.get(each, 0)]
+    return result, [each for each in _all_followed() if each.calls != before.get(each, 0)]
+
+
+def _all_followed() -> list[Followed]:
+    with _lock:
+        return list(_followed)
 
 
 def differentiated(result: Any) -> list[str]:

@@ -22,7 +22,7 @@ from shardlib.common._compat import (
     read_backward_hooks,
     version_of,
 )
-from shardlib.common.originals import followed, names_of
+from shardlib.common.originals import names_of, register
 from shardlib.errors import TreeError, listing
 from shardlib.models.copying import Copy
 from shardlib.models.placeholders import Copied
@@ -44,7 +44,7 @@ class Original:
 
     def __init__(self, module: nn.Module, copied: Copied) -> None:
         self.calls = 0
-        followed.add(self)
+        register(self)
         self._placeholders, self.names = copied.placeholders, names_of(module)
         paths = {id(part): name for name, part in module.named_modules()}
         self._objects = [
@@ -56,7 +56,7 @@ class Original:
     def copied_again(self, copied: Copied) -> Original:
         """The same module as the original of another copy, which was made of the first one."""
         again = copy.copy(self)
-        followed.add(again)
+        register(again)
         again._placeholders = copied.placeholders
         again._objects = [
             _Copied(each.original, copied.copier(each.copy), each.seen, each.path) for each in self._objects
