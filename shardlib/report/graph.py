@@ -11,7 +11,6 @@ from shardlib.execute.graph.trace import BLOCK, FORWARD, PHASE
 
 _OTHERS, _WHOLES = "#c9c9c9", "#3b6ea8"
 _EXCHANGES = {"gather": "#3b6ea8", "reduce-scatter": "#c8553d", "all-reduce": "#d9902f"}
-_MIB = 1 << 20
 
 
 def draw_graph(graph: GraphStage, path: str | Path) -> None:
@@ -31,7 +30,7 @@ def draw_graph(graph: GraphStage, path: str | Path) -> None:
     FigureCanvasAgg(figure)
     for axes, traced in zip(figure.subplots(len(graph.graphs), squeeze=False)[:, 0], graph.graphs):
         nodes = list(traced.module.graph.nodes)
-        wholes, others = ([size / _MIB for size in sizes] for sizes in zip(*alive(traced.module.graph)))
+        wholes, others = ([size / 2**20 for size in sizes] for sizes in zip(*alive(traced.module.graph)))
         axes.stackplot(range(len(nodes)), others, wholes, step="mid", colors=[_OTHERS, _WHOLES], linewidth=0)
         top = 1.12 * max(map(sum, zip(wholes, others)))
         for kind, colour in _EXCHANGES.items():
