@@ -20,7 +20,7 @@ Names = MutableMapping[torch.Tensor, str]
 T = TypeVar("T")
 
 
-class Followed(Protocol):
+class CopiedModule(Protocol):
     """A module that was copied, whose changes are carried over to the copy in its calls.
 
     Attributes:
@@ -35,7 +35,7 @@ class Followed(Protocol):
 
 
 _all: Names = WeakTensorKeyDictionary()
-_followed: MutableSet[Followed] = WeakSet()
+_followed: MutableSet[CopiedModule] = WeakSet()
 _lock = threading.Lock()  # simulated ranks are threads
 _HIDDEN = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
@@ -48,20 +48,20 @@ def names_of(module: torch.nn.Module) -> Names:
     return names
 
 
-def register(module: Followed) -> None:
+def register(module: CopiedModule) -> None:
     """Let `called_in` know of a module."""
     with _lock:
         _followed.add(module)
 
 
-def called_in(run: Callable[[], T]) -> tuple[T, list[Followed]]:
+def called_in(run: Callable[[], T]) -> tuple[T, list[CopiedModule]]:
     """``run()``, and the modules of which copies were called in it. (Those that other threads called meanwhile, too.)"""
     before = {each: each.calls for each in _all_followed()}
     result = run()
     return result, [each for each in _all_followed() if each.calls != before.get(each, 0)]
 
 
-def _all_followed() -> list[Followed]:
+def _all_followed() -> list[CopiedModule]:
     with _lock:
         return list(_followed)
 

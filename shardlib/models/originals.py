@@ -39,7 +39,7 @@ class Original:
 
     Attributes:
         names: of its parameters.
-        calls: see `Followed`.
+        calls: see `CopiedModule`.
     """
 
     def __init__(self, module: nn.Module, copied: Copied) -> None:
@@ -93,7 +93,7 @@ class Original:
         return buffers
 
     def differs(self) -> bool:
-        """See `Followed`."""
+        """See `CopiedModule`."""
         return any(each.seen.differs(value) for value, each in self._living())
 
     def _living(self) -> list[tuple[Any, _Copied]]:

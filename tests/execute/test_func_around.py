@@ -189,8 +189,10 @@ def test_refusals():
         with pytest.raises(HandleError, match="reads a further sharded tree"):
             grad(value(lambda p, x: mlp_loss(p, x) + leaves_of(params)[0].sum(), batch))(sl.shard(PARAMS, mesh))
         offloaded = sl.shard(PARAMS, mesh, sl.chain(sl.zero(3), sl.offload(params="host")))
-        with pytest.raises(IllegalComposition, match=r"(?s)around value_and_grad's function.*offload.*sl\.unshard"):
-            grad(value(mlp_loss, batch))(offloaded)
+        cut = sl.shard(PARAMS, mesh, sl.sequence("data", "ulysses"))
+        for name, sharded in {"offload": offloaded, "sequence": cut}.items():
+            with pytest.raises(IllegalComposition, match=rf"(?s)around value_and_grad's function.*{name}.*sl\.unshard"):
+                grad(value(mlp_loss, batch))(sharded)
 
     sl.simulate(run, mesh={"data": 2})
 

@@ -102,6 +102,7 @@ EVEN = replace(TINY, sequence=8)
 SLICES = sl.tensor_slicing(gpt.slicing_rules(TINY), axis="model")
 PARTS = {
     "slices": SLICES,
+    "slices at stage 0": sl.chain(SLICES, sl.accumulate(2)),
     "slices, recomputed": sl.chain(SLICES, sl.remat()),
     "slices in 2 micro-batches": sl.chain(SLICES, sl.accumulate(2)),
     "ulysses": sl.sequence("model", "ulysses"),
@@ -113,7 +114,7 @@ PARTS = {
 @pytest.mark.parametrize("name", PARTS)
 def test_a_gpt_in_parts(name):
     loss_fn, params = tiny_gpt(dropout=0.1, sequence=8)
-    transform, mesh = sl.chain(sl.zero(3), PARTS[name]), {"data": 2, "model": 2}
+    transform, mesh = sl.chain(sl.zero(0 if "stage 0" in name else 3), PARTS[name]), {"data": 2, "model": 2}
     graph = check(both(loss_fn, params, token_batches(2, 8, EVEN), transform, mesh, rng=sl.Key(3)))
     assert any("_start" in str(node.target) for node in graph.nodes)
 
@@ -419,6 +420,7 @@ REFUSED = {
     "onebit": sl.chain(sl.zero(1), sl.onebit()),
     "offload": sl.chain(sl.zero(3), sl.offload()),
     "remat(save=)": sl.chain(sl.zero(3), sl.remat(save=["x"])),
+    "remat(blocks=)": sl.chain(sl.zero(2), sl.remat(blocks=1)),
     "reproducible": sl.chain(sl.zero(1), sl.reproducible(4)),
 }
 

@@ -36,9 +36,8 @@ def check(using, rows, inputs, outputs, bits, block, dtype, seed=0):
         assert found.dtype == dtype and found.shape == (rows, outputs)
         wanted = F.linear(x.double(), values, None if given_bias is None else bias.double())
         scale = F.linear(x.double().abs(), values.abs()) + 1  # of what is summed
-        if (
-            given_bias is not None
-        ):  # torch rounds weights, their product, and the sum with the bias, each by half an ulp
+        # Torch rounds weights, their product, and its sum with the bias, each by half an ulp.
+        if given_bias is not None:
             scale = 1.5 * scale + 0.5 * bias.double().abs()
         assert ((found.double() - wanted).abs() <= TOLERANCE[dtype] * scale).all()
 

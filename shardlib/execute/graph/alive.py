@@ -52,8 +52,8 @@ class Peak:
     bytes: int
 
 
-class Memory(NamedTuple):
-    """Memory that a graph makes.
+class Allocation(NamedTuple):
+    """Allocation that a graph makes.
 
     Attributes:
         begins, ends: the numbers of the nodes that make it and that use it last, among all of the graph's.
@@ -67,7 +67,7 @@ class Memory(NamedTuple):
     unit: str
 
 
-def memories(graph: Graph) -> list[Memory]:
+def allocations(graph: Graph) -> list[Allocation]:
     """The memory that the graph makes, if each piece goes with the last use of what lies in it. Inputs are not counted."""
     place = positions(graph)
     owner: dict[Node, Node] = {}  # a node whose result lies in memory that the graph makes -> the node that made it
@@ -86,7 +86,7 @@ def memories(graph: Graph) -> list[Memory]:
         ends[made] = max(ends.get(made, place[made]), *(place[user] for user in node.users), place[node])
     return [
         # An operator with several results makes all of them before any is taken.
-        Memory(place[given(made) if made.target is getitem else made], end, _bytes(made), units.get(made, ""))
+        Allocation(place[given(made) if made.target is getitem else made], end, _bytes(made), units.get(made, ""))
         for made, end in ends.items()
     ]
 
@@ -118,7 +118,7 @@ def _bytes(made: Node) -> int:
 def alive(graph: Graph) -> list[tuple[int, int]]:
     """Bytes that are alive at each node: of gathered parameters, and of all other memory that the graph makes."""
     held = [[0, 0] for _ in range(len(graph.nodes) + 1)]
-    for begins, end, size, unit in memories(graph):
+    for begins, end, size, unit in allocations(graph):
         held[begins][not unit] += size
         held[end + 1][not unit] -= size
     wholes, others = (itertools.accumulate(changes) for changes in zip(*held[:-1]))
@@ -127,10 +127,10 @@ def alive(graph: Graph) -> list[tuple[int, int]]:
 
 def peak_of_wholes(graph: Graph) -> Peak:
     """What a graph holds of gathered parameters at the worst place."""
-    wholes = [memory for memory in memories(graph) if memory.unit]
+    wholes = [each for each in allocations(graph) if each.unit]
     at = [
-        [memory for memory in wholes if memory.begins <= place <= memory.ends]
-        for place in sorted({memory.begins for memory in wholes})
+        [each for each in wholes if each.begins <= place <= each.ends]
+        for place in sorted({each.begins for each in wholes})
     ]
-    units = max((len({memory.unit for memory in there}) for there in at), default=0)
-    return Peak(units, max((sum(memory.bytes for memory in there) for there in at), default=0))
+    units = max((len({each.unit for each in there}) for there in at), default=0)
+    return Peak(units, max((sum(each.bytes for each in there) for there in at), default=0))

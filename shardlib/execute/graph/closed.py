@@ -22,7 +22,7 @@ def closed_over(fn: Callable[..., Any]) -> tuple[tuple[str, str], ...]:
     """
     found: dict[str, str] = {}
     seen = set[tuple[int, frozenset[str]]]()
-    todo: list[_Read] = [_Read("", fn, frozenset())]
+    todo: list[_Closed] = [_Closed("", fn, frozenset())]
     while todo and len(found) < _MOST:
         read = todo.pop()
         name, value, names = read
@@ -36,7 +36,7 @@ def closed_over(fn: Callable[..., Any]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(found.items()))
 
 
-class _Read(NamedTuple):
+class _Closed(NamedTuple):
     """A value that a function reads.
 
     Attributes:
@@ -49,38 +49,38 @@ class _Read(NamedTuple):
     names: frozenset[str]
 
 
-def _inside(read: _Read) -> Iterator[_Read]:
+def _inside(read: _Closed) -> Iterator[_Closed]:
     """The values in an object, or read by a function."""
     name, value, names = read
     if isinstance(value, functools.partial):
-        yield from (_Read(name, each, names) for each in (value.func, value.args, value.keywords))
+        yield from (_Closed(name, each, names) for each in (value.func, value.args, value.keywords))
     elif isinstance(value, MethodType):
-        yield _Read(name, value.__func__, names)
-        yield _Read("self", value.__self__, _names_in(value.__func__.__code__))
+        yield _Closed(name, value.__func__, names)
+        yield _Closed("self", value.__self__, _names_in(value.__func__.__code__))
     elif isinstance(value, FunctionType):
         yield from _read_by(value)
     elif isinstance(value, Mapping):
-        yield from (_Read(f"{name}[{key!r}]", each, names) for key, each in list(value.items())[:_MOST])
+        yield from (_Closed(f"{name}[{key!r}]", each, names) for key, each in list(value.items())[:_MOST])
     elif isinstance(value, list | tuple):
-        yield from (_Read(f"{name}[{place}]", each, names) for place, each in enumerate(value[:_MOST]))
+        yield from (_Closed(f"{name}[{place}]", each, names) for place, each in enumerate(value[:_MOST]))
     elif not isinstance(value, type | ModuleType | torch.nn.Module) and _is_own(value):
         for used in names:
             inside = vars(value).get(used, getattr(type(value), used, None))
             inside = MethodType(inside, value) if isinstance(inside, FunctionType) else inside
-            yield _Read(f"{name}.{used}", inside, names)
+            yield _Closed(f"{name}.{used}", inside, names)
 
 
-def _read_by(fn: FunctionType) -> Iterator[_Read]:
+def _read_by(fn: FunctionType) -> Iterator[_Closed]:
     if (fn.__module__ or "").partition(".")[0] in _FOREIGN:
         return
     names = _names_in(fn.__code__)
     for free, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
-            yield _Read(free, cell.cell_contents, names)
+            yield _Closed(free, cell.cell_contents, names)
         except ValueError:  # not assigned yet
             continue
-    yield from (_Read(used, fn.__globals__[used], names) for used in names if used in fn.__globals__)
-    yield from (_Read(fn.__name__, each, names) for each in (fn.__defaults__, fn.__kwdefaults__))
+    yield from (_Closed(used, fn.__globals__[used], names) for used in names if used in fn.__globals__)
+    yield from (_Closed(fn.__name__, each, names) for each in (fn.__defaults__, fn.__kwdefaults__))
 
 
 @functools.cache

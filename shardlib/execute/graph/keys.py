@@ -24,11 +24,11 @@ class Stands:
     """The numbers that stand in one trace for what keys give to draws: a seed, and the index of a first element.
 
     Attributes:
-        draws: the path of the key of each draw, and its number of elements per share of the batch.
+        draws: the path of the key of each draw and its number of elements per share of the batch -> the draw's number.
     """
 
     def __init__(self) -> None:
-        self.draws: list[tuple[Path, int]] = []
+        self.draws: dict[tuple[Path, int], int] = {}
 
     def key(self, slot: int | Fraction) -> TracedKey:
         """The key that a traced function is given for a micro-batch."""
@@ -36,9 +36,7 @@ class Stands:
 
     def stretch(self, path: Path, count: int) -> tuple[int, int]:
         """The numbers that stand for what `shardlib.Key.stretch` gives."""
-        if (path, count) not in self.draws:
-            self.draws.append((path, count))
-        number = self.draws.index((path, count))
+        number = self.draws.setdefault((path, count), len(self.draws))
         return _SEEDS + number, _STARTS + number * _ROOM
 
     def values(self, key: Key) -> list[int]:
@@ -83,7 +81,7 @@ class Stands:
                 with graph.inserting_before(node):
                     node.args = torch.fx.node.map_aggregate(node.args, given)
                     node.kwargs = torch.fx.node.map_aggregate(node.kwargs, given)
-        unused = [path for number, (path, _) in enumerate(self.draws) if _SEEDS + number not in used]
+        unused = [path for (path, _), number in self.draws.items() if _SEEDS + number not in used]
         if unused or _UNKNOWN in used:
             paths = ", ".join("/".join(map(str, path)) or "the step's key" for path in dict.fromkeys(unused)) or "a key"
             raise IllegalComposition(

@@ -12,7 +12,7 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.common._compat import storage_id
-from shardlib.common.originals import Followed, called_in
+from shardlib.common.originals import CopiedModule, called_in
 from shardlib.errors import BatchError, HandleError, IllegalComposition, RankMismatch
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.alive import order_of
@@ -65,7 +65,7 @@ class GraphStage:
         self._function = Function(fn, plan, mesh, trained)
         self._eager = OneStage(fn, plan, mesh, trained, with_buffers)  # the first step, and what cannot be traced
         self._graphs: dict[Any, Traced] = {}
-        self._modules: set[Followed] = set()  # of which copies are called in the graphs
+        self._modules: set[CopiedModule] = set()  # of which copies are called in the graphs
         self._order: list[Any] | None = None  # of exchanges, in the first graph
         self._first: Sequence[Any] | None = None  # the micro-batches of the first step, which may be taken again
         self._traceable = True
