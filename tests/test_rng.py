@@ -13,7 +13,7 @@ from helpers.trees import assert_close
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardlib as sl
-from shardlib.nn.sequence import current_parts
+from shardlib.common.environment import within
 from shardlib.rng import random_bits, uniform
 
 KEY = sl.Key(7).fold_in("test")
@@ -105,11 +105,8 @@ def test_the_mask_of_a_sequence_part_is_a_part_of_the_mask(shape):
     key = KEY.at_slot(1)
     x, residual = torch.randn(shape), torch.randn(shape)
     whole = sl.dropout(x, 0.4, key, residual=residual)[:, Part.kept]
-    token = current_parts.set(Part())
-    try:
+    with within(parts=Part()):
         mine = sl.dropout(x[:, Part.kept], 0.4, key, residual=residual[:, Part.kept])
-    finally:
-        current_parts.reset(token)
     assert torch.equal(mine, whole)
     assert not torch.equal(whole, sl.dropout(x, 0.4, KEY, residual=residual)[:, Part.kept])
 

@@ -25,9 +25,10 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.common._compat import admit, constant_in_graphs, traced
+from shardlib.common.environment import environment
 from shardlib.errors import LossError, MeshError
 from shardlib.kernels.common.operators import opaque
-from shardlib.mesh.mesh import Mesh, as_mesh, current_mesh
+from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.mesh.transport import Splits, Work
 from shardlib.mesh.transport.activity import naming
 
@@ -45,7 +46,7 @@ _under_way: dict[int, Started] = {}
 
 def mesh_with(mesh: Any, axis: str) -> Mesh:
     """``mesh``, or the current mesh for None. Raises `MeshError` where there is none, or where it lacks ``axis``."""
-    mesh = as_mesh(mesh) if mesh is not None else current_mesh.get()
+    mesh = as_mesh(mesh) if mesh is not None else environment().mesh
     if mesh is None:
         raise MeshError(
             f"no mesh here for axis {axis!r}; pass mesh=, or call it inside a loss function of a train step"
@@ -94,9 +95,9 @@ def mesh_of(place: Place) -> Mesh:
     mesh = _meshes.get(abs(place))
     if mesh is None:
         raise MeshError("the mesh of a traced function is gone: keep the mesh, or trace the function again")
-    if place < 0 and current_mesh.get() not in (None, mesh):
+    if place < 0 and environment().mesh not in (None, mesh):
         raise MeshError(
-            f"a function that was compiled on {mesh} is called on another mesh, {current_mesh.get()}: pass mesh= to its "
+            f"a function that was compiled on {mesh} is called on another mesh, {environment().mesh}: pass mesh= to its "
             "collectives, for which torch.compile compiles it again"
         )
     return mesh

@@ -32,7 +32,6 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Sequence
-from contextvars import ContextVar
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -40,15 +39,13 @@ import torch
 from shardlib.collectives import ops
 from shardlib.collectives.ops import Place, mesh_of, place_of, ranks
 from shardlib.common._compat import constant_in_graphs, differentiated, whole_in_graphs
+from shardlib.common.environment import environment
 from shardlib.errors import LossError, SpecError
 from shardlib.mesh.mesh import Mesh
 
 Pairs = tuple[tuple[int, int], ...]
 
 _DST = ("varying", "invariant")
-
-# The axes over which the surrounding step takes the mean of the ranks' losses; the executor sets it.
-averaged_axes: ContextVar[tuple[str, ...]] = ContextVar("averaged_axes", default=())
 
 
 def all_reduce(
@@ -245,7 +242,7 @@ def _require_one_loss(x: torch.Tensor, place: Place, axis: str, what: str, remed
 
 @constant_in_graphs
 def _averaged(axis: str) -> bool:
-    return axis in averaged_axes.get()
+    return axis in environment().averaged
 
 
 def _dim(x: torch.Tensor, dim: int) -> int:

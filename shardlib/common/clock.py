@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from typing import Protocol
+
+from shardlib.common.environment import environment
 
 
 class Clock(Protocol):
@@ -15,11 +16,10 @@ class Clock(Protocol):
         ...
 
 
-current_clock: ContextVar[Clock | None] = ContextVar("current_clock", default=None)
 _UNTIMED = nullcontext()
 
 
 def timed(kind: str, name: str = "") -> AbstractContextManager[None]:
     """A context whose code is a part of the step: see `Clock.span`."""
-    clock = current_clock.get()
+    clock: Clock | None = environment().clock
     return _UNTIMED if clock is None else clock.span(kind, name)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 
 import torch
+
+from shardlib.common.environment import environment
 
 # A list of tensors that no gradient passes.
 Decision = Callable[[], list[torch.Tensor]]
 
 # How decisions are made. A block that is recomputed sets it while it runs, and while it is recomputed.
-deciding: ContextVar[Callable[[Decision], list[torch.Tensor]] | None] = ContextVar("deciding", default=None)
+Decides = Callable[[Decision], list[torch.Tensor]]
 
 
 def once(decide: Decision) -> list[torch.Tensor]:
@@ -22,5 +23,5 @@ def once(decide: Decision) -> list[torch.Tensor]:
     with torch.no_grad():
         if torch.compiler.is_compiling():
             return decide()
-        made = deciding.get()
+        made: Decides | None = environment().decides
         return decide() if made is None else made(decide)

@@ -10,14 +10,13 @@ from typing import Any
 import optree
 import torch
 
+from shardlib.common.environment import within
 from shardlib.debug.notes import Run, copied
 from shardlib.debug.watching import Watch
 from shardlib.errors import BatchError, LossError, ShardlibError
 from shardlib.execute.losses import read_loss, wants
 from shardlib.execute.surroundings import casting
 from shardlib.execute.thinning import Layers
-from shardlib.nn.batch import current_batch
-from shardlib.nn.blocks import block_runner
 from shardlib.optim.base import GradientTransformation
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, seeding_torch
@@ -137,11 +136,8 @@ class OneDevice:
     def _rows(self) -> Iterator[None]:
         """A context in which a micro-batch is one of those of the plan."""
         several = self._plan.batch_ranks * self._plan.step.microbatches > 1
-        before = current_batch.set(_OneOfSeveral() if several else None)
-        try:
+        with within(rows=_OneOfSeveral() if several else None):
             yield
-        finally:
-            current_batch.reset(before)
 
     @contextmanager
     def _thinned(self, step: int, key: Key, leaves: list[torch.Tensor]) -> Iterator[None]:
@@ -164,11 +160,8 @@ class OneDevice:
             finally:
                 inside = False
 
-        before = block_runner.set(run)
-        try:
+        with within(blocks=run):
             yield
-        finally:
-            block_runner.reset(before)
 
     def update(self, grads: Leaves) -> None:
         """Update the parameters by gradients of the mean loss."""

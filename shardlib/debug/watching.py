@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from shardlib.common.environment import environment, within
 from shardlib.debug.notes import Block, Call, Run, copied
 from shardlib.errors import LossError
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import read_loss
-from shardlib.nn.blocks import Runner, Sequential, block_runner
+from shardlib.nn.blocks import Runner, Sequential
 from shardlib.tree import flatten, leaves_of
 
 _OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
@@ -59,13 +60,8 @@ class Watch:
         self.runs.append(run)
         calls = _Calls(run, first)
         calls.meet(params)
-        before = block_runner.get()
-        token = block_runner.set(functools.partial(calls.block, before))
-        try:
-            with calls:
-                yield run
-        finally:
-            block_runner.reset(token)
+        with within(blocks=functools.partial(calls.block, environment().blocks)), calls:
+            yield run
 
 
 class _WatchedBlocks(Sequential):

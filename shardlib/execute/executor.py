@@ -11,9 +11,10 @@ import torch
 
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import grad, storage_id, without_func
+from shardlib.common.environment import environment, within
 from shardlib.common.writes import has_place, place_of
 from shardlib.execute.activations.host import HostMemory, host_memory
-from shardlib.execute.activations.keeper import Keeper, current_keeper
+from shardlib.execute.activations.keeper import Keeper
 from shardlib.execute.activations.names import require_known
 from shardlib.execute.activations.shards import store_of
 from shardlib.execute.beside import Beside, unit_beside
@@ -26,7 +27,7 @@ from shardlib.execute.handles import Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
 from shardlib.execute.meeting import Meeting
 from shardlib.execute.opaque import outside, storages_of
-from shardlib.execute.phases import Phases, phases_of
+from shardlib.execute.phases import Phases
 from shardlib.execute.record import Record
 from shardlib.execute.refusals import explain, refuse_autocast, refused_for_hooks, require_unwritten
 from shardlib.execute.saving import SavedTensors
@@ -38,7 +39,6 @@ from shardlib.execute.units import BucketState, UnitState
 from shardlib.execute.watch import FirstRun
 from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.blocks import block_runner
 from shardlib.nn.tiled_modules import TiledModules
 from shardlib.plan.plan import Plan
 from shardlib.plan.thinning import Thinned
@@ -390,7 +390,7 @@ class Executor:
         agreeing = self.record.agreeing and not self.mesh.abstract
         self.blocks.begin()
         self.blocks.layers.begin(thinned, computes=agreeing)
-        self._resident, follow = {}, phases_of.get()
+        self._resident, follow = {}, environment().phases_of
         self._phases = None if follow is None else follow(self)
         if self._phases is not None:
             self._phases.begin()
@@ -409,17 +409,12 @@ class Executor:
         wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles or self.plan.step.thins or self._scaled
         run = self.blocks.run if wraps_blocks else None
         phases = self._phases
-        runner = block_runner.set(phases.around(run) if phases else run)
-        keeper = current_keeper.set(self._keeper)
-        try:
-            with (
-                self._surroundings.installed(casts=not backward),
-                phases.running(backward) if phases else nullcontext(),
-            ):
-                yield
-        finally:
-            block_runner.reset(runner)
-            current_keeper.reset(keeper)
+        with (
+            within(blocks=phases.around(run) if phases else run, keeper=self._keeper),
+            self._surroundings.installed(casts=not backward),
+            phases.running(backward) if phases else nullcontext(),
+        ):
+            yield
 
     def _touch(self, unit: UnitState) -> None:
         if unit is self._gathering.current:

@@ -20,7 +20,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from shardlib.common._compat import grad
-from shardlib.execute.phases import Phase, current_phases
+from shardlib.common.environment import environment
+from shardlib.execute.phases import Phase
 from shardlib.execute.products import Product, divide, edge, handle_of
 from shardlib.execute.units import BucketState
 
@@ -37,7 +38,7 @@ class Halves:
         self, outputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
         self._gradients: list[_Gradient] = []
-        self._phases = current_phases.get()
+        self._phases = environment().phases
         self.reached: dict[str, torch.Tensor] = {}
         now, later = divide(outputs, inputs)
         hooks = [product.node.register_prehook(partial(self._keep, product)) for product in later]

@@ -6,12 +6,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple, Self
 
 import torch
 
 from shardlib.common._compat import TorchDispatchMode, asks_device, graph_task, taken_apart, watch_checkpoints
+from shardlib.common.environment import environment, within
 from shardlib.execute.flops import flops_of
 from shardlib.execute.handles import Handle
 from shardlib.nn.blocks import Runner
@@ -52,11 +52,8 @@ class Phases:
     @contextmanager
     def running(self, backward: bool) -> Iterator[None]:
         """A context in which the function runs, or its backward."""
-        phases = current_phases.set(self)
-        try:
+        with within(phases=self):
             yield
-        finally:
-            current_phases.reset(phases)
 
     def turned(self) -> None:
         """Called when another phase has begun, for a clock."""
@@ -173,23 +170,15 @@ def made_of(returned: Sequence[Any], given: Sequence[Any]) -> list[Any]:
     return [leaf for leaf in returned if id(leaf) not in handed_on]
 
 
-# The phases of the function that runs, where a trace or a profile follows it; and what makes them for an executor.
-current_phases: ContextVar[Phases | None] = ContextVar("current_phases", default=None)
-phases_of: ContextVar[Callable[[Any], Phases] | None] = ContextVar("phases_of", default=None)
-
-
 @contextmanager
 def followed(make: Callable[[Any], Phases]) -> Iterator[None]:
     """A context in which the phases of each micro-batch are noted: ``make(executor)`` returns those of one."""
-    before = phases_of.set(make)
-    try:
+    with within(phases_of=make):
         yield
-    finally:
-        phases_of.reset(before)
 
 
 def _noted(fn: Callable[..., Any], args: Sequence[Any], _: bool) -> tuple[Callable[..., Any], Sequence[Any]]:
-    phases = current_phases.get()
+    phases: Phases | None = environment().phases
     return (fn if phases is None else phases.again(fn)), args
 
 

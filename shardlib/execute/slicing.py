@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from shardlib.collectives.styles.base import Compute, Style
 from shardlib.collectives.styles.slices import Slice, Slices
 from shardlib.common._compat import pytree, run_first
+from shardlib.common.environment import environment
 from shardlib.errors import HandleError
 from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm, with_handles
 from shardlib.mesh.specs import Window
@@ -23,7 +24,7 @@ from shardlib.nn.functional import embedding, linear_cross_entropy, local_slice,
 from shardlib.nn.moe.compute import Groups, expert_linear
 from shardlib.nn.moe.dealt import Dealt
 from shardlib.nn.scaled import scaled_linear, scaled_matmul
-from shardlib.nn.sequence import current_parts, shard_sequence
+from shardlib.nn.sequence import shard_sequence
 from shardlib.sharded.tree import Sharded
 
 
@@ -162,7 +163,7 @@ def _embedding(
         refuse_max_norm(weight)
     if scale_grad_by_freq:
         raise HandleError(f"{weight._path}: scale_grad_by_freq needs the whole embedding; do not slice it")
-    parts = current_parts.get()
+    parts = environment().parts
     if parts is not None and _cuts_sequence(weight):  # ``ids`` are whole, the result is this rank's sequence part
         parts.shard(ids, 1)
     return weight._style.embedding(_slice(weight), ids, padding_idx, sparse)
@@ -173,7 +174,7 @@ def _embedding_of_part(ids: torch.Tensor, weight: Any) -> torch.Tensor:
 
 
 def _cross_entropy(x: Any, weight: Any, targets: torch.Tensor, *, reduction: str, **options: Any) -> torch.Tensor:
-    x, parts = materialise(x), current_parts.get()
+    x, parts = materialise(x), environment().parts
     losses = weight._style.cross_entropy(_slice(weight), x, **options)
     if parts is None:
         return losses(targets, reduction)

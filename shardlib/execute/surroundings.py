@@ -10,16 +10,14 @@ from typing import Any
 
 import torch
 
-from shardlib.collectives.pairs import averaged_axes
+from shardlib.common.environment import within
 from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.whole_batch import WholeBatch
-from shardlib.mesh.mesh import Mesh, current_mesh
-from shardlib.nn.batch import current_batch
-from shardlib.nn.moe.experts import Exchange, current_exchange
-from shardlib.nn.sequence import current_parts
-from shardlib.nn.tiled_modules import TiledModules, current_modules
-from shardlib.sharded.tree import Sharded, reading
+from shardlib.mesh.mesh import Mesh
+from shardlib.nn.moe.experts import Exchange
+from shardlib.nn.tiled_modules import TiledModules
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
 
 
@@ -49,21 +47,17 @@ class Surroundings:
     @contextmanager
     def installed(self, casts: bool = True) -> Iterator[None]:
         """The context. Backward is outside of autocast (not ``casts``): checkpoints turn on what was on in their forward."""
-        mesh, parts = current_mesh.set(self.mesh), current_parts.set(self.parts)
-        batch, averaged = current_batch.set(self.batch), averaged_axes.set(self.batch.axes)
-        modules, tokens = current_modules.set(self.modules), current_exchange.set(self.tokens)
-        read = reading.set(self.read)
-        try:
-            with casting(self.autocast if casts else None, self.mesh.device), self.scaled or nullcontext():
-                yield
-        finally:
-            reading.reset(read)
-            current_exchange.reset(tokens)
-            current_modules.reset(modules)
-            averaged_axes.reset(averaged)
-            current_batch.reset(batch)
-            current_mesh.reset(mesh)
-            current_parts.reset(parts)
+        around = within(
+            mesh=self.mesh,
+            averaged=self.batch.axes,
+            rows=self.batch,
+            parts=self.parts,
+            modules=self.modules,
+            tokens=self.tokens,
+            reads=self.read,
+        )
+        with around, casting(self.autocast if casts else None, self.mesh.device), self.scaled or nullcontext():
+            yield
 
 
 def casting(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:

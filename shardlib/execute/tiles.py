@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import pytree, transformed, without_modes
+from shardlib.common.environment import environment
 from shardlib.errors import HandleError
 from shardlib.execute.activations.names import RECOMPUTE_MODES
 from shardlib.execute.handles import Handle, kind_of, materialise, refuse_max_norm
@@ -25,7 +26,7 @@ from shardlib.kernels.common.operators import autocast_as_a_product
 from shardlib.kernels.common.recompute import recomputed
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_targets, widened
 from shardlib.nn.functional import embedding, linear_cross_entropy
-from shardlib.nn.sequence import current_parts, shard_sequence
+from shardlib.nn.sequence import shard_sequence
 from shardlib.nn.tiles import Cut, Join
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.placement import Placement
@@ -218,7 +219,7 @@ def _cross_entropy(
     x: Any, weight: TiledHandle, targets: torch.Tensor, *, reduction: str, ignore_index: int, label_smoothing: float
 ) -> torch.Tensor:
     """The cross entropy by tiles of the words. Backward computes each tile's scores again."""
-    x, parts = materialise(x), current_parts.get()
+    x, parts = materialise(x), environment().parts
     check_layer("linear_cross_entropy", x, weight)
     if parts is None:
         check_targets("linear_cross_entropy", targets, x.shape[:-1], f"x of shape {tuple(x.shape)}")

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +21,6 @@ from shardlib.mesh.kept import Kept
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.transfers import Transfers
 from shardlib.mesh.transport import EchoGroup, Group, ProcessGroup, SimulatedGroup, Simulation
-
-# The mesh of collectives that are called with an axis name alone. The executor, `launch` and `simulate` set it.
-current_mesh: ContextVar[Mesh | None] = ContextVar("current_mesh", default=None)
 
 
 class Traffic:

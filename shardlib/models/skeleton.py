@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from shardlib.common._compat import no_modes, own_buffers, own_parameters, version_of, watch_checkpoints
+from shardlib.common.environment import environment
 from shardlib.common.writes import has_place, place_of
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
 from shardlib.models.observed import FirstCalls
 from shardlib.models.originals import Original
 from shardlib.models.parameter_hooks import ParameterHooks
 from shardlib.models.refusals import explained
-from shardlib.nn.parts import following, mode_of_modules
-from shardlib.nn.tiled_modules import current_modules
+from shardlib.nn.parts import mode_of_modules
 
 Named = Mapping[str, torch.Tensor]
 Buffers = Mapping[str, torch.Tensor | None]
@@ -244,7 +244,7 @@ class _Call:
         self._skeleton, self._parameters, self._given = skeleton, skeleton.hooks.on(parameters), buffers
         self._training = mode_of_modules() if training is None else training
         # A compiled function reads no context: a plan with tiles refuses a loss in which no module ran in them.
-        self._fresh, self._tiles = fresh, None if torch.compiler.is_compiling() else current_modules.get()
+        self._fresh, self._tiles = fresh, None if torch.compiler.is_compiling() else environment().modules
         self._held = {name: _copied(buffer) for name, buffer in buffers.items()} if fresh else dict(buffers)
         # Tensors made in inference mode or in compiled functions have no versions.
         self._versioned = not fresh or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
@@ -314,7 +314,7 @@ class _Call:
         )
 
     def _followed(self) -> AbstractContextManager[None]:
-        follow = None if torch.compiler.is_compiling() else following.get()
+        follow = None if torch.compiler.is_compiling() else environment().follows
         return nullcontext() if follow is None else follow(self._skeleton.module, self._parameters)
 
     @contextmanager

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardlib.common.environment import environment
 from shardlib.kernels.common.recompute import recomputed
 from shardlib.kernels.common.rounding import kept_in_bf16
 from shardlib.kernels.gelu import gelu
@@ -37,7 +38,6 @@ from shardlib.models.layers import Params, layer_rules
 from shardlib.nn.attention import attention
 from shardlib.nn.dropout import dropout
 from shardlib.nn.functional import local_slice, slice_of
-from shardlib.nn.sequence import current_parts
 from shardlib.rng import Key
 from shardlib.tree import leaves_of
 
@@ -194,7 +194,7 @@ def _attention(config: LayerConfig, params: Params, qkv: Tensor, rng: Key | None
     q, k, v = qkv.unflatten(-1, (-1, 3, config.width // config.heads)).permute(3, 0, 2, 1, 4)
     if lengths is None and config.attention_dropout == 0:
         return attention(q, k, v, causal=config.causal).transpose(1, 2).flatten(2)
-    if current_parts.get() is not None:
+    if environment().parts is not None:
         raise ValueError(
             "transformer_layer: lengths and attention dropout need whole sequences; leave shardlib.sequence out"
         )

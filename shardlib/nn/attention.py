@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.collectives.sequence.base import Attention
-from shardlib.nn.sequence import current_parts
+from shardlib.common.environment import environment
 from shardlib.nn.sparse_attention import sparse_attention
 from shardlib.sparse.layout import Layout, check_layout
 
@@ -47,7 +47,7 @@ def attention(
     torch.Size([2, 4, 16, 8])
     """
     causal = bool(causal) if layout is None else check_layout(layout).causal_for(causal)
-    how, parts = Attention(causal, scale, key_mask, layout, segments), current_parts.get()
+    how, parts = Attention(causal, scale, key_mask, layout, segments), environment().parts
     return plain_attention(q, k, v, how) if parts is None else parts.attention(q, k, v, how)
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from typing import Protocol
 
 import torch
+
+from shardlib.common.environment import environment
 
 
 class Rows(Protocol):
     """The implementation of `gather_batch` on a mesh."""
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
-
-
-# None outside of steps. The executor sets it for the duration of a run, and of a block's recomputation.
-current_batch: ContextVar[Rows | None] = ContextVar("current_batch", default=None)
 
 
 def gather_batch(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -34,5 +31,5 @@ def gather_batch(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     >>> torch.nn.functional.cross_entropy(scores, torch.arange(len(scores)))
     tensor(0.7437)
     """
-    rows = current_batch.get()
+    rows: Rows | None = environment().rows
     return x if rows is None else rows.gather(x, dim)

@@ -8,15 +8,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
+from shardlib.common.environment import environment
 from shardlib.rng import Key
 
+# How blocks are called.
 Runner = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-
-# How blocks are called. The executor sets it for the duration of a loss.
-block_runner: ContextVar[Runner | None] = ContextVar("block_runner", default=None)
 
 
 def block(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +37,7 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a block. At the top level, since a marked function must be picklable, and a context variable is not."""
-    runner = block_runner.get()
+    runner: Runner | None = environment().blocks
     return fn(*args, **kwargs) if runner is None else runner(fn, args, kwargs)
 
 

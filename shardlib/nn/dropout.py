@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from shardlib.common.environment import environment
 from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.dropout import Draw
 from shardlib.kernels.dropout import dropout as dropout_kernel
-from shardlib.nn.sequence import current_parts
 from shardlib.rng import Key, require_key
 
 
@@ -70,7 +70,7 @@ def _is_probability(p: Any) -> bool:
 def _draw(x: torch.Tensor, p: float, key: Key, heads: tuple[int, int] | None) -> Draw:
     """The draw of ``x``'s mask: each element's index is its index in the tensor of all ranks' batches, heads and, under a
     sequence plan, positions."""
-    parts = current_parts.get()
+    parts = environment().parts
     if heads is not None and heads[1] != x.shape[1]:
         positions, length = torch.arange(heads[0], heads[0] + x.shape[1], device=x.device), heads[1]
     elif heads is None and parts is not None and x.dim() > 1:

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from shardlib.common.environment import environment
 from shardlib.common.thresholds import Threshold
 from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunked_cross_entropy
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets, widened
-from shardlib.nn.sequence import current_parts, shard_sequence
+from shardlib.nn.sequence import shard_sequence
 
 T = TypeVar("T")
 
@@ -156,7 +157,7 @@ def linear_cross_entropy(
         result = F.cross_entropy(scores, targets.flatten(), **options, reduction=reduction)
         return result.view(targets.shape) if reduction == "none" else result
 
-    parts = current_parts.get()
+    parts = environment().parts
     if parts is None:
         check_targets(function, targets, x.shape[:-1], f"x of shape {tuple(x.shape)}")
         return losses(targets, reduction)

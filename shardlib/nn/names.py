@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 
 import torch
 
-# What is done with values that are named. A block that keeps some of them sets it while it runs, and while it is recomputed.
-naming: ContextVar[Callable[[torch.Tensor, str], torch.Tensor] | None] = ContextVar("naming", default=None)
+from shardlib.common.environment import environment
+
+# What is done with a value that is named. A block that keeps some of them sets it while it runs, and while it is recomputed.
+Named = Callable[[torch.Tensor, str], torch.Tensor]
 
 
 def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -23,5 +24,5 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     """
     if torch.compiler.is_compiling():
         return x
-    named = naming.get()
+    named: Named | None = environment().names
     return x if named is None else named(x, name)

@@ -6,16 +6,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import nn
 
 # ``follow(module, parameters)`` is a context in which the module is called with these parameters (dotted name -> tensor).
 Follow = Callable[[nn.Module, Mapping[str, torch.Tensor]], AbstractContextManager[None]]
-
-# What follows the parts of modules. A profile sets it for the duration of a loss.
-following: ContextVar[Follow | None] = ContextVar("following", default=None)
 
 
 class _Mode(threading.local):  # no ContextVar, which compiled functions cannot read

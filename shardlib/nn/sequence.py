@@ -8,12 +8,12 @@ dimension 1 (batch, sequence, ...), whereas batches have the whole sequence. A m
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Protocol
 
 import torch
 
 from shardlib.collectives.sequence.base import Attention
+from shardlib.common.environment import environment
 
 
 class Parts(Protocol):
@@ -43,10 +43,6 @@ class Parts(Protocol):
     def note(self, what: str) -> None: ...
 
 
-# None without a sequence plan. The executor sets it for the duration of a run, and of a block's recomputation.
-current_parts: ContextVar[Parts | None] = ContextVar("current_parts", default=None)
-
-
 def shard_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     """This rank's sequence part, along ``dim``, of an ``x`` that is whole on every rank; ``x`` itself without a sequence
     plan.
@@ -62,7 +58,7 @@ def shard_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     >>> sl.nn.shard_sequence(x) is x
     True
     """
-    parts = current_parts.get()
+    parts: Parts | None = environment().parts
     return x if parts is None else parts.shard(x, dim)
 
 
@@ -76,7 +72,7 @@ def gather_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     >>> sl.nn.gather_sequence(x) is x
     True
     """
-    parts = current_parts.get()
+    parts: Parts | None = environment().parts
     return x if parts is None else parts.gather(x, dim)
 
 
@@ -88,5 +84,5 @@ def sum_sequence(x: torch.Tensor) -> torch.Tensor:
     >>> float(sl.nn.sum_sequence(torch.tensor(3.0)))
     3.0
     """
-    parts = current_parts.get()
+    parts: Parts | None = environment().parts
     return x if parts is None else parts.sum(x)

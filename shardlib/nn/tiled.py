@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlib.collectives.sequence.base import Attention
 from shardlib.common._compat import transformed
+from shardlib.common.environment import environment, within
 from shardlib.errors import LossError
-from shardlib.nn.names import naming
-from shardlib.nn.sequence import Parts, current_parts
+from shardlib.nn.sequence import Parts
 from shardlib.nn.tiles import Cut, Join, View
 
 
@@ -61,7 +61,7 @@ def tiled(fn: Callable[..., Any], x: torch.Tensor | tuple[torch.Tensor, ...], n:
     cuts, context = [Cut(tensor, view) for tensor in whole], copy_context()
     results: list[_Result] = []
     for number, (start, stop) in enumerate(pairwise(bounds)):
-        tile = _Tile(current_parts.get(), dim, start, stop, length)
+        tile = _Tile(environment().parts, dim, start, stop, length)
 
         # The context is the caller's: backward may call this in a thread of autograd's.
         def run(*args: torch.Tensor, tile: _Tile = tile) -> Any:
@@ -120,12 +120,8 @@ class _Tile:
         self._around, self._dim, self._start, self._stop, self._length = around, dim, start, stop, length
 
     def run(self, fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> Any:
-        before, names = current_parts.set(self), naming.set(None)
-        try:
+        with within(parts=self, names=None):
             return fn(*(tensor.contiguous() for tensor in args))  # many functions ask for a view of their input
-        finally:
-            naming.reset(names)
-            current_parts.reset(before)
 
     def positions(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         if self._dim != 1 or x.shape[1] != self._stop - self._start:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -100,7 +99,3 @@ class _InTiles:
                 "must be called with one tensor, (batch, tokens, ...) or (tokens, width), and treat every token alone"
             )
         return tiled(self._forward, args[0], self._count, dim=1 if args[0].dim() > 2 else 0)
-
-
-# None without such a plan. The executor sets it for the duration of a run, and of a block's recomputation.
-current_modules: ContextVar[TiledModules | None] = ContextVar("current_modules", default=None)

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from shardlib.common.environment import environment
 from shardlib.errors import ShardlibError, TreeError, listing
 from shardlib.sharded.local import Local
 from shardlib.sharded.marks import require_no_shards
-from shardlib.sharded.tree import Sharded, reading
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, flatten
 
 
@@ -77,7 +78,7 @@ def read_params(what: str, given: Any) -> Any:
     given = _sharded(given)
     if not isinstance(given, Sharded):
         return given
-    if reading.get() is None:
+    if environment().reads is None:
         raise TreeError(
             f"{what} was given sharded parameters outside of a loss, where nothing gathers them; evaluate it with "
             "sl.make_eval_step(fn, params), or give it whole ones, sl.unshard(params)"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 
 from shardlib.common._compat import func_transform, of_func, version_of, without_func
+from shardlib.common.environment import environment
 from shardlib.common.pages import cloned
 from shardlib.errors import DonatedStateError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
@@ -34,10 +34,6 @@ class _Held:
     def __init__(self, buffers: Mapping[str, torch.Tensor] | None, tree: Tree) -> None:
         self.buffers, self.tree = buffers, tree
         self.taken: str | None = None
-
-
-# How a tree is read inside a function that runs on parameters: as whole leaves. The executor sets it for as long.
-reading: ContextVar[Callable[[Sharded], Tree] | None] = ContextVar("reading", default=None)
 
 
 class Sharded:
@@ -70,7 +66,7 @@ class Sharded:
     @property
     def tree(self) -> Tree:
         self._check()
-        read = reading.get()
+        read: Callable[[Sharded], Tree] | None = environment().reads
         return self.shards if read is None else read(self)
 
     @property
@@ -258,7 +254,7 @@ class Sharded:
 
 
 def _children(node: Sharded) -> tuple[Iterable[Any], Any]:
-    if reading.get() is not None:
+    if environment().reads is not None:
         return (node.tree,), None
     return ((), node) if node.in_batch else ((node.tree,), (node.plan, node.mesh, node.role))
 
@@ -295,7 +291,7 @@ class _Constants:
 
 def _torch_children(node: Sharded) -> tuple[Iterable[Any], Any]:
     """To torch's pytrees, and so to torch.func, the leaves of a tree are the flat buffers of what is trained."""
-    if reading.get() is not None or node.in_batch or node.on_disk is not None:
+    if environment().reads is not None or node.in_batch or node.on_disk is not None:
         return _children(node)
     buffers, trained = node.buffers, {bucket.name for bucket in node.plan.trained}
     constants = _Constants({name: buffer for name, buffer in buffers.items() if name not in trained})

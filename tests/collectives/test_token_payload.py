@@ -12,9 +12,9 @@ import shardlib as sl
 from shardlib.collectives.codecs.float8 import Float8
 from shardlib.collectives.codecs.integers import Integers
 from shardlib.collectives.tokens import Direct, TwoHops
+from shardlib.common.environment import environment
 from shardlib.errors import SpecError
 from shardlib.kernels.quantize import Blockwise
-from shardlib.mesh.mesh import current_mesh
 
 PACKINGS = {
     "int8": Integers(Blockwise(8), feedback=False),
@@ -181,7 +181,7 @@ def test_a_plan_knows_the_payload_before_any_rank_runs(slots, codec):
     exchange = TwoHops("n", "l", codec=codec)
 
     def loss_fn(params, batch):
-        mesh, rows = current_mesh.get(), batch @ params["w"]
+        mesh, rows = environment().mesh, batch @ params["w"]
         counts = (rows[0, :EXPERTS] > 0).long()
         coming, way = exchange.send(mesh, rows, counts, slots=slots)
         return exchange.back(mesh, coming.wait() * 2, way).wait().mean()

@@ -166,7 +166,8 @@ def _serve(timeout, device, connection):
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardlib.mesh.mesh import as_mesh, current_mesh
+    from shardlib.common.environment import within
+    from shardlib.mesh.mesh import as_mesh
 
     if device == "rig":
         from helpers import rig
@@ -187,9 +188,8 @@ def _serve(timeout, device, connection):
         else:
             try:
                 mesh = as_mesh(meshes[key])
-                token = current_mesh.set(mesh)
-                answer = True, fn(mesh, *args)
-                current_mesh.reset(token)
+                with within(mesh=mesh):
+                    answer = True, fn(mesh, *args)
             except Exception as error:
                 error.add_note(traceback.format_exc())
                 answer = False, error

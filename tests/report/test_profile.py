@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.common.clock import current_clock
-from shardlib.execute.phases import phases_of
+from shardlib.common.environment import environment
 from shardlib.models import gpt
 from shardlib.plan.prediction.step import predict_step
 from shardlib.report.profile import rates
@@ -140,10 +139,10 @@ def test_steps_without_a_profile_have_no_clock():
         state, step, _ = a_step(mesh, sl.zero(3))
         groups = dict(mesh._groups)
         found = sl.report.comm(step, state, batch())
-        assert mesh._groups == groups and current_clock.get() is None and phases_of.get() is None
+        assert mesh._groups == groups and environment().clock is None and environment().phases_of is None
         with pytest.raises(RuntimeError, match="stop"):
             stepped(lambda *_: (_ for _ in ()).throw(RuntimeError("stop")), found.state, None)
-        assert mesh._groups == groups and current_clock.get() is None and phases_of.get() is None
+        assert mesh._groups == groups and environment().clock is None and environment().phases_of is None
 
     sl.simulate(run, mesh={"data": 2})
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from shardlib.common._compat import TorchDispatchMode, without_modes
-from shardlib.common.once import Decision, deciding
+from shardlib.common.environment import environment, within
+from shardlib.common.once import Decision
 
 
 def decided_once(fn: Callable[..., Any], hidden_from: tuple[type[TorchDispatchMode], ...]) -> Callable[..., Any]:
@@ -25,7 +26,7 @@ def decided_once(fn: Callable[..., Any], hidden_from: tuple[type[TorchDispatchMo
         nonlocal runs
         runs += 1
         decides, number = runs == 1, 0
-        around = deciding.get()  # of a block that this one lies in, which may be in its recomputation
+        around = environment().decides  # of a block that this one lies in, which may be in its recomputation
 
         def made(decide: Decision) -> list[torch.Tensor]:
             nonlocal number
@@ -35,10 +36,7 @@ def decided_once(fn: Callable[..., Any], hidden_from: tuple[type[TorchDispatchMo
             number += 1
             return kept[number - 1]
 
-        token = deciding.set(made)
-        try:
+        with within(decides=made):
             return fn(*args, **kwargs)
-        finally:
-            deciding.reset(token)
 
     return call

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ref
@@ -17,6 +16,7 @@ from weakref import ref
 import torch
 
 from shardlib.common._compat import storage_id, version_of, watch_checkpoints, without_top_mode
+from shardlib.common.environment import environment
 from shardlib.execute.handles import Handle
 from shardlib.plan.recompute import Recompute
 
@@ -201,12 +201,8 @@ class Keeper:
             self._here[entry] = None
 
 
-# The keeper of the function that runs, if it has one. Checkpoints that a model makes itself find it here.
-current_keeper: ContextVar[Keeper | None] = ContextVar("current_keeper", default=None)
-
-
 def _kept(fn: Function, args: Arguments, has_context: bool) -> tuple[Function, Arguments]:
-    keeper = current_keeper.get()
+    keeper: Keeper | None = environment().keeper
     return (fn, args) if keeper is None else keeper.keep(fn, args, has_context)
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.common._compat import SELECTIVE_MODES, TorchDispatchMode, pytree, storage_id, version_of, without_top_mode
+from shardlib.common.environment import within
 from shardlib.errors import HandleError
-from shardlib.nn.names import naming
 
 _UNCOUNTED = {torch.ops.aten.detach.default}  # a checkpoint itself detaches what backward saves
 
@@ -55,11 +55,12 @@ class _Numbering(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._next, self._names = 0, 0
-        self._token = naming.set(self._meet)
+        self._within = within(names=self._meet)
+        self._within.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        naming.reset(self._token)
+        self._within.__exit__(*error)
         return super().__exit__(*error)
 
     @abstractmethod
@@ -166,11 +167,8 @@ def noting(seen: set[str]) -> Iterator[None]:
         seen.add(name)
         return x
 
-    token = naming.set(note)
-    try:
+    with within(names=note):
         yield
-    finally:
-        naming.reset(token)
 
 
 def require_known(save: Iterable[str], seen: Iterable[str]) -> None:

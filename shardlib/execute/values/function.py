@@ -10,6 +10,7 @@ import torch
 
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import without_derivatives
+from shardlib.common.environment import within
 from shardlib.common.writes import has_place, owner_of
 from shardlib.errors import HandleError
 from shardlib.execute.handles import materialise
@@ -21,7 +22,7 @@ from shardlib.execute.values.wholes import Wholes
 from shardlib.execute.watch import watched
 from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.blocks import Runner, block_runner
+from shardlib.nn.blocks import Runner
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key
 from shardlib.sharded.tree import Sharded
@@ -111,12 +112,10 @@ class Function:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        runner = block_runner.set(self._blocks)
         try:
-            with self._surroundings.installed():
+            with within(blocks=self._blocks), self._surroundings.installed():
                 yield
         finally:
-            block_runner.reset(runner)
             self._slices.clear()
 
 

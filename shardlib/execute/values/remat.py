@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from shardlib.common.environment import within
 from shardlib.execute.activations.checkpointing import checkpointed
 from shardlib.execute.activations.draws import Draws
 from shardlib.execute.surroundings import Surroundings
-from shardlib.nn.blocks import Runner, block_runner
+from shardlib.nn.blocks import Runner
 from shardlib.plan.plan import Plan
 
 
@@ -23,12 +24,9 @@ def recomputed(plan: Plan) -> Callable[[Surroundings], Runner] | None:
 
         def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             def surrounded(*args: Any, **kwargs: Any) -> Any:
-                around = block_runner.set(None)  # a block within another is recomputed with it
-                try:
-                    with surroundings.installed(casts=False):
-                        return fn(*args, **kwargs)
-                finally:
-                    block_runner.reset(around)
+                # A block within another is recomputed with it.
+                with within(blocks=None), surroundings.installed(casts=False):
+                    return fn(*args, **kwargs)
 
             return checkpointed(surrounded, args, kwargs, how, set(), draws)
 

@@ -13,9 +13,10 @@ import traceback
 import cloudpickle
 import torch.distributed as dist
 
+from shardlib.common.environment import settle
 from shardlib.mesh.launch.connection import Connection
 from shardlib.mesh.launch.orphans import end_with
-from shardlib.mesh.mesh import current_mesh, make_mesh
+from shardlib.mesh.mesh import make_mesh
 from shardlib.mesh.transport.activity import here
 
 
@@ -34,7 +35,7 @@ def main(job: int, end: int, parent: int) -> None:
         with mmap.mmap(job, 0, access=mmap.ACCESS_READ) as pickled:
             fn, args, shape, timeout = cloudpickle.loads(pickled)
         mesh = make_mesh(timeout=timeout, **shape)
-        current_mesh.set(mesh)
+        settle(mesh=mesh)
         value = cloudpickle.dumps(fn(mesh, *args))
     except BaseException:
         sys.stdout.flush()

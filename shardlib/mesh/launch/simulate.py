@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from shardlib.mesh.mesh import check_shape, current_mesh, simulated_mesh
+from shardlib.common.environment import settle
+from shardlib.mesh.mesh import check_shape, simulated_mesh
 from shardlib.mesh.transport import Simulation
 from shardlib.mesh.transport.activity import begin_rank
 
@@ -46,7 +47,7 @@ def simulate(
         view = simulated_mesh(shape, rank, simulation, exchanges, where)
 
         def run() -> Any:
-            current_mesh.set(view)
+            settle(mesh=view)
             begin_rank()
             return fn(view, *args)
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardlib.common._compat import with_children_of_its_own
+from shardlib.common.environment import environment
 from shardlib.errors import BatchError, IllegalComposition, TreeError
 from shardlib.nn.functional import Mean, linear_cross_entropy
 from shardlib.nn.gate import OPEN, Gate
-from shardlib.nn.sequence import current_parts
 
 IGNORED = -100  # the label of positions that are left out of the loss
 REQUIRED, OPTIONAL = ("input_ids", "labels"), ("attention_mask", "position_ids")  # in a batch
@@ -154,7 +154,7 @@ class _Block(nn.Module):
         if hidden is not None and not gate.open:
             return hidden
         _check(batch)
-        if current_parts.get() is not None:
+        if environment().parts is not None:
             raise IllegalComposition(
                 "sequence(...) cuts activations along the sequence, and the attention of transformers' modules needs whole "
                 "ones; take sequence(...) out of the plan, or build the model of sl.nn.attention (see shardlib.models.gpt)"

@@ -11,7 +11,8 @@ import torch
 from shardlib.collectives.tokens.base import Coming
 from shardlib.collectives.tokens.fetch import Fetch
 from shardlib.common._compat import outside_of_graphs
-from shardlib.mesh.mesh import Mesh, current_mesh
+from shardlib.common.environment import environment
+from shardlib.mesh.mesh import Mesh
 from shardlib.nn.moe.compute import Groups
 from shardlib.nn.moe.config import Expert
 from shardlib.nn.moe.slots import Slots
@@ -95,7 +96,7 @@ def borrow(params: Mapping[str, Any], seats: torch.Tensor | None, replicas: torc
 
     The host reads both. Weights travel as they are, whatever encodes tokens.
     """
-    mesh, number = current_mesh.get(), len(replicas)
+    mesh, number = environment().mesh, len(replicas)
     assert mesh is not None
     ranks = 1
     for axis in exchange.axes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,8 +11,9 @@ from torch.overrides import has_torch_function
 
 from shardlib.collectives.tokens import Coming
 from shardlib.common._compat import differentiated, outside_of_graphs
+from shardlib.common.environment import environment
 from shardlib.kernels.permute import permute, unpermute
-from shardlib.mesh.mesh import Mesh, current_mesh
+from shardlib.mesh.mesh import Mesh
 from shardlib.nn.moe.compute import Rows
 from shardlib.nn.moe.config import Expert
 from shardlib.nn.moe.copies import Copies, Own, borrow
@@ -45,11 +45,6 @@ class Exchange(Protocol):
     ) -> tuple[Coming, Any]: ...
 
     def back(self, mesh: Mesh, rows: torch.Tensor, way: Any) -> Coming: ...
-
-
-# How tokens travel to experts that are dealt out over the mesh. The executor sets it for the duration of a run, and of a
-# block's recomputation; None where every rank has all experts.
-current_exchange: ContextVar[Exchange | None] = ContextVar("current_exchange", default=None)
 
 
 def run_experts(
@@ -118,12 +113,12 @@ class Visit:
             (leaf for leaf in leaves_of(leaves) if isinstance(leaf, torch.Tensor) and differentiated(leaf)), None
         )
         how = {"slots": _slots(routing) if self._exchange.padded else None, "anchor": anchor}
-        self._coming, self._way = self._exchange.send(current_mesh.get(), rows, self._rows.counts, **how)
+        self._coming, self._way = self._exchange.send(environment().mesh, rows, self._rows.counts, **how)
 
     def outputs(self, expert: Expert) -> torch.Tensor:
         """See `run_experts`."""
         results = self._copies.outputs(expert, self._coming.wait(), self._way.ends)
-        back = self._exchange.back(current_mesh.get(), results, self._way)
+        back = self._exchange.back(environment().mesh, results, self._way)
         return unpermute(back.wait(), self._rows.positions, self._routing.weights)
 
 
@@ -192,7 +187,7 @@ def _slots(routing: Routing) -> int:
 
 def _exchange(params: Mapping[str, Any], dealt: bool | None, experts: int) -> Any:
     """How tokens get to the experts of a layer: by the plan's exchange if they are dealt out, else not at all."""
-    exchange, mesh = current_exchange.get(), current_mesh.get()
+    exchange, mesh = environment().tokens, environment().mesh
     ways = math.prod(mesh.shape[axis] for axis in exchange.axes) if dealt and exchange and mesh else 1
     leaves = leaves_of(params)
     held = {leaf.shape[0] if leaf.shape else 1 for leaf in leaves}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.nn.sequence import current_parts
+from shardlib.common.environment import environment
 from shardlib.rng import Key, bits_at
 
 _UNIT = 2.0**-24  # of random bits
@@ -43,7 +43,7 @@ def tokens_of(x: torch.Tensor, key: Key | None) -> Tokens | None:
     """
     if key is None:
         return None
-    parts = current_parts.get()
+    parts = environment().parts
     if parts is None or x.dim() < 3:
         count = x.shape[:-1].numel()
         seed, first = key.stretch(count)

@@ -14,9 +14,9 @@ import torch
 
 from shardlib.collectives.attempts import on_all_ranks
 from shardlib.common.devices import pins
+from shardlib.common.environment import environment
 from shardlib.common.raw_bytes import raw_bytes
 from shardlib.errors import StorageError, TreeError
-from shardlib.mesh.mesh import current_mesh
 from shardlib.optim.moving.skeleton import Skeleton, View
 from shardlib.optim.on_disk import InPlace
 from shardlib.optim.train_state import TrainState
@@ -205,7 +205,7 @@ def _opened(skeleton: Skeleton, folders: Sequence[str | Path], problem: str) -> 
 
 def _require_mesh(skeleton: Skeleton) -> None:
     """Refuse a tree that several ranks would each take for all there is."""
-    mesh, distributed = current_mesh.get(), torch.distributed
+    mesh, distributed = environment().mesh, torch.distributed
     ranks = mesh.size if mesh else 1
     if distributed.is_available() and distributed.is_initialized():
         ranks = max(ranks, distributed.get_world_size())

@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shardlib.common.environment import within
 from shardlib.common.optional import figures
 from shardlib.execute.batches import as_tensors
-from shardlib.nn.names import naming as naming_of_values
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.plan.tables import size, table
@@ -153,12 +153,8 @@ def memory(train_step: TrainStep, state: TrainState, batch: Any, *, warm: int = 
     names = Names(follower.timeline, mesh.device, {bucket.label for bucket in state.params.plan.tiled.buckets})
     names.know(leaves_of_state(state))
     names.know(("batch", path, leaf, leaf.nbytes) for path, leaf in tensors_of(batch))
-    value = naming_of_values.set(names.named)
-    try:
-        with follower.installed(), names:
-            state, _ = train_step(state, batch)
-    finally:
-        naming_of_values.reset(value)
+    with within(names=names.named), follower.installed(), names:
+        state, _ = train_step(state, batch)
     follower.timeline.end()
     return Memory(names.kept(leaves_of_state(state)), _planned(plan, mesh.coords, batch), state)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardlib.common._compat import pytree
-from shardlib.nn.parts import following
+from shardlib.common.environment import environment, within
 
 
 def parts_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -63,14 +63,13 @@ class Parts:
     def watching(self) -> Iterator[None]:
         """A context in which the outermost modules that this thread calls with the plan's parameters are followed, whoever
         put these there (`torch.func.functional_call`)."""
-        before = following.set(self.followed)
         called = ExitStack()
         outermost: nn.Module | None = None
 
         def begins(module: nn.Module, args: Any) -> None:
             nonlocal outermost
             # Hooks on all modules are called in all threads: other ranks have followers of their own.
-            if torch.compiler.is_compiling() or following.get() != self.followed or self._within:
+            if torch.compiler.is_compiling() or environment().follows != self.followed or self._within:
                 return
             parameters = dict(module.named_parameters(remove_duplicate=False))
             if any(self._path_of(leaf) is not None for leaf in parameters.values()):
@@ -79,7 +78,7 @@ class Parts:
 
         def ends(module: nn.Module, args: Any, result: Any) -> None:
             nonlocal outermost
-            if not torch.compiler.is_compiling() and module is outermost and following.get() == self.followed:
+            if not torch.compiler.is_compiling() and module is outermost and environment().follows == self.followed:
                 outermost = None
                 called.close()
 
@@ -88,12 +87,12 @@ class Parts:
             register_module_forward_hook(ends, always_call=True),
         )
         try:
-            yield
+            with within(follows=self.followed):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
             called.close()
-            following.reset(before)
 
     @contextmanager
     def followed(self, module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:

@@ -15,7 +15,7 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.common._compat import graph_task
-from shardlib.common.clock import current_clock
+from shardlib.common.environment import within
 from shardlib.errors import listing
 from shardlib.execute.phases import Phase, Phases, followed, made_of
 from shardlib.mesh.mesh import Mesh
@@ -116,16 +116,14 @@ class Follower:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """A context whose steps are noted."""
-        mesh, clock = self._mesh, current_clock.set(self.timeline)
+        mesh = self._mesh
 
         def heard(axis: str, group: Any) -> Heard:
             return Heard(axis, group, mesh.traffic, self.timeline, self.exchanges)
 
-        try:
-            with mesh.through(heard), followed(lambda executor: _Clocked(executor, self.timeline)):
-                yield
-        finally:
-            current_clock.reset(clock)
+        made = followed(lambda executor: _Clocked(executor, self.timeline))
+        with within(clock=self.timeline), mesh.through(heard), made:
+            yield
 
 
 class _Clocked(Phases):

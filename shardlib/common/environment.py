@@ -1,0 +1,72 @@
+"""What is around the code of a function while the library runs it: one immutable value, which all rooms read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is around the code of a function; None where there is none of it.
+
+    The executor sets it for the duration of a run, and of a block's recomputation, which may be in a thread of autograd's.
+
+    Attributes:
+        mesh: the mesh of collectives that are called with an axis name alone. `launch` and `simulate` set it, too.
+        averaged: the axes over which the step takes the mean of the ranks' losses.
+        rows: gathers the rows of all ranks; see `shardlib.nn.batch.Rows`.
+        parts: of the sequence; see `shardlib.nn.sequence.Parts`.
+        modules: those that run in tiles; see `shardlib.nn.tiled_modules`.
+        tokens: how tokens travel to experts that are dealt out; see `shardlib.nn.moe.experts.Exchange`.
+        blocks: how blocks are called; see `shardlib.nn.blocks.Runner`.
+        names: what is done with values that are named; see `shardlib.nn.names`.
+        decides: how decisions are made that recomputation takes over; see `shardlib.common.once`.
+        reads: how a sharded tree is read; see `shardlib.sharded.tree`.
+        keeper: of the inputs of checkpoints that a model makes itself; see `shardlib.execute.activations.keeper`.
+        follows: who follows modules by their names; see `shardlib.nn.parts.Follow`.
+        clock: of a measured step; see `shardlib.common.clock`.
+        phases, phases_of: of the micro-batch, and what makes them; see `shardlib.execute.phases`.
+    """
+
+    mesh: Any = None
+    averaged: tuple[str, ...] = ()
+    rows: Any = None
+    parts: Any = None
+    modules: Any = None
+    tokens: Any = None
+    blocks: Any = None
+    names: Any = None
+    decides: Any = None
+    reads: Any = None
+    keeper: Any = None
+    follows: Any = None
+    clock: Any = None
+    phases: Any = None
+    phases_of: Any = None
+
+
+_current: ContextVar[Environment] = ContextVar("environment", default=Environment())  # noqa: B039 (it is frozen)
+
+
+def environment() -> Environment:
+    """What is around the code that runs."""
+    return _current.get()
+
+
+@contextmanager
+def within(**changes: Any) -> Iterator[None]:
+    """A context with another environment: the current one with these attributes."""
+    token = _current.set(replace(_current.get(), **changes))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def settle(**changes: Any) -> None:
+    """Change the environment of all that this context, a thread's or a process's, goes on to run."""
+    _current.set(replace(_current.get(), **changes))
