@@ -28,7 +28,8 @@ def described(graph: Graph) -> str:
         for node in members:
             if kind := kind_of(node):
                 link, size = link_at(node), nbytes(given(node))
-                lines.append(f"  {kind} over {link.axis!r} of {size:,} bytes: {link.label}")
+                way = f"over {link.axis!r}" if link.axis else "from another memory"
+                lines.append(f"  {kind} {way} of {size:,} bytes: {link.label}")
     peak = peak_of_wholes(graph)
     if peak.units:
         lines.append(f"gathered at a time: {peak.units} units at most, {peak.bytes:,} bytes")
