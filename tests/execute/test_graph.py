@@ -22,6 +22,7 @@ from shardlib.errors import BatchError, IllegalComposition
 from shardlib.execute.batches import batch_index
 from shardlib.execute.graph import merge
 from shardlib.execute.graph.alive import alive, kind_of, peak_of_wholes
+from shardlib.execute.graph.land import landed
 from shardlib.execute.graph.nodes import fetched, link_at, nbytes
 from shardlib.execute.graph.passes import PASSES
 from shardlib.execute.graph.runner import GraphStage
@@ -88,15 +89,10 @@ CHAINS = {
     "3 in 2 micro-batches, recomputed": sl.chain(sl.zero(3), sl.accumulate(2), sl.remat()),
     "3, frozen": sl.chain(sl.zero(3), sl.freeze("blocks/0/*")),
     "0 in 1 bit, in 3 micro-batches": sl.chain(sl.zero(0), sl.onebit(), sl.accumulate(3)),
-    "1 in 1 bit": sl.chain(sl.zero(1), sl.onebit()),
     "2 in int8, in 3 micro-batches": sl.chain(sl.zero(2), sl.quantize(gradients="int8"), sl.accumulate(3)),
     "3 in int4 and fp8, bf16": sl.chain(sl.zero(3), sl.precision("bf16"), sl.quantize("fp8", "int4"), sl.remat()),
     "3 in int8, nothing kept": sl.chain(sl.zero(3), sl.quantize("int8", "int8", feedback=False), sl.accumulate(3)),
-    "0 in factors": sl.chain(sl.zero(0), sl.powersgd(2)),
-    "0 in factors, in 2 micro-batches": sl.chain(sl.zero(0), sl.powersgd(2), sl.accumulate(2)),
-    "0, products in fp8": sl.chain(sl.zero(0), sl.precision("fp8")),
     "3, products in fp8": sl.chain(sl.zero(3), sl.precision("fp8"), sl.remat("dots"), sl.accumulate(3)),
-    "1, reproducible": sl.chain(sl.zero(1), sl.reproducible(2)),
     "3, reproducible": sl.chain(sl.zero(3), sl.reproducible(6)),
 }
 
@@ -122,7 +118,6 @@ PARTS = {
     "ring": sl.chain(sl.sequence("model", "ring"), sl.remat()),
     "megatron": sl.chain(sl.sequence("model", "megatron"), SLICES),
     "slices, products in fp8": sl.chain(SLICES, sl.precision("fp8")),
-    "slices in 1 bit": sl.chain(SLICES, sl.onebit()),
 }
 
 
@@ -434,25 +429,27 @@ def test_errors_of_the_loss_are_raised():
 NODES = sl.chain(sl.zero(3, axis="node"), sl.zero(3, axis="data"), sl.hierarchical("data"))
 LEVELS = {
     "two levels": sl.chain(NODES, sl.remat()),
-    "two levels, in int8 between nodes": sl.chain(NODES, sl.accumulate(2), sl.quantize("int8", "int8", axis="node")),
-    "two levels, in int8 inside": sl.chain(NODES, sl.quantize("int4", "int4")),
+    "two levels in few bits": sl.chain(
+        NODES, sl.quantize("int8", "int8", axis="node"), sl.quantize("int4", "int4"), sl.accumulate(2)
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LEVELS)
 def test_second_shards_stay(name):
     """Nodes are gathered over once for forward and backward, and as long before a use as the unit inside."""
-    loss_fn, params = tiny_gpt(layers=2)
-    results = both(loss_fn, params, token_batches(1, 8), LEVELS[name], {"node": 2, "data": 2}, without=("merge",))
+    loss_fn, params = mlp([6, 5, 5, 5, 3], torch.float32)
+    batches = [regression_batch(8, 6, 3, torch.float32)] * 2
+    results = both(loss_fn, params, batches, LEVELS[name], {"node": 2, "data": 2}, without=("merge",))
     graph = check(results)
     axes = [link_at(node).axis for node in graph.nodes if kind_of(node) == "gather"]
-    assert (axes.count("node"), axes.count("data")) == (UNITS - 1, 2 * (UNITS - 1) - 3)
+    assert (axes.count("node"), axes.count("data")) == (4, 5)  # backward needs the second layer again
     assert peak_of_wholes(graph).units == 2
 
 
 def trained(mesh, transform, how, tx):
     """Losses, norms, parameters and residuals after steps, of which each is compiled, or not, as ``how`` says."""
-    loss_fn, params = tiny_gpt(dropout=0.1)
+    loss_fn, params = tiny_gpt(dropout=0.1, layers=1)
     sharded, state, steps, found = sl.shard(params, mesh, transform), None, {}, []
     for compile in dict.fromkeys(how):
         first, steps[compile] = sl.make_train_step(loss_fn, sharded, tx, rng=3, compile=compile)
@@ -465,27 +462,31 @@ def trained(mesh, transform, how, tx):
 
 
 ELSEWHERE = {
-    "states": {},
-    "parameters": {"params": "host"},
-    "gradients, a half": {"gradients": "host", "fraction": 0.5},
-    "ahead": {"speculate": True},
-    "a step later": {"delay": True},
-    "disk": {"optimizer": "disk", "params": "disk", "gradients": "disk"},
+    "states": (0, 1, {}),
+    "parameters": (3, 3, {"params": "host"}),
+    "gradients, a half": (2, 3, {"gradients": "host", "fraction": 0.5}),
+    "ahead": (3, 1, {"speculate": True}),
+    "a step later": (1, 3, {"delay": True}),
+    "disk": (3, 3, {"optimizer": "disk", "params": "disk", "gradients": "disk"}),
+    "disk, whole": (0, 1, {"optimizer": "disk", "params": "disk", "gradients": "disk"}),
 }
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-@pytest.mark.parametrize(("stage", "count"), [(0, 1), (1, 3), (2, 3), (3, 1), (3, 3)])
-def test_what_lies_elsewhere(name, stage, count, tmp_path):
+def test_what_lies_elsewhere(name, tmp_path):
+    """A gradient leaves for the optimizer's memory in the graph, where it is complete there."""
+    stage, count, options = ELSEWHERE[name]
     tx = sl.optim.chain(sl.optim.clip_by_global_norm(0.3), sl.optim.adamw(1e-2))
 
     def found(folder, compile):
-        disk = {"folder": tmp_path / folder} if name == "disk" else {}
-        transform = sl.chain(sl.zero(stage), sl.offload(**ELSEWHERE[name], **disk), sl.accumulate(count))
-        return sl.simulate(trained, transform, [compile] * 4, tx, mesh={"data": 2})
+        disk = {"folder": tmp_path / folder} if "disk" in name else {}
+        transform = sl.chain(sl.zero(stage), sl.offload(**options, **disk), sl.accumulate(count))
+        return sl.simulate(trained, transform, [compile] * 3, tx, mesh={"data": 2})
 
     for (eager, _), (compiled, graphs) in zip(found("a", False), found("b", True), strict=True):
-        assert relative_error(compiled, eager)[0] == 0 and len(graphs) == 1
+        assert relative_error(compiled, eager)[0] == 0
+        (graph,) = graphs
+        assert any(node.target is landed for node in graph.nodes) == (count == 1 or "gradients" in options)
 
 
 OWNERS = {

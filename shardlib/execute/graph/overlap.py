@@ -7,6 +7,8 @@ gradient is complete, and the graph waits for it when another one starts, or at 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -18,7 +20,7 @@ from shardlib.mesh.memories import AHEAD
 from shardlib.sharded.gather import Gather
 
 IN_FLIGHT = 2  # reductions that may be under way
-_STARTS = STARTS | {FETCH: start_fetch, REDUCE: start_reduce}
+_STARTS: dict[Any, Callable[..., Any]] = STARTS | {FETCH: start_fetch, REDUCE: start_reduce}
 
 
 def wait(sent: Sent | Gather | Reducing) -> list[torch.Tensor]:
@@ -83,7 +85,7 @@ def _last_use(unit: list[Node], place: dict[Node, int]) -> Node:
 
 def _started(graph: Graph, node: Node) -> Node:
     with graph.inserting_before(node):
-        started = graph.call_function(_STARTS[node.target], node.args)  # type: ignore[index]
+        started = graph.call_function(_STARTS[node.target], node.args)
     started.meta = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
     return started
 
@@ -117,6 +119,6 @@ def _announce(graph: Graph) -> None:
     """Announce what is read from disk a few reads ahead."""
     reads = [node for node in of_kind(graph, (start_fetch,)) if isinstance(way := link_at(node), Way) and way.announced]
     for number, node in enumerate(reads):
-        following = tuple(given(each) for each in reads[number + 1 : number + 1 + AHEAD])
-        with graph.inserting_before(node):
-            graph.call_function(announce, following)
+        if following := tuple(given(each) for each in reads[number + 1 : number + 1 + AHEAD]):
+            with graph.inserting_before(node):
+                graph.call_function(announce, following)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.rng import seeding_torch
+from shardlib.sharded.landing import Landing
 from shardlib.sharded.on_disk import BufferOnDisk
 from shardlib.tree import flatten
 
@@ -95,43 +96,24 @@ class GraphStage:
                 "compile=True does not tell which parameters were used: leave out optim.skip_unused"
             )
         if not self._traceable or self._first is None or self._first is call.microbatches:
-            gradients = self._eager.train(call, totals, options)
+            held = self._eager.train(call, totals, options)
             if self._first is None:
                 self._first = call.microbatches
                 self._try(call, self._kept(options))
-            return gradients
+            return held
         self._first = ()
         if any(module.differs() for module in self._modules):  # a graph has the modules as they were
             self._graphs.clear()
             self._modules.clear()
-        plan, count = self._plan, len(call.microbatches)
-        held: dict[str, torch.Tensor] = {}
-        leaves = plan.step.total_microbatches
-        trees = {} if leaves is None else {bucket.name: TreeSum[torch.Tensor](leaves) for bucket in plan.trained}
-        first = batch_index(plan, self._mesh) * count  # the first micro-batch of this rank, among all
-        taken: dict[str, torch.Tensor] = {}  # what has left for the optimizer's memory
-        kept, landing = self._kept(options), options.landing
-
-        def land(name: str, gradient: torch.Tensor) -> torch.Tensor:
-            bucket = plan.bucket_of[name]
-            if landing is None or not landing.takes(bucket):
-                return gradient
-            taken[name] = landing.take(bucket, gradient)
-            return taken[name]
-
-        for index in range(count):
-            outcome, gradients, kept = self._microbatch(
-                call, index, totals.buffers if index else call.buffers, kept, land
+        gradients = _Gradients(self._plan, self._mesh, options.landing)
+        kept = self._kept(options)
+        for index in range(len(call.microbatches)):
+            outcome, new, kept = self._microbatch(
+                call, index, totals.buffers if index else call.buffers, kept, gradients.land
             )
-            for name, new in gradients.items():
-                if name in taken:
-                    continue
-                if trees:
-                    trees[name].add(Node(0, first + index), new)
-                else:
-                    held[name] = held[name].add_(new) if name in held else new
+            gradients.add(index, new)
             totals.add(outcome)
-        held |= taken | {name: joined(tree.sums, plan.step.nodes) for name, tree in trees.items()}
+        held = gradients.sums()
         if not self._reduces(call):
             held = self._function.reduced(held, kept, options.unreduced)
         options.residuals.after |= kept
@@ -198,7 +180,7 @@ class GraphStage:
         traced, modules = called_in(
             lambda: trace(
                 lambda blocks: Function(self._fn, plan, mesh, True, blocks),
-                {bucket.name: _like(*call.params.parts(bucket), bucket) for bucket in plan.buckets},
+                {bucket.name: _like(call.params.parts(bucket)[0], bucket) for bucket in plan.buckets},
                 kept,
                 call.microbatches[index],
                 buffers if self._with_buffers else None,
@@ -255,6 +237,41 @@ class GraphStage:
             )
         self._graphs.clear()
         self._traceable = False
+
+
+class _Gradients:
+    """One step's gradients, summed over micro-batches: on the device, or where they land."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, landing: Landing | None) -> None:
+        self._plan, self._landing = plan, landing
+        self._held: dict[str, torch.Tensor] = {}
+        self._landed: dict[str, torch.Tensor] = {}
+        leaves = plan.step.total_microbatches
+        self._trees = {} if leaves is None else {bucket.name: TreeSum[torch.Tensor](leaves) for bucket in plan.trained}
+        self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
+
+    def land(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """See `shardlib.execute.graph.land`."""
+        bucket = self._plan.bucket_of[name]
+        if self._landing is None or not self._landing.takes(bucket):
+            return gradient
+        self._landed[name] = self._landing.take(bucket, gradient)
+        return self._landed[name]
+
+    def add(self, index: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add those of one micro-batch, whose memory may be used up."""
+        for name, new in gradients.items():
+            if name in self._landed:
+                continue
+            if self._trees:
+                self._trees[name].add(Node(0, self._first + index), new)
+            else:
+                self._held[name] = self._held[name].add_(new) if name in self._held else new
+
+    def sums(self) -> dict[str, torch.Tensor]:
+        """Bucket name -> the sum, or as many as there are nodes of the tree in which micro-batches are added."""
+        nodes = self._plan.step.nodes
+        return self._held | self._landed | {name: joined(tree.sums, nodes) for name, tree in self._trees.items()}
 
 
 def _like(stored: torch.Tensor | BufferOnDisk, bucket: Bucket) -> torch.Tensor:

@@ -171,7 +171,7 @@ def trace(
     require_same(calls, lambda *tensors: forward(tensors, Stands()), tensors)
     stands.made_inputs(module.graph)
     *_, output = module.graph.nodes
-    first = len(output.args[0]) - len(kept) - len(loss.trained)  # type: ignore[arg-type]
+    first = len(output.args[0]) - len(kept) - len(loss.trained)
     return Traced(module, form[0], stands, first, [loss])
 
 
