@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, start_gather, start_scatter, start_sum
 from shardlib.common._compat import is_operator
-from shardlib.execute.graph.nodes import COPIES, RELAID, changes, given, link_at, nbytes, positions, value_of
+from shardlib.execute.graph.nodes import COPIES, RELAID, changes, given, link_at, nbytes, positions, sent, value_of
 from shardlib.execute.graph.overlap import wait
 from shardlib.execute.values.routes import FETCH, REDUCE, start_fetch, start_reduce
 
@@ -37,7 +37,8 @@ def order_of(graph: Graph) -> list[tuple[str, str, str, int]]:
     found = []
     for node in exchanges(graph):
         link = link_at(node)
-        found.append((kind_of(node), link.label, link.axis, value_of(given(node)).numel()))
+        elements = sum(value_of(buffer).numel() for buffer in sent(node))
+        found.append((kind_of(node), link.label, link.axis, elements))
     return found
 
 

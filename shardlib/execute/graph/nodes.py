@@ -69,6 +69,12 @@ def given(node: Node) -> Any:
     return node.args[0]
 
 
+def sent(exchange: Node) -> list[Node]:
+    """The buffers that an exchange is given."""
+    buffers = given(exchange)
+    return buffers if isinstance(buffers, list) else [buffers]
+
+
 def value_of(node: Any) -> Any:
     """What a node makes, without values."""
     return node.meta.get("val")

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import STARTS, Sent
 from shardlib.execute.graph.nodes import GATHERS, REDUCTIONS, RELAID, from_shards, given, link_at, of_kind, positions
-from shardlib.execute.values.routes import FETCH, REDUCE, Reducing, Way, announce, start_fetch, start_reduce
+from shardlib.execute.values.routes import FETCH, REDUCE, Fetching, Reducing, announce, start_fetch, start_reduce
 from shardlib.mesh.memories import AHEAD
 from shardlib.sharded.gather import Gather
 
@@ -117,7 +117,9 @@ def _land(graph: Graph, node: Node, started: Node, before: Node) -> None:
 
 def _announce(graph: Graph) -> None:
     """Announce what is read from disk a few reads ahead."""
-    reads = [node for node in of_kind(graph, (start_fetch,)) if isinstance(way := link_at(node), Way) and way.announced]
+    reads = [
+        node for node in of_kind(graph, (start_fetch,)) if isinstance(way := link_at(node), Fetching) and way.announced
+    ]
     for number, node in enumerate(reads):
         if following := tuple(given(each) for each in reads[number + 1 : number + 1 + AHEAD]):
             with graph.inserting_before(node):

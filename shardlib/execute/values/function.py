@@ -18,6 +18,7 @@ from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.execute.surroundings import Surroundings
+from shardlib.execute.values.routes import UnitSums, unit_sums
 from shardlib.execute.values.wholes import Wholes
 from shardlib.execute.watch import watched
 from shardlib.execute.whole_batch import WholeBatch
@@ -54,9 +55,12 @@ class Function:
         blocks: Callable[[Surroundings], Runner] | None = None,
     ) -> None:
         self.fn, self.plan, self.mesh = fn, plan, mesh
-        codecs = BoundCodecs(mesh)
-        self.wholes = [Wholes(bucket, plan.routes[bucket.name], mesh, codecs) for bucket in plan.buckets]
+        self.wholes = [Wholes(bucket, plan.routes[bucket.name], mesh) for bucket in plan.buckets]
         self.trained = [whole for whole in self.wholes if whole.bucket.trainable]
+        codecs, routes = BoundCodecs(mesh), plan.routes
+        coded = {whole.bucket: routes[whole.bucket.name].each for whole in self.trained if whole.coded}
+        self._each = unit_sums(coded, mesh, codecs)
+        self._last = unit_sums({bucket: routes[bucket.name].last for bucket in plan.trained}, mesh, codecs)
         self._wants_rng = wants(fn, "rng")
         self._parts = SequenceParts(plan.step.sequence, mesh, set()) if plan.step.sequence else None
         self._looked = False  # whether a call was looked at, for what is wrong without a sign
@@ -92,14 +96,15 @@ class Function:
         return {whole.bucket.name: whole.slot() for whole in self.trained}
 
     def accumulated(self, gradients: Buffers, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Gradients of one micro-batch, as they are summed over micro-batches: see `Wholes.then`."""
-        return {whole.bucket.name: whole.then(gradients[whole.bucket.name], kept) for whole in self.trained}
+        """Gradients of one micro-batch, as they are summed over micro-batches. Replaces what codecs have ``kept``."""
+        return dict(gradients) | _summed(self._each, gradients, kept)
 
     def reduced(
         self, gradients: Buffers, kept: dict[str, torch.Tensor], unreduced: Sequence[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Gradients, summed over micro-batches, summed over ranks and cut as the optimizer holds them: see `Wholes.last`."""
-        return {whole.bucket.name: whole.last(gradients[whole.bucket.name], kept, unreduced) for whole in self.trained}
+        """Gradients, summed over micro-batches, summed over ranks (but for axes that are left ``unreduced``) and cut as the
+        optimizer holds them. Replaces what codecs have ``kept``."""
+        return dict(gradients) | _summed(self._last, gradients, kept, unreduced)
 
     def _leaves(self, stored: Buffers, slots: Buffers) -> dict[str, torch.Tensor]:
         """The parameters by path: whole leaves, and slices that layers compute with together."""
@@ -138,6 +143,12 @@ class Function:
         """Whether products by a matrix are in 8 bits: a parameter, or a view of one."""
         plain = ((path, leaf) for path, leaf in self._scaled.items() if leaf is not None and has_place(leaf))
         return owner_of(factor, plain) is not None
+
+
+def _summed(
+    sums: Sequence[UnitSums], gradients: Buffers, kept: dict[str, torch.Tensor], unreduced: Sequence[str] = ()
+) -> dict[str, torch.Tensor]:
+    return {name: total for each in sums for name, total in each(gradients, kept, unreduced).items()}
 
 
 def _refuse_further(tree: Sharded) -> Tree:
