@@ -42,15 +42,20 @@ class Link:
 
     Attributes:
         label: what is exchanged, for reports.
+        stays: whether what is gathered stays from forward to backward.
         number: stands for the link among an operator's arguments, as long as the link lives.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, label: str) -> None:
-        self.mesh, self.axis, self.label = mesh, axis, label
-        self.ways = mesh.shape[axis]
+    def __init__(self, mesh: Mesh, axis: str, label: str, stays: bool = False) -> None:
+        self.mesh, self.axis, self.label, self.stays = mesh, axis, label, stays
         with _registering:
             self.number = next(_numbers)
             _links[self.number] = self
+
+    @property
+    def ways(self) -> int:
+        """The number of ranks along the axis."""
+        return self.mesh.shape[self.axis]
 
 
 class Sent:

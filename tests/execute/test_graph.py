@@ -22,7 +22,8 @@ from shardlib.errors import BatchError, IllegalComposition
 from shardlib.execute.batches import batch_index
 from shardlib.execute.graph import merge
 from shardlib.execute.graph.alive import alive, kind_of, peak_of_wholes
-from shardlib.execute.graph.nodes import fetched, nbytes
+from shardlib.execute.graph.land import landed
+from shardlib.execute.graph.nodes import fetched, link_at, nbytes
 from shardlib.execute.graph.passes import PASSES
 from shardlib.execute.graph.runner import GraphStage
 from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
@@ -46,11 +47,13 @@ def both(loss_fn, params, batches, transform, mesh=None, without=(), rng=None, b
 
         for run_by in (runner_of, graph_stage):
             step = LossStep(loss_fn, plan, mesh, buffers is not None, run_by=run_by)
+            comm = {name: kept for channel in plan.channels for name, kept in channel.start(mesh.device).items()}
             for number, batch in enumerate(batches[:1] + batches):  # the first step has no graph
                 mine = share(batch, batch_index(plan, mesh), plan.batch_ranks)
                 key = None if rng is None else rng.fold_in(number)
-                got = step(sharded, mine, buffers, key, comm={}, equal={})
-                found.append((got.loss, got.weight, got.norm, dict(got.grads), got.aux, got.buffers))
+                got = step(sharded, mine, buffers, key, comm=comm, equal={})
+                comm = got.residuals.after
+                found.append((got.loss, got.weight, got.norm, dict(got.grads), got.aux, got.buffers, comm))
         half = len(batches) + 1
         return (
             found[1:half],
@@ -85,6 +88,12 @@ CHAINS = {
     "2 in bf16 without masters": sl.chain(sl.zero(2), sl.precision("bf16", master=False)),
     "3 in 2 micro-batches, recomputed": sl.chain(sl.zero(3), sl.accumulate(2), sl.remat()),
     "3, frozen": sl.chain(sl.zero(3), sl.freeze("blocks/0/*")),
+    "0 in 1 bit, in 3 micro-batches": sl.chain(sl.zero(0), sl.onebit(), sl.accumulate(3)),
+    "2 in int8, in 3 micro-batches": sl.chain(sl.zero(2), sl.quantize(gradients="int8"), sl.accumulate(3)),
+    "3 in int4 and fp8, bf16": sl.chain(sl.zero(3), sl.precision("bf16"), sl.quantize("fp8", "int4"), sl.remat()),
+    "3 in int8, nothing kept": sl.chain(sl.zero(3), sl.quantize("int8", "int8", feedback=False), sl.accumulate(3)),
+    "3, products in fp8": sl.chain(sl.zero(3), sl.precision("fp8"), sl.remat("dots"), sl.accumulate(3)),
+    "3, reproducible": sl.chain(sl.zero(3), sl.reproducible(6)),
 }
 
 
@@ -108,6 +117,7 @@ PARTS = {
     "ulysses": sl.sequence("model", "ulysses"),
     "ring": sl.chain(sl.sequence("model", "ring"), sl.remat()),
     "megatron": sl.chain(sl.sequence("model", "megatron"), SLICES),
+    "slices, products in fp8": sl.chain(SLICES, sl.precision("fp8")),
 }
 
 
@@ -416,12 +426,91 @@ def test_errors_of_the_loss_are_raised():
         steps(lambda params, batch: batch["x"].sum(), [BATCH], True)
 
 
+NODES = sl.chain(sl.zero(3, axis="node"), sl.zero(3, axis="data"), sl.hierarchical("data"))
+LEVELS = {
+    "two levels": sl.chain(NODES, sl.remat()),
+    "two levels in few bits": sl.chain(
+        NODES, sl.quantize("int8", "int8", axis="node"), sl.quantize("int4", "int4"), sl.accumulate(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_second_shards_stay(name):
+    """Nodes are gathered over once for forward and backward, and as long before a use as the unit inside."""
+    loss_fn, params = mlp([6, 5, 5, 5, 3], torch.float32)
+    batches = [regression_batch(8, 6, 3, torch.float32)] * 2
+    results = both(loss_fn, params, batches, LEVELS[name], {"node": 2, "data": 2}, without=("merge",))
+    graph = check(results)
+    axes = [link_at(node).axis for node in graph.nodes if kind_of(node) == "gather"]
+    assert (axes.count("node"), axes.count("data")) == (4, 5)  # backward needs the second layer again
+    assert peak_of_wholes(graph).units == 2
+
+
+def trained(mesh, transform, how, tx):
+    """Losses, norms, parameters and residuals after steps, of which each is compiled, or not, as ``how`` says."""
+    loss_fn, params = tiny_gpt(dropout=0.1, layers=1)
+    sharded, state, steps, found = sl.shard(params, mesh, transform), None, {}, []
+    for compile in dict.fromkeys(how):
+        first, steps[compile] = sl.make_train_step(loss_fn, sharded, tx, rng=3, compile=compile)
+        state = state or first
+    for compile, batch in zip(how, token_batches(len(how), 12), strict=True):
+        state, metrics = steps[compile](state, share(batch, mesh.rank, mesh.size))
+        found.append((metrics["loss"], metrics["grad_norm"]))
+    graphs = [traced.module.graph for traced in steps[True].graph.graphs] if True in steps else [None]
+    return (found, sl.unshard(state.params), dict(state.comm)), graphs
+
+
+ELSEWHERE = {
+    "states": (0, 1, {}),
+    "parameters": (3, 3, {"params": "host"}),
+    "gradients, a half": (2, 3, {"gradients": "host", "fraction": 0.5}),
+    "ahead": (3, 1, {"speculate": True}),
+    "a step later": (1, 3, {"delay": True}),
+    "disk": (3, 3, {"optimizer": "disk", "params": "disk", "gradients": "disk"}),
+    "disk, whole": (0, 1, {"optimizer": "disk", "params": "disk", "gradients": "disk"}),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_lies_elsewhere(name, tmp_path):
+    """A gradient leaves for the optimizer's memory in the graph, where it is complete there."""
+    stage, count, options = ELSEWHERE[name]
+    tx = sl.optim.chain(sl.optim.clip_by_global_norm(0.3), sl.optim.adamw(1e-2))
+
+    def found(folder, compile):
+        disk = {"folder": tmp_path / folder} if "disk" in name else {}
+        transform = sl.chain(sl.zero(stage), sl.offload(**options, **disk), sl.accumulate(count))
+        return sl.simulate(trained, transform, [compile] * 3, tx, mesh={"data": 2})
+
+    for (eager, _), (compiled, graphs) in zip(found("a", False), found("b", True), strict=True):
+        assert relative_error(compiled, eager)[0] == 0
+        (graph,) = graphs
+        assert any(node.target is landed for node in graph.nodes) == (count == 1 or "gradients" in options)
+
+
+OWNERS = {
+    "onebit_adam": sl.optim.onebit_adam(1e-2, 2),
+    "zero_one_adam": sl.optim.zero_one_adam(1e-2, 2),
+}
+
+
+@pytest.mark.parametrize("name", ["1 bit", "int8", "factors", *OWNERS])
+def test_states_go_on_from_a_step_with_a_graph_to_one_without(name):
+    codecs = {"1 bit": [sl.onebit()], "int8": [sl.quantize("int8", "int8")], "factors": [sl.powersgd(1)]}
+    stage = {"int8": 3, "1 bit": 2}.get(name, 0)
+    transform = sl.chain(sl.zero(stage), sl.accumulate(3 if stage == 2 else 1), *codecs.get(name, []))
+    tx = OWNERS.get(name, sl.optim.adamw(1e-2))
+    run = lambda how: sl.simulate(trained, transform, how, tx, mesh={"data": 2})  # noqa: E731
+    mixed = run([True, True, False, True, False])
+    for (eager, _), (changing, graphs) in zip(run([False] * 5), mixed, strict=True):
+        assert relative_error(changing, eager)[0] == 0 and len(graphs) == 1
+
+
 REFUSED = {
-    "onebit": sl.chain(sl.zero(1), sl.onebit()),
-    "offload": sl.chain(sl.zero(3), sl.offload()),
+    "tile": sl.chain(sl.zero(3), sl.tile("weights/0", 3)),
     "remat(save=)": sl.chain(sl.zero(3), sl.remat(save=["x"])),
     "remat(blocks=)": sl.chain(sl.zero(2), sl.remat(blocks=1)),
-    "reproducible": sl.chain(sl.zero(1), sl.reproducible(4)),
 }
 
 

@@ -49,17 +49,19 @@ def compared(
     rows: int,
     plans: Sequence[Sequence[Any]],
     failing: Callable[[Any, Any, tuple[torch.Tensor, ...]], None] | None = None,
+    compile: bool = False,
 ) -> list[Linked]:
     """The steps under each plan, of networks with layers of ``sizes``. In a process with the test device.
 
     Args:
         plans: the transforms of each.
+        compile: whether steps run as a graph.
         failing: ``failing(step, state, batch)`` is called before the third step, with a step that will raise in backward.
     """
-    return [_trained(mesh, sizes, rows, sl.chain(*plan), failing) for plan in plans]
+    return [_trained(mesh, sizes, rows, sl.chain(*plan), failing, compile) for plan in plans]
 
 
-def _trained(mesh: Any, sizes: Sequence[int], rows: int, transform: Any, failing: Any) -> Linked:
+def _trained(mesh: Any, sizes: Sequence[int], rows: int, transform: Any, failing: Any, compile: bool) -> Linked:
     from helpers import rig  # makes the device, for which this module may be too early
 
     gc.collect()
@@ -74,7 +76,7 @@ def _trained(mesh: Any, sizes: Sequence[int], rows: int, transform: Any, failing
     whole = share(regression_batch(rows, sizes[0], sizes[-1], torch.float32), mesh.rank, mesh.size)
     batch = tuple(leaf.to(mesh.device) for leaf in whole)
     tx = sl.optim.chain(sl.optim.clip_by_global_norm(0.5), sl.optim.adamw(1e-2))
-    state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), tx)
+    state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), tx, compile=compile)
     losses, norms = [], []
     for number in range(4):
         torch.accelerator.synchronize()

@@ -11,17 +11,19 @@ from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, start_gather, start_scatter, start_sum
 from shardlib.common._compat import is_operator
-from shardlib.execute.graph.nodes import COPIES, RELAID, changes, given, link_at, nbytes, positions, value_of
+from shardlib.execute.graph.nodes import COPIES, RELAID, changes, given, link_at, nbytes, positions, sent, value_of
 from shardlib.execute.graph.overlap import wait
+from shardlib.execute.values.routes import FETCH, REDUCE, start_fetch, start_reduce
 
 _KINDS: dict[Any, str] = {
     GATHER: "gather", start_gather: "gather", SCATTER: "reduce-scatter", start_scatter: "reduce-scatter",
-    SUM: "all-reduce", start_sum: "all-reduce",
+    SUM: "all-reduce", start_sum: "all-reduce", FETCH: "gather", start_fetch: "gather",
+    REDUCE: "compressed sum", start_reduce: "compressed sum",
 }  # fmt: skip
 
 
 def kind_of(node: Node) -> str:
-    """What a node exchanges: "gather", "reduce-scatter" or "all-reduce"; "" for other nodes."""
+    """What a node exchanges: "gather", "reduce-scatter", "all-reduce" or "compressed sum"; "" for other nodes."""
     return _KINDS.get(node.target, "") if node.op == "call_function" else ""
 
 
@@ -35,7 +37,8 @@ def order_of(graph: Graph) -> list[tuple[str, str, str, int]]:
     found = []
     for node in exchanges(graph):
         link = link_at(node)
-        found.append((kind_of(node), link.label, link.axis, value_of(given(node)).numel()))
+        elements = sum(value_of(buffer).numel() for buffer in sent(node))
+        found.append((kind_of(node), link.label, link.axis, elements))
     return found
 
 
@@ -77,7 +80,7 @@ def allocations(graph: Graph) -> list[Allocation]:
             continue
         source = _lies_in(node)
         if kind_of(node) == "gather":
-            units[node] = link_at(node).label
+            units[node] = "" if link_at(node).stays else link_at(node).label
         elif node.target in RELAID or node.target is wait:  # a copy or a cast of gathered parameters is one too
             units[node] = units.get(given(node), "")
         if source is not None and source not in owner:
@@ -97,7 +100,7 @@ def _lies_in(node: Node) -> Node | None:
         return given(node)
     if node.target is getitem:
         source = given(node)
-        return source if kind_of(source) or _is_view(source) else None
+        return source if kind_of(source) or source.target is wait or _is_view(source) else None
     return given(node) if _is_view(node) or changes(node) else None
 
 
@@ -110,8 +113,8 @@ def _is_view(node: Node) -> bool:
 def _bytes(made: Node) -> int:
     """Bytes of the memory that a node makes."""
     if kind_of(made):
-        (result,) = made.users
-        return nbytes(result)
+        (first, *_) = made.users
+        return sum(map(nbytes, (first if first.target is wait else made).users))
     return nbytes(made)
 
 

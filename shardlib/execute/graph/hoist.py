@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from shardlib.collectives.buffers import SCATTER, SUM
-from shardlib.execute.graph.nodes import RELAID, changes, of_kind, positions, result_of
+from shardlib.execute.graph.nodes import REDUCTIONS, RELAID, changes, of_kind, positions
 
 _aten = torch.ops.aten
 _PACKING = RELAID | {_aten.cat.default, _aten.constant_pad_nd.default, _aten.zeros.default, _aten.add.Tensor}
@@ -19,8 +18,8 @@ _PACKING = RELAID | {_aten.cat.default, _aten.constant_pad_nd.default, _aten.zer
 def hoist(graph: Graph) -> None:
     """Move reductions, and what packs gradients for them, to where their inputs are complete."""
     moved: set[Node] = set()
-    for exchange in of_kind(graph, (SCATTER, SUM)):
-        moved |= {result_of(exchange)} | _packing(exchange)
+    for exchange in of_kind(graph, REDUCTIONS):
+        moved |= {*exchange.users} | _packing(exchange)
     if any(map(changes, graph.nodes)):  # what is written to is not to be read before
         return
     # A moved node has the place of the node behind which it stands, and its number among those that do.

@@ -14,7 +14,18 @@ from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, Link
 from shardlib.common.thresholds import Threshold
-from shardlib.execute.graph.nodes import fetched, given, link_at, nbytes, of_kind, positions, result_of, value_of
+from shardlib.execute.graph.nodes import (
+    EXCHANGES,
+    GATHERS,
+    fetched,
+    given,
+    link_at,
+    nbytes,
+    of_kind,
+    positions,
+    result_of,
+    value_of,
+)
 
 _aten = torch.ops.aten
 SMALLEST, LARGEST = Threshold(1 << 16), Threshold(1 << 20)  # bytes up to which messages are merged, by the largest unit
@@ -60,12 +71,12 @@ def _gathers(graph: Graph) -> list[Node]:
     sources: dict[Node, Node] = {}
     for node in graph.nodes:
         if node in wholes:
-            sources[node] = node if node.target is GATHER else sources[node.all_input_nodes[0]]
+            sources[node] = node if node.target in GATHERS else sources[node.all_input_nodes[0]]
             continue
         for each in node.all_input_nodes:
             if each in wholes:
                 found[sources[each]] = None
-    return [node for node in found if given(node).op == "placeholder"]
+    return [node for node in found if node.target is GATHER and given(node).op == "placeholder"]
 
 
 def _reductions(graph: Graph, kind: Any) -> list[Node]:
@@ -73,7 +84,7 @@ def _reductions(graph: Graph, kind: Any) -> list[Node]:
     found = []
     for node in of_kind(graph, (kind,)):
         source, users = given(node), result_of(node).users
-        chained = source.target is operator.getitem and given(source).target in (SCATTER, SUM)
+        chained = source.target is operator.getitem and given(source).target in EXCHANGES
         if not chained and all(user.op == "output" for user in users):
             found.append(node)
     return found

@@ -11,8 +11,10 @@ from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, Link, link_of
 from shardlib.common._compat import is_operator, to_copy, unsafe_view, writes
+from shardlib.execute.values.routes import FETCH, REDUCE
 
-EXCHANGES = (GATHER, SCATTER, SUM)
+GATHERS, REDUCTIONS = (GATHER, FETCH), (SCATTER, SUM, REDUCE)
+EXCHANGES = (*GATHERS, *REDUCTIONS)
 _aten = torch.ops.aten
 # Operators whose results are views, copies or casts of what they are given: cheap, and with no other input.
 RELAID = {
@@ -32,7 +34,7 @@ def fetched(graph: Graph) -> dict[Node, str]:
         if node.op != "call_function":
             continue
         inputs = node.all_input_nodes
-        if node.target is GATHER and all(each in found or from_shards(each) for each in inputs):
+        if node.target in GATHERS and all(each in found or from_shards(each) for each in inputs):
             found[node] = link_of(node.args[1]).label
         elif node.target in RELAID and inputs and inputs[0] in found and len(inputs) == 1:
             found[node] = found[inputs[0]]
@@ -46,10 +48,15 @@ def from_shards(node: Node) -> bool:
     )
 
 
+def staying(graph: Graph) -> set[Node]:
+    """The nodes that hold gathered parameters which stay from forward to backward."""
+    gathers = [node for node in of_kind(graph, GATHERS) if link_at(node).stays]
+    return {node for gather in gathers for node in (gather, result_of(gather))}
+
+
 def result_of(exchange: Node) -> Node:
-    """The tensor that an exchange's operator returns, in a list."""
-    (item,) = exchange.users
-    return item
+    """The tensor that an exchange's operator returns, the first one in a list."""
+    return next(item for item in exchange.users if item.args[1] == 0)
 
 
 def link_at(exchange: Node) -> Link:
@@ -60,6 +67,12 @@ def link_at(exchange: Node) -> Link:
 def given(node: Node) -> Any:
     """What a call is given first."""
     return node.args[0]
+
+
+def sent(exchange: Node) -> list[Node]:
+    """The buffers that an exchange is given."""
+    buffers = given(exchange)
+    return buffers if isinstance(buffers, list) else [buffers]
 
 
 def value_of(node: Any) -> Any:

@@ -7,19 +7,26 @@ gradient is complete, and the graph waits for it when another one starts, or at 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from shardlib.collectives.buffers import GATHER, SCATTER, STARTS, SUM, Sent
-from shardlib.execute.graph.nodes import RELAID, from_shards, given, link_at, of_kind, positions, result_of
+from shardlib.collectives.buffers import STARTS, Sent
+from shardlib.execute.graph.nodes import GATHERS, REDUCTIONS, RELAID, from_shards, given, link_at, of_kind, positions
+from shardlib.execute.values.routes import FETCH, REDUCE, Fetching, Reducing, announce, start_fetch, start_reduce
+from shardlib.mesh.memories import AHEAD
+from shardlib.sharded.gather import Gather
 
 IN_FLIGHT = 2  # reductions that may be under way
+_STARTS: dict[Any, Callable[..., Any]] = STARTS | {FETCH: start_fetch, REDUCE: start_reduce}
 
 
-def wait(sent: Sent) -> torch.Tensor:
+def wait(sent: Sent | Gather | Reducing) -> list[torch.Tensor]:
     """What an exchange gave."""
-    return sent.wait()
+    found = sent.wait()
+    return found if isinstance(found, list) else [found]
 
 
 def overlap(graph: Graph) -> None:
@@ -38,7 +45,7 @@ def overlap(graph: Graph) -> None:
         for node in unit:
             source, started = given(node), _started(graph, node)
             place[started] = place[node]
-            if before is not None and from_shards(source):
+            if before is not None and (place[source] <= place[before] or from_shards(source)):
                 moved = [source, started] if place[source] > place[before] else [started]
                 for each in moved:
                     before.append(each)
@@ -49,7 +56,7 @@ def overlap(graph: Graph) -> None:
             first = waited if first is None else first
         before = first
     flying: list[tuple[Node, Node]] = []
-    for node in of_kind(graph, (SCATTER, SUM)):
+    for node in of_kind(graph, REDUCTIONS):
         if len(flying) == IN_FLIGHT:
             _land(graph, *flying.pop(0), before=node)
         started = _started(graph, node)
@@ -57,16 +64,17 @@ def overlap(graph: Graph) -> None:
     end = next(node for node in graph.nodes if node.op == "output")
     for node, started in flying:
         _land(graph, node, started, before=end)
+    _announce(graph)
 
 
 def _by_unit(graph: Graph) -> list[list[Node]]:
     """The gathers, those of one unit that follow each other together."""
-    return [list(nodes) for _, nodes in itertools.groupby(of_kind(graph, (GATHER,)), lambda node: link_at(node).label)]
+    return [list(nodes) for _, nodes in itertools.groupby(of_kind(graph, GATHERS), lambda node: link_at(node).label)]
 
 
 def _last_use(unit: list[Node], place: dict[Node, int]) -> Node:
     """The last node that reads what gathers of a unit gave."""
-    last, todo = unit[0], list(unit)
+    last, todo = unit[0], [node for node in unit if not link_at(node).stays]
     while todo:
         node = todo.pop()
         last = max(last, node, key=place.__getitem__)
@@ -77,19 +85,17 @@ def _last_use(unit: list[Node], place: dict[Node, int]) -> Node:
 
 def _started(graph: Graph, node: Node) -> Node:
     with graph.inserting_before(node):
-        started = graph.call_function(STARTS[node.target], node.args)  # type: ignore[index]
+        started = graph.call_function(_STARTS[node.target], node.args)
     started.meta = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
     return started
 
 
 def _waited(graph: Graph, node: Node, started: Node) -> Node:
-    """The wait in the place of an exchange's result."""
-    flat = result_of(node)
-    with graph.inserting_before(flat):
+    """The wait in the place of an exchange."""
+    with graph.inserting_before(node):
         waited = graph.call_function(wait, (started,))
-    waited.meta = dict(flat.meta)
-    flat.replace_all_uses_with(waited)
-    graph.erase_node(flat)
+    waited.meta = dict(started.meta)
+    node.replace_all_uses_with(waited)
     graph.erase_node(node)
     return waited
 
@@ -97,11 +103,24 @@ def _waited(graph: Graph, node: Node, started: Node) -> Node:
 def _land(graph: Graph, node: Node, started: Node, before: Node) -> None:
     """Wait for a reduction where its result is first used, or before a node, whichever is earlier."""
     waited = _waited(graph, node, started)
-    users, place = set(waited.users), before
+    results = list(waited.users)
+    users, place = {user for result in results for user in result.users}, before
     following = waited
     while following is not before:
         following = following.next
         if following in users:
             place = following
             break
-    place.prepend(waited)
+    for each in (waited, *results):
+        place.prepend(each)
+
+
+def _announce(graph: Graph) -> None:
+    """Announce what is read from disk a few reads ahead."""
+    reads = [
+        node for node in of_kind(graph, (start_fetch,)) if isinstance(way := link_at(node), Fetching) and way.announced
+    ]
+    for number, node in enumerate(reads):
+        if following := tuple(given(each) for each in reads[number + 1 : number + 1 + AHEAD]):
+            with graph.inserting_before(node):
+                graph.call_function(announce, following)

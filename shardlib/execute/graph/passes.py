@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from shardlib.collectives.buffers import Link
 from shardlib.execute.graph.clean import clean
 from shardlib.execute.graph.hoist import hoist
+from shardlib.execute.graph.land import land
 from shardlib.execute.graph.merge import merge
 from shardlib.execute.graph.overlap import overlap
 from shardlib.execute.graph.recompute import recompute
@@ -23,8 +24,14 @@ def require_known(names: Collection[str]) -> None:
         raise ValueError(f"passes {unknown}: there are {', '.join(PASSES)}")
 
 
-def optimised(traced: Traced, remat: Recompute | None, without: Collection[str] = ()) -> Traced:
-    """A trace after the passes, but for those named in ``without``, which are for tests and measurements."""
+def optimised(
+    traced: Traced, remat: Recompute | None, lands: Sequence[str | None], without: Collection[str] = ()
+) -> Traced:
+    """A trace after the passes, but for those named in ``without``, which are for tests and measurements.
+
+    Args:
+        lands: for each gradient that the graph returns the name that `land` calls it by; None if it stays.
+    """
     graph = traced.module.graph
     links: list[Link] = []
     if "clean" not in without:
@@ -41,6 +48,7 @@ def optimised(traced: Traced, remat: Recompute | None, without: Collection[str] 
         clean(graph)
     if "overlap" not in without:
         overlap(graph)
+    land(graph, traced.gradients, lands)
     graph.lint()
     traced.module.recompile()
     traced.links += links

@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from shardlib.common._compat import FUSED_ATTENTIONS
+from shardlib.common._compat import FUSED_ATTENTIONS, scaled_product
 from shardlib.execute.graph.nodes import EXCHANGES, changes, copied, draws, fetched
 from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
 
 _aten = torch.ops.aten
 # What remat("dots") keeps.
-DOTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, *FUSED_ATTENTIONS}
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, scaled_product)
+DOTS = {*_PRODUCTS, *FUSED_ATTENTIONS}
 
 
 def recompute(graph: Graph, keep_dots: bool = False) -> None:

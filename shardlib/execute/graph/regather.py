@@ -2,7 +2,7 @@
 
 A trace gathers all units before the first block, and backward uses what forward gathered. Here each use reads the unit's
 latest gather if at most one other unit was used since, and otherwise a gather of its own, together with the views and casts
-that it needs. What keeps a unit in memory is its last use.
+that it needs. What keeps a unit in memory is its last use. A second shard is gathered at the first use, and stays.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 from torch.fx import Graph, Node
 
-from shardlib.execute.graph.nodes import copied, fetched
+from shardlib.execute.graph.nodes import fetched, staying
 from shardlib.execute.graph.trace import BLOCK, PHASE
 
 WINDOW = 2  # units whose gathers later uses may read
@@ -19,16 +19,17 @@ WINDOW = 2  # units whose gathers later uses may read
 
 def regather(graph: Graph) -> None:
     """Gather units where they are used."""
-    units = fetched(graph)
+    units, stay = fetched(graph), staying(graph)
+    kept: dict[Node, Node] = {}
     latest: OrderedDict[str, dict[Node, Node]] = OrderedDict()
 
     def gathered(node: Node, at: Node, known: dict[Node, Node]) -> Node:
+        if node in stay:
+            known = kept
         if node not in known:
-            for each in node.all_input_nodes:
-                if each in units:
-                    gathered(each, at, known)
+            inputs = {each: gathered(each, at, known) for each in node.all_input_nodes if each in units}
             with graph.inserting_before(at):
-                made = copied(node, known, graph)
+                known[node] = made = graph.node_copy(node, lambda each: inputs.get(each, each))
             made.meta = node.meta | {PHASE: at.meta.get(PHASE), BLOCK: at.meta.get(BLOCK)}
         return known[node]
 

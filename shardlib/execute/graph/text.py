@@ -7,7 +7,7 @@ from collections import Counter
 from torch.fx import Graph
 
 from shardlib.execute.graph.alive import exchanges, kind_of, peak_of_wholes
-from shardlib.execute.graph.nodes import given, link_at, nbytes
+from shardlib.execute.graph.nodes import link_at, nbytes, sent
 from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE, REDUCTION
 
 
@@ -27,8 +27,9 @@ def described(graph: Graph) -> str:
             lines.append("  " + ", ".join(named))
         for node in members:
             if kind := kind_of(node):
-                link, size = link_at(node), nbytes(given(node))
-                lines.append(f"  {kind} over {link.axis!r} of {size:,} bytes: {link.label}")
+                link, size = link_at(node), sum(map(nbytes, sent(node)))
+                way = f"over {link.axis!r}" if link.axis else "from another memory"
+                lines.append(f"  {kind} {way} of {size:,} bytes: {link.label}")
     peak = peak_of_wholes(graph)
     if peak.units:
         lines.append(f"gathered at a time: {peak.units} units at most, {peak.bytes:,} bytes")

@@ -57,17 +57,20 @@ class Traced:
     """A graph and what its inputs and outputs are.
 
     Attributes:
-        module: takes this rank's buffers in the plan's order, the tensors of the batch and of the loss's buffers, the number
-            from which backward starts, and what draws take; returns totals and weights, the tensors of aux and buffers,
-            and a gradient for each trained bucket. It runs as it is traced until it is recompiled.
+        module: takes this rank's buffers in the plan's order, the tensors of the batch and of the loss's buffers, what codecs
+            keep, the number from which backward starts, what draws take, and what `land` calls; returns totals and weights,
+            the tensors of aux and buffers, a gradient for each trained bucket, and what codecs keep then. It runs as it is
+            traced until it is recompiled.
         form: of the results.
         stands: of the draws.
+        gradients: the number of the first gradient among what the graph returns.
         links: what the graph's exchanges go along; they live as long as it does.
     """
 
     module: torch.fx.GraphModule
     form: Form
     stands: Stands
+    gradients: int
     links: list[Any]
 
 
@@ -107,6 +110,7 @@ def last_node() -> torch.fx.Node | None:
 def trace(
     function: Callable[[Callable[[Surroundings], Runner]], Function],
     stored: Mapping[str, torch.Tensor],
+    kept: Mapping[str, torch.Tensor],
     batch: Tree,
     buffers: Tree,
     key: Key | None,
@@ -117,6 +121,7 @@ def trace(
 
     Args:
         function: makes the loss as a function of shards, given how its blocks run.
+        kept: what codecs keep, by name.
         buffers: what the loss takes second, or None.
         key: the micro-batch's key.
         reduces: whether gradients are summed over ranks as the optimizer holds them, or as they are accumulated.
@@ -140,6 +145,7 @@ def trace(
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         *tensors, seed = inputs
+        keeping = dict(zip(kept, tensors[len(tensors) - len(kept) :], strict=True))
         with calls:
             outcome, slots = forward(tensors, stands)
         require_gradient(outcome, None, named)
@@ -148,22 +154,25 @@ def trace(
         turns.append(last_node())
         gradients = gradients_of([mean.total for mean in outcome.means], [seed], slots)
         turns.append(last_node())
+        gradients = loss.accumulated(gradients, keeping)
         if reduces:
-            gradients = loss.reduced(gradients)
+            gradients = loss.reduced(gradients, keeping)
         aux, treedef = _tensors(outcome.aux)
         left, left_def = _tensors(outcome.buffers)
         form.append(Form(len(outcome.means), outcome.weighted, treedef, left_def))
         numbers = [number for mean in outcome.means for number in mean]
-        return [*numbers, *aux, *left, *gradients.values()]
+        return [*numbers, *aux, *left, *gradients.values(), *keeping.values()]
 
-    tensors = [*stored.values(), *_only_tensors(batch_leaves), *_only_tensors(buffer_leaves)]
+    tensors = [*stored.values(), *_only_tensors(batch_leaves), *_only_tensors(buffer_leaves), *kept.values()]
     seed = torch.ones((), dtype=torch.float64, device=loss.mesh.device)
     with torch.enable_grad(), without_random_numbers():
         module = graph_of(run, *tensors, seed)
     _mark(module.graph, turns, spans.marks)
     require_same(calls, lambda *tensors: forward(tensors, Stands()), tensors)
     stands.made_inputs(module.graph)
-    return Traced(module, form[0], stands, [loss])
+    *_, output = module.graph.nodes
+    first = len(output.args[0]) - len(kept) - len(loss.trained)
+    return Traced(module, form[0], stands, first, [loss])
 
 
 def _mark(

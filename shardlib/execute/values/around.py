@@ -74,7 +74,7 @@ class Around:
         for pull, outcome in zip(pulls, outcomes):
             cotangents = [seed.to(mean.total.dtype) for seed, mean in zip(seeds.unbind(), outcome.means)]
             held = {name: held[name] + new if held else new for name, new in pull(cotangents).items()}
-        grads = Sharded(plan, self._mesh, "grad", function.reduced(held))
+        grads = Sharded(plan, self._mesh, "grad", function.reduced(held, {}))
         aux = None if outcomes[-1].aux is None else self._means(_added([outcome.aux for outcome in outcomes]))
         return value, aux, grads
 

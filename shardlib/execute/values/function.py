@@ -15,9 +15,11 @@ from shardlib.common.writes import has_place, owner_of
 from shardlib.errors import HandleError
 from shardlib.execute.handles import materialise
 from shardlib.execute.losses import Outcome, read_loss, wants
+from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.execute.surroundings import Surroundings
+from shardlib.execute.values.routes import UnitSums, unit_sums
 from shardlib.execute.values.wholes import Wholes
 from shardlib.execute.watch import watched
 from shardlib.execute.whole_batch import WholeBatch
@@ -25,6 +27,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key
+from shardlib.sharded.reduction import BoundCodecs
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, unflatten
 
@@ -55,13 +58,20 @@ class Function:
         self.fn, self.plan, self.mesh = fn, plan, mesh
         self.wholes = [Wholes(bucket, plan.routes[bucket.name], mesh) for bucket in plan.buckets]
         self.trained = [whole for whole in self.wholes if whole.bucket.trainable]
+        codecs, routes = BoundCodecs(mesh), plan.routes
+        coded = {whole.bucket: routes[whole.bucket.name].each for whole in self.trained if whole.coded}
+        self._each = unit_sums(coded, mesh, codecs)
+        self._last = unit_sums({bucket: routes[bucket.name].last for bucket in plan.trained}, mesh, codecs)
         self._wants_rng = wants(fn, "rng")
         self._parts = SequenceParts(plan.step.sequence, mesh, set()) if plan.step.sequence else None
         self._looked = False  # whether a call was looked at, for what is wrong without a sign
         self._slices = Slices(mesh, plan.step.sequence)
         batch = WholeBatch(plan, mesh, trained, lambda: None)  # exchanges are the same on all ranks
+        scaled = {placement.path for placement in plan.placements if placement.scaled}
+        self._scaled: dict[str, torch.Tensor | None] = dict.fromkeys(scaled)  # the leaves, in a call
+        products = ScaledProducts(self._is_scaled) if scaled else None
         self._surroundings = Surroundings(
-            mesh, batch, self._parts, None, None, plan.step.autocast, None, _refuse_further
+            mesh, batch, self._parts, None, None, plan.step.autocast, products, _refuse_further
         )
         self._blocks = None if blocks is None else blocks(self._surroundings)
 
@@ -70,6 +80,7 @@ class Function:
         extra = {"rng": key} if self._wants_rng and key is not None else {}
         with self._running():
             leaves = self._leaves(stored, slots)
+            self._scaled = {path: leaves[path] for path in self._scaled}
             tree = unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
             with nullcontext() if self._looked else self._watched(leaves):
                 result = self.fn(tree, *args, **extra)
@@ -85,9 +96,16 @@ class Function:
         """The slot of each trained bucket's gradient."""
         return {whole.bucket.name: whole.slot() for whole in self.trained}
 
-    def reduced(self, gradients: Buffers) -> dict[str, torch.Tensor]:
-        """Gradients, summed over micro-batches, summed over ranks and cut as the optimizer holds them."""
-        return {whole.bucket.name: whole.last(gradients[whole.bucket.name]) for whole in self.trained}
+    def accumulated(self, gradients: Buffers, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Gradients of one micro-batch, as they are summed over micro-batches. Replaces what codecs have ``kept``."""
+        return dict(gradients) | _summed(self._each, gradients, kept)
+
+    def reduced(
+        self, gradients: Buffers, kept: dict[str, torch.Tensor], unreduced: Sequence[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """Gradients, summed over micro-batches, summed over ranks (but for axes that are left ``unreduced``) and cut as the
+        optimizer holds them. Replaces what codecs have ``kept``."""
+        return dict(gradients) | _summed(self._last, gradients, kept, unreduced)
 
     def _leaves(self, stored: Buffers, slots: Buffers) -> dict[str, torch.Tensor]:
         """The parameters by path: whole leaves, and slices that layers compute with together."""
@@ -101,8 +119,9 @@ class Function:
                 window = compute.spec.window(compute.shape, self.mesh.shape, self.mesh.coords)
                 trained = self.plan.bucket_of[self.plan.placement_of[path].bucket].trainable
                 leaves[path] = SlicedHandle.make(
-                    _Given(leaf), 0, path, tuple(leaf.shape), leaf, trained, style, window, self._slices, False
-                )
+                    _Given(leaf), 0, path, tuple(leaf.shape), leaf, trained, style, window, self._slices,
+                    path in self._scaled,
+                )  # fmt: skip
         return leaves
 
     def _watched(self, leaves: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
@@ -117,6 +136,18 @@ class Function:
                 yield
         finally:
             self._slices.clear()
+            self._scaled = dict.fromkeys(self._scaled)
+
+    def _is_scaled(self, factor: torch.Tensor) -> bool:
+        """Whether products by a matrix are in 8 bits: a parameter, or a view of one."""
+        plain = ((path, leaf) for path, leaf in self._scaled.items() if leaf is not None and has_place(leaf))
+        return owner_of(factor, plain) is not None
+
+
+def _summed(
+    sums: Sequence[UnitSums], gradients: Buffers, kept: dict[str, torch.Tensor], unreduced: Sequence[str] = ()
+) -> dict[str, torch.Tensor]:
+    return {name: total for each in sums for name, total in each(gradients, kept, unreduced).items()}
 
 
 def _refuse_further(tree: Sharded) -> Tree:

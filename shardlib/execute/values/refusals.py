@@ -8,23 +8,16 @@ from shardlib.plan.plan import Plan
 
 def missing(plan: Plan) -> list[str]:
     """The transforms of a plan that a step as a function of values does not have, each with what to put in its place."""
-    step, buckets, reductions = plan.step, plan.buckets, plan.reductions
+    step, buckets = plan.step, plan.buckets
     found = {
         "pipeline: leave it out, or use more ranks on the axis of zero": plan.stages.axis is not None,
         "remat(blocks=): recompute all blocks": step.remat is not None and step.remat.blocks is not None,
         "remat(store=): keep inputs of blocks on the device": step.remat is not None and bool(step.remat.store),
-        "precision('fp8'): use 'bf16'": any(placement.scaled for placement in plan.placements),
-        "reproducible: leave it out": step.tree,
         "progressive_layer_drop, random_ltd: leave them out": step.thins,
         "experts: keep all experts on each rank": step.tokens is not None
         or any(placement.dealt for placement in plan.placements),
         "tile: use remat(), or more ranks on the axis of zero": bool(step.module_tiles)
         or any(bucket.tiles > 1 for bucket in buckets),
-        "offload: keep parameters, gradients and states on the device": step.ahead
-        or any(set(bucket.memory) != {"device"} for bucket in buckets),
-        "onebit, quantize, powersgd: send what is not compressed": bool(reductions.codecs or reductions.packings),
-        "hierarchical: use replicate=": reductions.second_level is not None,
-        "an optimizer that sums over an axis itself: use sl.optim.adamw": reductions.owner is not None,
     }
     return [what for what, there in found.items() if there]
 
@@ -39,8 +32,19 @@ def require_values(plan: Plan, what: str, otherwise: str) -> None:
     Raises:
         IllegalComposition: names the transforms, and a remedy for each.
     """
-    lacks = missing(plan)
-    if plan.step.sequence is not None:  # what a loss function does with parts is checked in a step's first run
-        lacks.append("sequence: use tensor_slicing over that axis")
+    lacks, reductions = missing(plan), plan.reductions
+    found = {
+        "sequence: use tensor_slicing over that axis": plan.step.sequence
+        is not None,  # parts are checked in a first step
+        "offload: keep parameters, gradients and states on the device": bool(plan.step.ahead)
+        or any(set(bucket.memory) != {"device"} for bucket in plan.buckets),
+        "precision('fp8'): use 'bf16'": any(placement.scaled for placement in plan.placements),
+        "reproducible: leave it out": plan.step.tree,
+        # Residuals are part of a state, and what is rounded has no derivative.
+        "onebit, quantize, powersgd: send what is not compressed": bool(reductions.codecs or reductions.packings),
+        "hierarchical: use replicate=": reductions.second_level is not None,
+        "an optimizer that sums over an axis itself: use sl.optim.adamw": reductions.owner is not None,
+    }
+    lacks += [each for each, there in found.items() if there]
     if lacks:
         raise IllegalComposition(f"{what} does not go together with\n{listing(lacks)}\nOr {otherwise}")

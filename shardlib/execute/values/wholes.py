@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from shardlib.collectives.buffers import Link, gathered, scattered, summed
+from shardlib.collectives.buffers import Link, gathered, summed
 from shardlib.common._compat import split_copied
+from shardlib.execute.values.routes import FETCH, Fetching, along, bound
+from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, Op, Routes
@@ -20,27 +22,36 @@ class Wholes:
 
     Attributes:
         bucket: the bucket.
+        coded: whether gradients are summed by a codec before they are accumulated.
     """
 
     def __init__(self, bucket: Bucket, routes: Routes, mesh: Mesh) -> None:
         self.bucket, self.mesh = bucket, mesh
-        self._gathers = [Link(mesh, exchange.axis, bucket.label) for exchange in routes.gather]
-        self._each, self._last = self._bound(routes.each), self._bound(routes.last)
+        memory, staying = bucket.memory.param, len(routes.gather) - len(routes.again)
+        comes = MEMORIES[memory].rests or (mesh.transfers.apart and memory != "device")
+        self._fetches = comes or any(exchange.packing for exchange in routes.gather)
+        ways: Sequence[Exchange | None] = routes.gather or ([None] if comes else [])
+        self._gathers = [
+            Fetching(mesh, bucket, exchange, not number, number < staying)
+            if exchange is None or self._fetches
+            else Link(mesh, exchange.axis, bucket.label, number < staying)
+            for number, exchange in enumerate(ways)
+        ]
+        # A codec keeps residuals, for which autograd's backward has no place.
+        self.coded = any(exchange.channel for exchange in routes.each)
+        self._each = [] if self.coded else bound(routes.each, mesh)
         # From a whole gradient to the layout of the parameters.
-        self._to_stored = self._bound(routes.reductions[: bucket.param_level])
+        self._to_stored = bound(routes.reductions[: bucket.param_level], mesh)
         self._sums = [
             Link(mesh, exchange.axis, f"the gradient of {bucket.label}")
             for exchange in routes.reductions[bucket.param_level :]
         ]
 
-    def _bound(self, route: Sequence[Exchange]) -> list[tuple[Op, Link]]:
-        return [(each.op, Link(self.mesh, each.axis, f"the gradient of {self.bucket.label}")) for each in route]
-
     def slot(self) -> torch.Tensor:
         """The zero that is added to the parameters, in the layout and dtype in which gradients are summed over micro-batches.
         It has no memory. The gradient with respect to it is the parameters' own, there and in that dtype."""
         zero = torch.zeros((), dtype=self.bucket.reduce_dtype, device=self.mesh.device)
-        return zero.expand(self.bucket.size(self.bucket.grad_level))
+        return zero.expand(self.bucket.size(0 if self.coded else self.bucket.grad_level))
 
     def leaves(self, stored: torch.Tensor, slot: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """The whole leaves at ``stored + slot``."""
@@ -49,16 +60,19 @@ class Wholes:
         return tuple(self.unpacked(self.gather(stored)))
 
     def gather(self, stored: torch.Tensor) -> torch.Tensor:
-        """The whole buffer, each owner's elements of all leaves in one piece, from this rank's."""
+        """The whole buffer, each owner's elements of all leaves in one piece (leaf by leaf, if it is fetched), from this
+        rank's."""
         for link in self._gathers:
-            stored = gathered(stored, link)
+            stored = FETCH(stored, link.number)[0] if self._fetches else gathered(stored, link)
         return stored
 
     def unpacked(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of what `gather` returns, in shape and without padding."""
         bucket, level = self.bucket, self.bucket.param_level
         cut: Sequence[torch.Tensor] = [whole]
-        if not bucket.alone:
+        if self._fetches:
+            cut = whole.split(bucket.segment_sizes(0))
+        elif not bucket.alone:
             columns, sizes = whole.view(math.prod(bucket.sizes[:level]), -1), bucket.segment_sizes(level)
             # One copy of all leaves where their elements lie apart, else views.
             apart = len(columns) > 1
@@ -69,12 +83,9 @@ class Wholes:
         ]
 
     def each(self, whole: torch.Tensor) -> torch.Tensor:
-        """One micro-batch's whole gradient, summed as far as gradients are before they are accumulated."""
-        return _along(self._each, whole)
-
-    def last(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The sum over micro-batches, summed over ranks and cut as the optimizer holds it."""
-        return _along(self._last, gradient)
+        """One micro-batch's whole gradient, summed as far as gradients are before they are accumulated; as it is, where that
+        takes a codec."""
+        return along(self._each, whole)
 
     def expanded(self, slot: torch.Tensor) -> torch.Tensor:
         """What `each` is the dual of: a tensor in the layout of gradients, whole."""
@@ -85,17 +96,11 @@ class Wholes:
     def to_stored(self, whole: torch.Tensor) -> torch.Tensor:
         """A whole gradient, summed over all ranks, in the layout and dtype of the parameters."""
         bucket, level = self.bucket, self.bucket.param_level
-        reduced = _along(self._to_stored, whole)
+        reduced = along(self._to_stored, whole)
         for link in self._sums:
             reduced = summed(reduced, link)
         columns = reduced.view(bucket.owners(level), -1).split(bucket.chunks, dim=1)
         return torch.cat([column.reshape(-1) for column in columns]).to(bucket.dtype)
-
-
-def _along(route: Sequence[tuple[Op, Link]], buffer: torch.Tensor) -> torch.Tensor:
-    for op, link in route:
-        buffer = scattered(buffer, link) if op is Op.SCATTER else summed(buffer, link)
-    return buffer
 
 
 class _Leaves(torch.autograd.Function):
