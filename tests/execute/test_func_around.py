@@ -1,5 +1,7 @@
 """torch.func around value_and_grad and eval steps on sharded parameters: equal to one device, at every stage."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers.models import mlp, mlp_loss, regression_batch, share
@@ -250,3 +252,60 @@ def test_writes_to_parameters_are_refused(stage, ranks):
 
     for whole in sl.simulate(run, mesh={"data": ranks}):
         assert_close(whole, PARAMS, 0)
+
+
+EXPERTS = {
+    "w": torch.randn(4, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64) / 2,
+    "router": {"weight": torch.randn(4, 4, generator=torch.Generator().manual_seed(6), dtype=torch.float64)},
+    "experts": {
+        name: torch.randn(4, *shape, generator=torch.Generator().manual_seed(7 + len(name)), dtype=torch.float64) / 2
+        for name, shape in {"gate": (5, 4), "up": (5, 4), "down": (4, 5)}.items()
+    },
+}
+
+
+def of_experts(params, batch, router):
+    x, routing = sl.nn.moe(params, torch.tanh(batch[0] @ params["w"].t()), sl.nn.MoEConfig(router))
+    return (x - batch[1]).square().mean() + 0.1 * routing.aux["z"]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize(
+    ("mesh", "axis", "more"),
+    [({"expert": 2}, "expert", []), ({"data": 2, "expert": 2}, ("data", "expert"), [sl.accumulate(2), sl.remat()])],
+    ids=["expert", "data and expert"],
+)
+def test_experts(mesh, axis, more, padded):
+    """Tokens travel in both reverse passes: the gradient, half the gradient of its square, and a step of MAML."""
+    whole = sl.nn.routers.Capacity(4.0) if padded else None  # which takes all tokens
+    loss_fn = partial(of_experts, router=sl.nn.routers.top_k(2, renormalise="chosen", capacity=whole))
+
+    def run(mesh):
+        chain = sl.chain(sl.experts(padded=padded), sl.zero(3 if more else 1, axis=axis), *more)
+        params, mine = sl.shard(EXPERTS, mesh, chain), share(BATCH, mesh.rank, mesh.size)
+        slope = grad(value(loss_fn, mine))(params)
+        curved = grad(lambda p: sl.optim.vdot(*[gradient(loss_fn, mine)(p)] * 2) / 2)(params)
+        inner = lambda p: tree_map(lambda a, b: a - 0.1 * b, p, grad(value(loss_fn, mine))(p))  # noqa: E731
+        through = grad(lambda p: value(loss_fn, mine)(inner(p)))(params)
+        return [sl.unshard(each) for each in (slope, curved, through)]
+
+    plain = lambda params: loss_fn(params, BATCH)  # noqa: E731
+    inner = lambda p: tree_map(lambda a, b: a - 0.1 * b, p, grad(plain)(p))  # noqa: E731
+    wanted = [
+        grad(plain)(EXPERTS),
+        grad(lambda p: sum(leaf.square().sum() for leaf in leaves_of(grad(plain)(p))) / 2)(EXPERTS),
+        grad(lambda p: plain(inner(p)))(EXPERTS),
+    ]
+    for found in sl.simulate(run, mesh=mesh):
+        for got, want in zip(found, wanted, strict=True):
+            assert_close(got, want, TOLERANCE)
+
+
+def test_other_uses_of_experts_are_refused():
+    def run(mesh):
+        params = sl.shard(EXPERTS, mesh, sl.experts())
+        loss_fn = lambda params, batch: params["experts"]["up"].square().mean()  # noqa: E731
+        with pytest.raises(HandleError, match="experts/up is used by something else than a layer of experts"):
+            grad(value(loss_fn, BATCH))(params)
+
+    sl.simulate(run, mesh={"expert": 2})

@@ -119,6 +119,44 @@ def test_a_gpt_in_parts(name):
     assert any("_start" in str(node.target) for node in graph.nodes)
 
 
+BOTH = ("data", "expert")
+EXPERTS = {
+    "0, padded": ({"expert": 2}, sl.experts(padded=True)),
+    "1": ({"expert": 2}, sl.experts(), sl.zero(1, axis="expert")),
+    "2 in 2 micro-batches, padded": (
+        *({"data": 2, "expert": 2}, sl.experts(padded=True)),
+        *(sl.zero(2, axis=BOTH), sl.accumulate(2)),
+    ),
+    "3, recomputed": ({"data": 2, "expert": 2}, sl.experts(), sl.zero(3, axis=BOTH), sl.remat()),
+    "3 in bf16, padded, two hops": (
+        *({"data": 2, "expert": 2}, sl.experts(BOTH, padded=True)),
+        *(sl.zero(3, axis=BOTH), sl.precision("bf16")),
+    ),
+    "2 in codes, two hops": (
+        {"data": 2, "expert": 2},
+        sl.experts(BOTH, codec="fp8", back_codec="int8"),
+        sl.zero(2, axis=BOTH),
+    ),
+    "3, in slices": ({"expert": 2, "model": 2}, sl.experts(), sl.zero(3, axis="expert")),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_gpt_with_experts(name):
+    """To the bit, by one graph, though in every step other numbers of tokens travel."""
+    mesh, *transforms = EXPERTS[name]
+    dropping = sl.nn.routers.top_k(2, sampled=True, capacity=sl.nn.routers.Capacity(0.8, 1, "random"))
+    router = dropping if "padded" in name else sl.nn.routers.top_k(2, renormalise="chosen")
+    moe = gpt.Experts((4, 4), sl.nn.MoEConfig(router, jitter=0.1), hidden=6, shared=4, z=0.1)
+    loss_fn, params = tiny_gpt(dropout=0.1, moe=moe)
+    if "slices" in name:
+        transforms.append(sl.tensor_slicing(gpt.slicing_rules(replace(TINY, moe=moe)), axis="model"))
+    results = both(loss_fn, params, token_batches(2, 16), sl.chain(*transforms), mesh, rng=sl.Key(3))
+    graph = check(results)
+    assert all(len(graphs) == 1 for _, _, graphs, _ in results)
+    assert sum("all_to_all_start" in str(node.target) for node in graph.nodes) >= 8
+
+
 @settings(max_examples=max(10, settings().max_examples // 3))
 @given(st.data())
 def test_drawn_chains(data):

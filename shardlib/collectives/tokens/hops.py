@@ -14,7 +14,7 @@ from shardlib.collectives.tokens.base import TokenExchange
 from shardlib.collectives.tokens.journey import Journey, Packings, Travelling
 from shardlib.collectives.tokens.payload import Payload, most_rows_sent, rows_sent
 from shardlib.collectives.tokens.route import Route, even, exchanged, uneven
-from shardlib.common._compat import of_func, traced, without_derivatives
+from shardlib.common._compat import can_read_numbers, of_func, traced, without_derivatives
 from shardlib.errors import LossError, SpecError
 from shardlib.mesh.mesh import Mesh
 
@@ -71,7 +71,7 @@ class Hops(TokenExchange):
         return Travelling(rows, Journey(mesh, route, True, self._packings, "tokens to experts")), route
 
     def back(self, mesh: Mesh, rows: torch.Tensor, way: Route) -> Travelling:
-        if rows.dim() != 2 or len(rows) != way.arriving:
+        if rows.dim() != 2 or rows.shape[0] != way.arriving:
             raise SpecError(
                 f"{self}: results are {tuple(rows.shape)} and {way.arriving} rows arrived; pass one result for each"
             )
@@ -133,14 +133,10 @@ class Hops(TokenExchange):
                 f"{self} inside of torch.func.vmap, where each sample has counts of its own, so that its rows cannot travel "
                 "with those of the others. Route once for all samples, outside of vmap, or loop over the samples"
             )
-        if (
-            traced(counts)
-            and not mesh.abstract
-            and (slots is None or any(packing is not None for packing in self._packings))
-        ):
+        if slots is None and traced(counts) and not mesh.abstract and not can_read_numbers(counts):
             raise LossError(
-                f"{self} in a traced function: how many rows a rank sends, and how they are encoded, is known only in a run. "
-                "Pad rows to a number of slots, sl.experts(padded=True), without a codec; or leave the layer out of the graph"
+                f"{self} in a traced function: how many rows a rank sends is known only in a run. Pad rows to a number of "
+                "slots, sl.experts(padded=True); or trace with tracing_mode='fake', which has numbers of a run"
             )
         return counts
 

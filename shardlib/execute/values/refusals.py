@@ -16,8 +16,6 @@ def missing(plan: Plan) -> list[str]:
         "precision('fp8'): use 'bf16'": any(placement.scaled for placement in plan.placements),
         "reproducible: leave it out": step.tree,
         "progressive_layer_drop, random_ltd: leave them out": step.thins,
-        "experts: keep all experts on each rank": step.tokens is not None
-        or any(placement.dealt for placement in plan.placements),
         "tile: use remat(), or more ranks on the axis of zero": bool(step.module_tiles)
         or any(bucket.tiles > 1 for bucket in buckets),
         "offload: keep parameters, gradients and states on the device": step.ahead
