@@ -14,7 +14,7 @@ from shardlib.collectives.tokens.base import TokenExchange
 from shardlib.collectives.tokens.journey import Journey, Packings, Travelling
 from shardlib.collectives.tokens.payload import Payload, most_rows_sent, rows_sent
 from shardlib.collectives.tokens.route import Route, even, exchanged, uneven
-from shardlib.common._compat import can_read_numbers, of_func, traced, without_derivatives
+from shardlib.common._compat import can_read_numbers, of_func, traced, without_derivatives, without_func
 from shardlib.errors import LossError, SpecError
 from shardlib.mesh.mesh import Mesh
 
@@ -61,13 +61,14 @@ class Hops(TokenExchange):
         self._check(mesh, rows, counts)
         if anchor is None and torch.is_grad_enabled():
             anchor = rows.new_zeros((), requires_grad=True)
-        counts = self._known(counts, mesh, slots)
-        tables = exchanged(mesh, self.axes, counts) if slots is None else None
-        if tables is not None and not mesh.abstract:
-            route = uneven(self.axes, len(rows), tables, anchor)
-        else:  # a plan's trace knows no counts, and takes them to be equal
-            slots = -(-len(rows) // len(counts)) if slots is None else slots
-            route = even(mesh, self.axes, len(rows), counts, slots, anchor)
+        counts, number = self._known(counts, mesh, slots), len(rows)
+        with without_func():  # a route has no derivatives
+            tables = exchanged(mesh, self.axes, counts) if slots is None else None
+            if tables is not None and not mesh.abstract:
+                route = uneven(self.axes, number, tables, anchor)
+            else:  # a plan's trace knows no counts, and takes them to be equal
+                slots = -(-number // len(counts)) if slots is None else slots
+                route = even(mesh, self.axes, number, counts, slots, anchor)
         return Travelling(rows, Journey(mesh, route, True, self._packings, "tokens to experts")), route
 
     def back(self, mesh: Mesh, rows: torch.Tensor, way: Route) -> Travelling:

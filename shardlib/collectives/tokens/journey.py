@@ -17,6 +17,7 @@ import torch
 from shardlib.collectives import ops
 from shardlib.collectives.codecs.integers import Packing, packed, unpacked
 from shardlib.collectives.tokens.route import Hop, Route
+from shardlib.errors import LossError
 from shardlib.mesh.mesh import Mesh
 
 Packings = tuple[Packing | None, Packing | None]
@@ -48,7 +49,16 @@ class Journey:
         return Journey(self._mesh, self.route, not self._outward, self._packings, f"gradients of {self._about}")
 
     def again(self) -> Journey:
-        """The journey of tangents."""
+        """The journey of tangents.
+
+        Raises:
+            LossError: in a trace that does not know how many rows there are: torch must know whether tangents are empty.
+        """
+        if not isinstance(self.route.arriving, int):
+            raise LossError(
+                f"tangents of {self._about} in a traced function: how many rows travel is known only in a run. Pad rows to a "
+                "number of slots, sl.experts(padded=True)"
+            )
         return Journey(self._mesh, self.route, self._outward, self._packings, f"tangents of {self._about}")
 
     def depart(self, rows: torch.Tensor) -> None:
