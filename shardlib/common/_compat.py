@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,7 @@ def other_fakes() -> FakeTensorMode:
     )
 
 
-def can_read_numbers(tensor: torch.Tensor) -> bool:
+def can_read_numbers(tensor: torch.Tensor) -> TypeGuard[FakeTensor]:
     """Whether numbers of a tensor in a trace can be taken for sizes, which are then known in a run alone."""
     return type(tensor) is FakeTensor and tensor.fake_mode.shape_env is not None
 

@@ -269,35 +269,49 @@ def of_experts(params, batch, router):
     return (x - batch[1]).square().mean() + 0.1 * routing.aux["z"]
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize(
-    ("mesh", "axis", "more"),
-    [({"expert": 2}, "expert", []), ({"data": 2, "expert": 2}, ("data", "expert"), [sl.accumulate(2), sl.remat()])],
-    ids=["expert", "data and expert"],
-)
-def test_experts(mesh, axis, more, padded):
+WITH_EXPERTS = {
+    "one axis": ({"expert": 2}, sl.experts(), sl.zero(1, axis="expert")),
+    "two hops, padded": (
+        *({"data": 2, "expert": 2}, sl.experts(("data", "expert"), padded=True)),
+        *(sl.zero(3, axis=("data", "expert")), sl.accumulate(2), sl.remat()),
+    ),
+    "replicas": (
+        *({"expert": 2}, sl.experts(spare=1)),
+        *(sl.zero(3, axis="expert"), sl.freeze(["router/seats", "router/replicas"])),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts(name):
     """Tokens travel in both reverse passes: the gradient, half the gradient of its square, and a step of MAML."""
-    whole = sl.nn.routers.Capacity(4.0) if padded else None  # which takes all tokens
+    mesh, *transforms = WITH_EXPERTS[name]
+    whole = sl.nn.routers.Capacity(4.0) if "padded" in name else None  # which takes all tokens
     loss_fn = partial(of_experts, router=sl.nn.routers.top_k(2, renormalise="chosen", capacity=whole))
+    places = {"seats": torch.tensor([3, 1, 2, 0]), "replicas": torch.tensor([1, -1, -1, 0])}
+    router = EXPERTS["router"] | (places if "replicas" in name else {})
+
+    def stepped(params, grads):
+        return tree_map(lambda a, b: a - 0.1 * b if a.is_floating_point() else a, params, grads)
 
     def run(mesh):
-        chain = sl.chain(sl.experts(padded=padded), sl.zero(3 if more else 1, axis=axis), *more)
-        params, mine = sl.shard(EXPERTS, mesh, chain), share(BATCH, mesh.rank, mesh.size)
+        params = sl.shard(EXPERTS | {"router": router}, mesh, sl.chain(*transforms))
+        mine = share(BATCH, mesh.rank, mesh.size)
         slope = grad(value(loss_fn, mine))(params)
         curved = grad(lambda p: sl.optim.vdot(*[gradient(loss_fn, mine)(p)] * 2) / 2)(params)
-        inner = lambda p: tree_map(lambda a, b: a - 0.1 * b, p, grad(value(loss_fn, mine))(p))  # noqa: E731
+        inner = lambda p: stepped(p, grad(value(loss_fn, mine))(p))  # noqa: E731
         through = grad(lambda p: value(loss_fn, mine)(inner(p)))(params)
         return [sl.unshard(each) for each in (slope, curved, through)]
 
-    plain = lambda params: loss_fn(params, BATCH)  # noqa: E731
-    inner = lambda p: tree_map(lambda a, b: a - 0.1 * b, p, grad(plain)(p))  # noqa: E731
-    wanted = [
-        grad(plain)(EXPERTS),
-        grad(lambda p: sum(leaf.square().sum() for leaf in leaves_of(grad(plain)(p))) / 2)(EXPERTS),
-        grad(lambda p: plain(inner(p)))(EXPERTS),
-    ]
+    def plain(params):
+        return loss_fn(params | {"router": router | params["router"]}, BATCH)
+
+    square = lambda p: sum(leaf.square().sum() for leaf in leaves_of(grad(plain)(p))) / 2  # noqa: E731
+    through = lambda p: plain(stepped(p, grad(plain)(p)))  # noqa: E731
+    wanted = [grad(fn)(EXPERTS) for fn in (plain, square, through)]
     for found in sl.simulate(run, mesh=mesh):
         for got, want in zip(found, wanted, strict=True):
+            got["router"] = {"weight": got["router"]["weight"]}
             assert_close(got, want, TOLERANCE)
 
 

@@ -70,7 +70,7 @@ class Fetch:
             arrived = list(itertools.chain(*trip.arriving[place]))
             with no_modes():  # a plan's trace reads them
                 ways = torch.tensor(sizes), torch.tensor(sizes[::-1])
-            hops.append(Hop(axis, ways, *map(sum, sizes), _sorted(arrived, rows.device)))
+            hops.append(Hop(axis, ways, sum(sizes[0]), len(arrived), _sorted(arrived, rows.device)))
         ends = torch.arange(1, len(arrived) + 1, device=rows.device)
         route = Route(len(rows), tuple(hops), None, ends)
         return Travelling(rows, Journey(mesh, route, True, (None, None), "copies of experts"))
