@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,54 @@ def graph_of(fn: Callable[..., Any], *args: Any) -> Any:
     from torch.fx.experimental.proxy_tensor import make_fx  # half a second to import
 
     return make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+
+
+def other_fakes() -> FakeTensorMode:
+    """A mode of fake tensors like those of `graph_of`. No code but `read_numbers` takes numbers from them."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(
+        allow_non_fake_inputs=True,
+        shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False),
+        static_shapes=True,
+    )
+
+
+def can_read_numbers(tensor: torch.Tensor) -> TypeGuard[FakeTensor]:
+    """Whether numbers of a tensor in a trace can be taken for sizes, which are then known in a run alone."""
+    return type(tensor) is FakeTensor and tensor.fake_mode.shape_env is not None
+
+
+def read_numbers(tensor: torch.Tensor, likely: int) -> list[int]:
+    """``tensor.tolist()`` of numbers that are not negative. In a trace they are known in a run alone, and `estimated` takes
+    each to be ``likely``."""
+    if not can_read_numbers(tensor):
+        return tensor.tolist()
+    mode: Any = tensor.fake_mode
+    before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
+    try:
+        numbers = tensor.tolist()
+    finally:
+        mode.allow_scalar_outputs = before
+    for number in numbers:
+        torch._check(number >= 0)
+        mode.shape_env.var_to_hint_override[number.node.expr] = likely
+    return numbers
+
+
+def estimated(number: Any) -> int:
+    """A number of elements; where sizes are known in a run alone, what it is likely to be."""
+    if isinstance(number, int):
+        return number
+    return int(number.node.expr.xreplace(number.node.shape_env.var_to_hint_override))
+
+
+def require(condition: Any, error: Exception) -> None:
+    """Raise ``error`` for a false condition. One that is known in a run alone a trace takes to hold."""
+    if condition is False:
+        raise error
+    if condition is not True:
+        torch._check(condition)
 
 
 _whole: list[Any] = []

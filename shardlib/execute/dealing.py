@@ -14,7 +14,7 @@ import torch
 
 from shardlib.common._compat import no_torch_function, outside_of_graphs
 from shardlib.errors import HandleError
-from shardlib.execute.handles import Handle, materialise
+from shardlib.execute.handles import Handle, Present, materialise
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.nn.moe.dealt import Dealt
 
@@ -22,13 +22,11 @@ from shardlib.nn.moe.dealt import Dealt
 class _Shut:
     """The source of a handle that gives nothing."""
 
-    def __init__(self, handle: Handle, axes: tuple[str, ...]) -> None:
-        self._handle, self._axes = handle, axes
+    def __init__(self, path: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
+        self._path, self._shape, self._axes = path, shape, axes
 
     def _refuse(self, index: int) -> NoReturn:
-        with no_torch_function():
-            held = self._handle.shape[0] if self._handle.dim() else 1
-        path, over = self._handle._path, " and ".join(map(repr, self._axes))
+        path, held, over = self._path, (*self._shape, 1)[0], " and ".join(map(repr, self._axes))
         raise HandleError(
             f"{path} is used by something else than a layer of experts. sl.experts deals it out over axis {over}: this rank "
             f"holds {held} of it along dimension 0, for all ranks' tokens. Stack a layer's experts along dimension 0 of each "
@@ -39,38 +37,22 @@ class _Shut:
     leaf = data = root_gradient = _refuse
 
 
-class _Borrowed:
-    """The source of a handle of rows that come from other ranks."""
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self._rows = rows
-
-    def leaf(self, index: int) -> torch.Tensor:
-        return self._rows
-
-    def data(self, index: int) -> torch.Tensor:
-        return self._rows.detach()
-
-    def root_gradient(self, index: int) -> tuple[torch.Tensor, Any]:
-        return self._rows, lambda grad: grad
-
-
 class DealtHandle(Handle, Dealt):
     """A handle that stands for this rank's experts of a leaf.
 
     Attributes:
-        _inside: what it opens to: a handle, or the gathered leaf.
+        _inside: what it opens to: a handle, or the leaf.
     """
 
     _inside: torch.Tensor
 
     @staticmethod
-    def make(inside: Handle, axes: tuple[str, ...]) -> DealtHandle:
-        """The handle that only a layer of experts exchanges for the handle ``inside``."""
+    def make(inside: torch.Tensor, path: str, axes: tuple[str, ...]) -> DealtHandle:
+        """The handle that only a layer of experts exchanges for ``inside``, a handle or the leaf itself."""
         with no_torch_function():
             shape, trained = tuple(inside.shape), inside.requires_grad
-        handle = DealtHandle(_Shut(inside, axes), inside._index, inside._path, shape, inside, trained)
-        handle._inside, handle.path = inside, inside._path
+        handle = DealtHandle(_Shut(path, shape, axes), 0, path, shape, inside, trained)
+        handle._inside, handle.path = inside, path
         return handle
 
     def arrived(self) -> DealtHandle:
@@ -104,6 +86,6 @@ class DealtHandle(Handle, Dealt):
             return leaf
         window = inside._window._replace(sizes=(len(rows), *inside._window.sizes[1:]))
         return SlicedHandle.make(
-            *(_Borrowed(leaf), 0, self.path, shape, leaf, leaf.requires_grad),
+            *(Present(leaf), 0, self.path, shape, leaf, leaf.requires_grad),
             *(inside._style, window, inside._slices, inside._scaled),
         )

@@ -379,7 +379,7 @@ class Executor:
         leaves.update({leaf.path: leaf.handle for leaf in self._tiles})
         for path, leaf in leaves.items():
             if isinstance(leaf, Handle) and (axes := self.plan.placement_of[path].dealt):
-                leaves[path] = DealtHandle.make(leaf, axes)
+                leaves[path] = DealtHandle.make(leaf, path, axes)
         return leaves
 
     def _bind(self, params: Sharded, gradients: Gradients | None, thinned: Thinned | None = None) -> None:

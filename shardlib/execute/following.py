@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardlib.common._compat import estimated
 from shardlib.execute.along import MOVES, NUMBER_BY_NUMBER, TOGETHER, Grouping, grouped, name_of
 from shardlib.execute.slicing import SlicedHandle
 
@@ -48,7 +49,7 @@ class Following(ABC):
 
     def mark_of(self, x: Any) -> Mark | None:
         """The mark of a tensor, if it has one. One without elements has none."""
-        if not isinstance(x, torch.Tensor) or not x.numel():
+        if not isinstance(x, torch.Tensor) or not estimated(x.numel()):
             return None
         return self._known.get(x) or self._begins(x)
 

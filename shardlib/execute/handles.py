@@ -33,6 +33,22 @@ class Source(Protocol):
         ...
 
 
+class Present:
+    """The source of a handle whose parameter is there already."""
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        self._leaf = leaf
+
+    def leaf(self, index: int) -> torch.Tensor:
+        return self._leaf
+
+    def data(self, index: int) -> torch.Tensor:
+        return self._leaf.detach()
+
+    def root_gradient(self, index: int) -> tuple[torch.Tensor, Any]:
+        return self._leaf, lambda gradient: gradient
+
+
 class Handle(torch.Tensor):
     """A tensor without memory that stands for one parameter; see the module's docstring."""
 

@@ -75,4 +75,4 @@ class LocalRunner:
             handle = SlicedHandle.make(
                 source, index, path, shape, like, False, placement.style, window, self._slices, placement.scaled
             )
-        return DealtHandle.make(handle, placement.dealt) if placement.dealt else handle
+        return DealtHandle.make(handle, path, placement.dealt) if placement.dealt else handle

@@ -1,5 +1,7 @@
 """torch.func around value_and_grad and eval steps on sharded parameters: equal to one device, at every stage."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers.models import mlp, mlp_loss, regression_batch, share
@@ -250,3 +252,74 @@ def test_writes_to_parameters_are_refused(stage, ranks):
 
     for whole in sl.simulate(run, mesh={"data": ranks}):
         assert_close(whole, PARAMS, 0)
+
+
+EXPERTS = {
+    "w": torch.randn(4, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64) / 2,
+    "router": {"weight": torch.randn(4, 4, generator=torch.Generator().manual_seed(6), dtype=torch.float64)},
+    "experts": {
+        name: torch.randn(4, *shape, generator=torch.Generator().manual_seed(7 + len(name)), dtype=torch.float64) / 2
+        for name, shape in {"gate": (5, 4), "up": (5, 4), "down": (4, 5)}.items()
+    },
+}
+
+
+def of_experts(params, batch, router):
+    x, routing = sl.nn.moe(params, torch.tanh(batch[0] @ params["w"].t()), sl.nn.MoEConfig(router))
+    return (x - batch[1]).square().mean() + 0.1 * routing.aux["z"]
+
+
+WITH_EXPERTS = {
+    "one axis": ({"expert": 2}, sl.experts(), sl.zero(1, axis="expert")),
+    "two hops, padded": (
+        *({"data": 2, "expert": 2}, sl.experts(("data", "expert"), padded=True)),
+        *(sl.zero(3, axis=("data", "expert")), sl.accumulate(2), sl.remat()),
+    ),
+    "replicas": (
+        *({"expert": 2}, sl.experts(spare=1)),
+        *(sl.zero(3, axis="expert"), sl.freeze(["router/seats", "router/replicas"])),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts(name):
+    """Tokens travel in both reverse passes: the gradient, half the gradient of its square, and a step of MAML."""
+    mesh, *transforms = WITH_EXPERTS[name]
+    whole = sl.nn.routers.Capacity(4.0) if "padded" in name else None  # which takes all tokens
+    loss_fn = partial(of_experts, router=sl.nn.routers.top_k(2, renormalise="chosen", capacity=whole))
+    places = {"seats": torch.tensor([3, 1, 2, 0]), "replicas": torch.tensor([1, -1, -1, 0])}
+    router = EXPERTS["router"] | (places if "replicas" in name else {})
+
+    def stepped(params, grads):
+        return tree_map(lambda a, b: a - 0.1 * b if a.is_floating_point() else a, params, grads)
+
+    def run(mesh):
+        params = sl.shard(EXPERTS | {"router": router}, mesh, sl.chain(*transforms))
+        mine = share(BATCH, mesh.rank, mesh.size)
+        slope = grad(value(loss_fn, mine))(params)
+        curved = grad(lambda p: sl.optim.vdot(*[gradient(loss_fn, mine)(p)] * 2) / 2)(params)
+        inner = lambda p: stepped(p, grad(value(loss_fn, mine))(p))  # noqa: E731
+        through = grad(lambda p: value(loss_fn, mine)(inner(p)))(params)
+        return [sl.unshard(each) for each in (slope, curved, through)]
+
+    def plain(params):
+        return loss_fn(params | {"router": router | params["router"]}, BATCH)
+
+    square = lambda p: sum(leaf.square().sum() for leaf in leaves_of(grad(plain)(p))) / 2  # noqa: E731
+    through = lambda p: plain(stepped(p, grad(plain)(p)))  # noqa: E731
+    wanted = [grad(fn)(EXPERTS) for fn in (plain, square, through)]
+    for found in sl.simulate(run, mesh=mesh):
+        for got, want in zip(found, wanted, strict=True):
+            got["router"] = {"weight": got["router"]["weight"]}
+            assert_close(got, want, TOLERANCE)
+
+
+def test_other_uses_of_experts_are_refused():
+    def run(mesh):
+        params = sl.shard(EXPERTS, mesh, sl.experts())
+        loss_fn = lambda params, batch: params["experts"]["up"].square().mean()  # noqa: E731
+        with pytest.raises(HandleError, match="experts/up is used by something else than a layer of experts"):
+            grad(value(loss_fn, BATCH))(params)
+
+    sl.simulate(run, mesh={"expert": 2})

@@ -30,7 +30,7 @@ from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
 from shardlib.execute.live import LiveBytes
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.step import LossStep
-from shardlib.models import gpt
+from shardlib.models import gpt, huggingface
 from shardlib.tree import leaves_of
 
 
@@ -127,6 +127,82 @@ def test_a_gpt_in_parts(name):
     transform, mesh = sl.chain(sl.zero(0 if "stage 0" in name else 3), PARTS[name]), {"data": 2, "model": 2}
     graph = check(both(loss_fn, params, token_batches(2, 8, EVEN), transform, mesh, rng=sl.Key(3)))
     assert any("_start" in str(node.target) for node in graph.nodes)
+
+
+BOTH = ("data", "expert")
+EXPERTS = {
+    "0, padded": ({"expert": 2}, sl.experts(padded=True)),
+    "1": ({"expert": 2}, sl.experts(), sl.zero(1, axis="expert")),
+    "2 in 2 micro-batches, padded": (
+        *({"data": 2, "expert": 2}, sl.experts(padded=True)),
+        *(sl.zero(2, axis=BOTH), sl.accumulate(2)),
+    ),
+    "3, recomputed": ({"expert": 2}, sl.experts(), sl.zero(3, axis="expert"), sl.remat()),
+    "3 in bf16, padded, two hops": (
+        *({"data": 2, "expert": 2}, sl.experts(BOTH, padded=True)),
+        *(sl.zero(3, axis=BOTH), sl.precision("bf16")),
+    ),
+    "2 in codes, two hops": (
+        {"data": 2, "expert": 2},
+        sl.experts(BOTH, codec="fp8", back_codec="int8"),
+        sl.zero(2, axis=BOTH),
+    ),
+    "3, in slices": ({"expert": 2, "model": 2}, sl.experts(), sl.zero(3, axis="expert")),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_gpt_with_experts(name):
+    """To the bit, by one graph, though in every step other numbers of tokens travel."""
+    mesh, *transforms = EXPERTS[name]
+    dropping = sl.nn.routers.top_k(2, sampled=True, capacity=sl.nn.routers.Capacity(0.8, 1, "random"))
+    router = dropping if "padded" in name else sl.nn.routers.top_k(2, renormalise="chosen")
+    moe = gpt.Experts((4,), sl.nn.MoEConfig(router, jitter=0.1), hidden=6, z=0.1)
+    loss_fn, params = tiny_gpt(dropout=0.1, layers=1, moe=moe)
+    if "slices" in name:
+        transforms.append(sl.tensor_slicing(gpt.slicing_rules(replace(TINY, layers=1, moe=moe)), axis="model"))
+    results = both(loss_fn, params, token_batches(2, 8), sl.chain(*transforms), mesh, rng=sl.Key(3))
+    graph = check(results)
+    assert all(len(graphs) == 1 for _, _, graphs, _ in results)
+    called = [str(node.target) for node in graph.nodes]
+    assert called.count("shardlib.routing_top_k.default") == 1  # a recomputed block takes over what was decided
+    assert "all_to_all over 'expert'" in str(results[0][3]) and max(map(sum, alive(graph))) > 0
+
+
+def test_checks_and_draws_that_nothing_uses_are_kept():
+    """In the last step a choice is of no expert."""
+
+    def loss_fn(params, choices):
+        torch.rand(3)  # after which the weights are others
+        routing = sl.nn.routers.Routing.of(choices, torch.rand(choices.shape), 2)
+        product = lambda params, rows, product: product(rows, params["w"])  # noqa: E731
+        return sl.nn.run_experts(params, torch.ones(len(choices), 4), routing, product).square().mean()
+
+    def losses(compile):
+        state, step = sl.make_train_step(loss_fn, {"w": torch.ones(2, 3, 4)}, sl.optim.sgd(0.1), rng=1, compile=compile)
+        found = []
+        for number in range(3):
+            state, metrics = step(state, torch.tensor([[0], [number % 2]]))
+            found.append(metrics["loss"].item())
+        with pytest.raises(RuntimeError, match=r"a choice is not among .* 1, of 2 experts"):
+            step(state, torch.tensor([[0], [2]]))
+        return found
+
+    assert losses(True) == losses(False)
+
+
+def test_replicas_have_no_graph():
+    config = sl.nn.MoEConfig(sl.nn.routers.switch())
+    params = sl.nn.init_moe(sl.Key(0), config, experts=4, width=4, hidden=4, seats=True, replicas=True)
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.experts(spare=1))
+        sl.make_train_step(
+            lambda params, x: sl.nn.moe(params, x, config)[0].mean(), sharded, sl.optim.sgd(0.1), compile=True
+        )
+
+    with pytest.raises(IllegalComposition, match=r"(?s)compile=True does not go together with.*experts\(spare=\): "):
+        sl.simulate(run, mesh={"expert": 2})
 
 
 @settings(max_examples=max(10, settings().max_examples // 3))
@@ -539,12 +615,14 @@ def test_in_processes(pool, stage):
         assert relative_error(compiled, eager)[0] == 0 and graphs == 1
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "bert", "vit"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "mixtral, dealt out", "bert", "vit"])
 def test_models_of_transformers(kind):
     """The embeddings of BERT are tied: their two gradients are added in another order."""
     torch.manual_seed(0)
-    tied = kind == "bert"
-    apply, params = sl.from_module(build(kind).double() if tied else build(kind))
+    tied, dealt = kind == "bert", "dealt" in kind
+    module = build(kind.split(",")[0])
+    module = huggingface.with_experts(module) if dealt else module
+    apply, params = sl.from_module(module.double() if tied else module)
     name = "pixel_values" if kind == "vit" else "input_ids"
     x = torch.rand(8, 3, 8, 8) if kind == "vit" else torch.randint(50, (8, 6))
 
@@ -553,6 +631,9 @@ def test_models_of_transformers(kind):
 
     batch = {name: x, "labels": torch.randint(5, (8,)) if kind == "vit" else x}
     transform = sl.zero(3) if tied else sl.chain(sl.zero(3), sl.precision("bf16"))
+    if dealt:
+        experts = sl.experts("data", rules=huggingface.expert_rules(module))
+        transform = sl.chain(experts, sl.zero(3), sl.precision("bf16"))
     check(both(loss_fn, params, [batch] * 2, transform), 1e-12 if tied else 0)
 
 

@@ -19,6 +19,7 @@ from shardlib.collectives.codecs.base import Kept, RowResidual, Rows, SentResidu
 from shardlib.collectives.codecs.two_phase import BoundTwoPhase, TwoPhase
 from shardlib.errors import IllegalComposition
 from shardlib.kernels import onebit, quantize
+from shardlib.kernels.common.operators import opaque
 from shardlib.kernels.onebit import Segments
 from shardlib.kernels.quantize import Blockwise
 
@@ -43,6 +44,47 @@ class Packing(Protocol):
     def unpack(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Decode ``message``, which `pack` returned, into ``out`` ``[..., d]``, which is contiguous."""
         ...
+
+
+_packings: list[Packing] = []  # those that operators name by their place
+
+
+def _number_of(packing: Packing) -> int:
+    if packing not in _packings:
+        _packings.append(packing)
+    return _packings.index(packing)
+
+
+def packed(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """``packing.pack(x)``, which a graph has as an operator."""
+    return _pack(x, _number_of(packing))
+
+
+def unpacked(message: torch.Tensor, packing: Packing, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """What ``packing.unpack`` writes to rows of ``width`` elements, which a graph has as an operator."""
+    return _unpack(message, _number_of(packing), width, dtype)
+
+
+def _packed(x: torch.Tensor, packing: int) -> torch.Tensor:
+    return _packings[packing].pack(x)
+
+
+def _unpacked(message: torch.Tensor, packing: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    out = message.new_empty((*message.shape[:-1], width), dtype=dtype)
+    _packings[packing].unpack(message, out)
+    return out
+
+
+_pack = opaque(
+    "pack_rows",
+    _packed,
+    lambda x, packing: x.new_empty((*x.shape[:-1], _packings[packing].size(x.shape[-1])), dtype=torch.uint8),
+)
+_unpack = opaque(
+    "unpack_rows",
+    _unpacked,
+    lambda message, packing, width, dtype: message.new_empty((*message.shape[:-1], width), dtype=dtype),
+)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 
 from shardlib.collectives.tokens.journey import Journey, Travelling
 from shardlib.collectives.tokens.route import Hop, Order, Route
+from shardlib.common._compat import no_modes
 from shardlib.mesh.mesh import Mesh
 
 Place = tuple[int, ...]  # a rank's coordinates along the axes of a fetch
@@ -65,9 +66,11 @@ class Fetch:
         place = tuple(mesh.coords[axis] for axis in self.axes)
         hops = []
         for axis, trip in zip(self.axes, self._trips(mesh.shape), strict=True):
-            sent, received = (tuple(map(len, slots[place])) for slots in (trip.leaving, trip.arriving))
+            sizes = [[*map(len, slots[place])] for slots in (trip.leaving, trip.arriving)]
             arrived = list(itertools.chain(*trip.arriving[place]))
-            hops.append(Hop(axis, sent, received, _sorted(arrived, rows.device)))
+            with no_modes():  # a plan's trace reads them
+                ways = torch.tensor(sizes), torch.tensor(sizes[::-1])
+            hops.append(Hop(axis, ways, sum(sizes[0]), len(arrived), _sorted(arrived, rows.device)))
         ends = torch.arange(1, len(arrived) + 1, device=rows.device)
         route = Route(len(rows), tuple(hops), None, ends)
         return Travelling(rows, Journey(mesh, route, True, (None, None), "copies of experts"))

@@ -14,7 +14,7 @@ from shardlib.collectives.tokens.base import TokenExchange
 from shardlib.collectives.tokens.journey import Journey, Packings, Travelling
 from shardlib.collectives.tokens.payload import Payload, most_rows_sent, rows_sent
 from shardlib.collectives.tokens.route import Route, even, exchanged, uneven
-from shardlib.common._compat import of_func, traced, without_derivatives
+from shardlib.common._compat import can_read_numbers, of_func, traced, without_derivatives, without_func
 from shardlib.errors import LossError, SpecError
 from shardlib.mesh.mesh import Mesh
 
@@ -61,17 +61,18 @@ class Hops(TokenExchange):
         self._check(mesh, rows, counts)
         if anchor is None and torch.is_grad_enabled():
             anchor = rows.new_zeros((), requires_grad=True)
-        counts = self._known(counts, mesh, slots)
-        tables = exchanged(mesh, self.axes, counts) if slots is None else None
-        if tables is not None and not mesh.abstract:
-            route = uneven(self.axes, len(rows), tables, anchor)
-        else:  # a plan's trace knows no counts, and takes them to be equal
-            slots = -(-len(rows) // len(counts)) if slots is None else slots
-            route = even(mesh, self.axes, len(rows), counts, slots, anchor)
+        counts, number = self._known(counts, mesh, slots), len(rows)
+        with without_func():  # a route has no derivatives
+            tables = exchanged(mesh, self.axes, counts) if slots is None else None
+            if tables is not None and not mesh.abstract:
+                route = uneven(self.axes, number, tables, anchor)
+            else:  # a plan's trace knows no counts, and takes them to be equal
+                slots = -(-number // len(counts)) if slots is None else slots
+                route = even(mesh, self.axes, number, counts, slots, anchor)
         return Travelling(rows, Journey(mesh, route, True, self._packings, "tokens to experts")), route
 
     def back(self, mesh: Mesh, rows: torch.Tensor, way: Route) -> Travelling:
-        if rows.dim() != 2 or len(rows) != way.arriving:
+        if rows.dim() != 2 or rows.shape[0] != way.arriving:
             raise SpecError(
                 f"{self}: results are {tuple(rows.shape)} and {way.arriving} rows arrived; pass one result for each"
             )
@@ -133,14 +134,10 @@ class Hops(TokenExchange):
                 f"{self} inside of torch.func.vmap, where each sample has counts of its own, so that its rows cannot travel "
                 "with those of the others. Route once for all samples, outside of vmap, or loop over the samples"
             )
-        if (
-            traced(counts)
-            and not mesh.abstract
-            and (slots is None or any(packing is not None for packing in self._packings))
-        ):
+        if slots is None and traced(counts) and not mesh.abstract and not can_read_numbers(counts):
             raise LossError(
-                f"{self} in a traced function: how many rows a rank sends, and how they are encoded, is known only in a run. "
-                "Pad rows to a number of slots, sl.experts(padded=True), without a codec; or leave the layer out of the graph"
+                f"{self} in a traced function: how many rows a rank sends is known only in a run. Pad rows to a number of "
+                "slots, sl.experts(padded=True); or trace with tracing_mode='fake', which has numbers of a run"
             )
         return counts
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from shardlib.collectives import ops
-from shardlib.collectives.codecs.integers import Packing
+from shardlib.collectives.codecs.integers import Packing, packed, unpacked
 from shardlib.collectives.tokens.route import Hop, Route
+from shardlib.errors import LossError
 from shardlib.mesh.mesh import Mesh
 
 Packings = tuple[Packing | None, Packing | None]
@@ -48,15 +49,24 @@ class Journey:
         return Journey(self._mesh, self.route, not self._outward, self._packings, f"gradients of {self._about}")
 
     def again(self) -> Journey:
-        """The journey of tangents."""
+        """The journey of tangents.
+
+        Raises:
+            LossError: in a trace that does not know how many rows there are: torch must know whether tangents are empty.
+        """
+        if not isinstance(self.route.arriving, int):
+            raise LossError(
+                f"tangents of {self._about} in a traced function: how many rows travel is known only in a run. Pad rows to a "
+                "number of slots, sl.experts(padded=True)"
+            )
         return Journey(self._mesh, self.route, self._outward, self._packings, f"tangents of {self._about}")
 
     def depart(self, rows: torch.Tensor) -> None:
         """Start with these rows."""
         first, *others = self.route.hops
-        rows = self._encoded(rows)
+        rows = self._encoded(self.route.enter(rows) if self._outward else rows)
         if self._outward:
-            self._send(first, self.route.enter(rows))
+            self._send(first, rows)
             return
         for hop in reversed(others):
             rows = self._sent(hop, hop.undone(rows))
@@ -78,17 +88,13 @@ class Journey:
         self._width, self._dtype = rows.shape[1] // self.samples, rows.dtype
         if self._packing is None:
             return rows.contiguous()
-        if self._mesh.abstract:  # a plan's trace has no values to encode
-            return rows.new_empty(len(rows), self.samples * self._packing.size(self._width), dtype=torch.uint8)
-        return self._packing.pack(rows.unflatten(1, (self.samples, self._width))).flatten(1)
+        return packed(rows.unflatten(1, (self.samples, self._width)), self._packing).flatten(1)
 
     def _decoded(self, messages: torch.Tensor) -> torch.Tensor:
         if self._packing is None:
             return messages
-        rows = messages.new_empty(len(messages), self.samples, self._width, dtype=self._dtype)
-        if not self._mesh.abstract:
-            self._packing.unpack(messages.unflatten(1, (self.samples, -1)), rows)
-        return rows.flatten(1)
+        messages = messages.unflatten(1, (self.samples, self._packing.size(self._width)))
+        return unpacked(messages, self._packing, self._width, self._dtype).flatten(1)
 
     def _sent(self, hop: Hop, rows: torch.Tensor) -> torch.Tensor:
         self._send(hop, rows)
@@ -96,14 +102,13 @@ class Journey:
 
     def _send(self, hop: Hop, rows: torch.Tensor) -> None:
         """Start a hop, forwards or backwards."""
-        sent, received = (hop.sent, hop.received) if self._outward else (hop.received, hop.sent)
-        slots = self.route.slots
-        if slots is None:
-            self._wait = ops.all_to_all.start(rows, self._mesh, hop.axis, *sent, *received, about=self._about)
-            return
-        # Chunks of padded rows are equal on all ranks: where they are not, a transport says so, with sizes.
-        about = f"{self._about}, {slots} for each expert (padded=True: equally many on all ranks)"
-        self._wait = ops.all_to_all.start(rows, self._mesh, hop.axis, about=about)
+        about, arriving = self._about, hop.received if self._outward else hop.sent
+        sizes = None if hop.sizes is None else hop.sizes[not self._outward]
+        if (
+            sizes is None
+        ):  # chunks of padded rows are equal on all ranks: where they are not, a transport says so, with sizes
+            about += f", {self.route.slots} for each expert (padded=True: equally many on all ranks)"
+        self._wait = ops.all_to_all.start(rows, self._mesh, hop.axis, arriving, sizes=sizes, about=about)
 
     def _landed(self) -> torch.Tensor:
         rows = self._wait()

@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
-from shardlib.collectives import primitives
-from shardlib.common._compat import require_async
+from shardlib.collectives import ops
+from shardlib.common._compat import read_numbers, require, require_async
 from shardlib.common.once import once
 from shardlib.errors import SpecError
+from shardlib.kernels.permute import permute, unpermute
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.transport.activity import naming
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,16 @@ class Hop:
     """An all-to-all along one axis, and the order in which a rank goes on with what arrives.
 
     Attributes:
-        sent: rows to each rank of the axis.
-        received: rows from each rank of the axis.
+        sizes: int64 ``[2, ranks of the axis]`` in host memory: rows to each rank, and from each; and the same for the way
+            back. None if they are equally many.
+        sent, received: rows to all ranks, and from all.
         order: of the rows that have arrived; None keeps theirs.
     """
 
     axis: str
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    sizes: tuple[torch.Tensor, torch.Tensor] | None
+    sent: int
+    received: int
     order: Order | None
 
     def ordered(self, rows: torch.Tensor) -> torch.Tensor:
@@ -68,7 +70,7 @@ class Route:
     Attributes:
         rows: of this rank, on which no expert has computed yet.
         hops: from the rank of the tokens to that of the experts.
-        places: where rows are padded, the place of each row among those that leave, or their number for a row that stays.
+        places: where rows are padded, ``[rows, 1]``: the place of each row among those that leave, −1 for a row that stays.
             Else None: the first rows leave, and the others stay.
         ends: int64 ``[experts of a rank]``: among the rows that have arrived, the row after each expert's last one.
         slots: the rows that every expert gets from every rank, where they are padded to one number; else None.
@@ -85,24 +87,24 @@ class Route:
     @property
     def leaving(self) -> int:
         """The number of rows that leave, padding included."""
-        return sum(self.hops[0].sent)
+        return self.hops[0].sent
 
     @property
     def arriving(self) -> int:
         """The number of rows that arrive, padding included."""
-        return sum(self.hops[-1].received)
+        return self.hops[-1].received
 
     def enter(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows that leave, of all rows of this rank. Padding is 0."""
         if self.places is None:
             return rows[: self.leaving]
-        return rows.new_zeros(self.leaving + 1, *rows.shape[1:]).index_copy_(0, self.places, rows)[:-1]
+        return permute(rows, self.places, self.leaving)
 
     def leave(self, rows: torch.Tensor) -> torch.Tensor:
         """All rows of this rank, from those that have come back. A row that stayed is 0."""
         if self.places is None:
-            return F.pad(rows, (0, 0, 0, self.rows - self.leaving))
-        return F.pad(rows, (0, 0, 0, 1)).index_select(0, self.places)
+            return torch.cat([rows, rows.new_zeros(self.rows - self.leaving, *rows.shape[1:])])
+        return unpermute(rows, self.places)
 
 
 Tables = list[tuple[torch.Tensor, torch.Tensor]]  # of each hop, the sizes of the blocks that leave and that arrive
@@ -121,10 +123,7 @@ def _exchange(mesh: Mesh, axes: Sequence[str], counts: torch.Tensor) -> list[tor
     table, tables = _table(mesh, axes, counts), []
     what = "the counts of rows for experts (parameters that are gathered before them are the same on all ranks)"
     for axis, dims in zip(axes, _turns(len(axes)), strict=True):
-        table = table.contiguous()
-        arrived = torch.empty_like(table)
-        with mesh.traffic.by_the_loss(), naming(what):
-            primitives.all_to_all(mesh, axis, arrived, table).wait()
+        arrived = ops.all_to_all.start(table, mesh, axis, about=what)()
         tables += [table, arrived]
         table = arrived.permute(dims)
     return tables
@@ -133,17 +132,23 @@ def _exchange(mesh: Mesh, axes: Sequence[str], counts: torch.Tensor) -> list[tor
 def uneven(axes: Sequence[str], rows: int, tables: Tables, anchor: torch.Tensor | None) -> Route:
     """The route of ``rows`` rows whose sizes ranks have exchanged. The host waits for them, once for all hops.
 
+    In a trace numbers of rows are known in a run alone, and taken to be ``rows`` where bytes are told.
+
     Raises:
         SpecError: more rows are counted than there are.
     """
-    sizes = iter(torch.cat([table.flatten(1).sum(1) for pair in tables for table in pair]).tolist())
-    hops = []
-    for axis, dims, (_, arrived) in zip(axes, _turns(len(axes)), tables, strict=True):
-        sent, received = (tuple(islice(sizes, len(arrived))) for _ in range(2))
-        hops.append(Hop(axis, sent, received, _order(arrived, dims, sum(received))))
-    if sum(hops[0].sent) > rows:
-        raise SpecError(f"{sum(hops[0].sent)} rows are counted and {rows} given: count the rows that are kept")
-    return Route(rows, tuple(hops), None, _ends(arrived), anchor=anchor)
+    sizes = torch.cat([table.flatten(1).sum(1) for pair in tables for table in pair]).cpu()
+    each = [part.view(2, -1) for part in sizes.split([2 * len(arrived) for _, arrived in tables])]
+    numbers = read_numbers(torch.stack([each[0][0].sum(), *(part[1].sum() for part in each)]), rows)
+    counted = SpecError(f"{numbers[0]} rows are counted and {rows} given: count the rows that are kept")
+    require(numbers[0] <= rows, counted)
+    hops = [
+        Hop(axis, (part, part.flip(0)), sent, received, _order(arrived, dims, received))
+        for axis, dims, (_, arrived), part, (sent, received) in zip(
+            axes, _turns(len(axes)), tables, each, pairwise(numbers), strict=True
+        )
+    ]
+    return Route(rows, tuple(hops), None, _ends(tables[-1][1]), anchor=anchor)
 
 
 def even(
@@ -156,8 +161,7 @@ def even(
     table, leaving = _table(mesh, axes, torch.full_like(counts, slots)), len(counts) * slots
     hops = []
     for axis, dims in zip(axes, _turns(len(axes)), strict=True):
-        split = (leaving // mesh.shape[axis],) * mesh.shape[axis]
-        hops.append(Hop(axis, split, split, _order(table, dims, leaving)))
+        hops.append(Hop(axis, None, leaving, leaving, _order(table, dims, leaving)))
         arrived, table = table, table.permute(dims)
     return Route(rows, tuple(hops), _places(rows, counts, slots), _ends(arrived), slots, anchor)
 
@@ -188,16 +192,16 @@ def _order(table: torch.Tensor, dims: tuple[int, ...], rows: int) -> Order | Non
     shifts = starts - (sizes.cumsum(0) - sizes)
     numbers = torch.arange(rows, device=table.device)
     there = numbers + shifts.repeat_interleave(sizes, output_size=rows)
-    return Order(there, torch.empty_like(there).scatter_(0, there, numbers))
+    return Order(there, torch.empty_like(there).scatter(0, there, numbers))
 
 
 def _places(rows: int, counts: torch.Tensor, slots: int) -> torch.Tensor:
-    """The place of each row among the slots of all experts; their number for a row that is not counted."""
+    """``[rows, 1]``: the place of each row among the slots of all experts; −1 for a row that is not counted."""
     require_async((counts <= slots).all(), f"an expert keeps more rows than its {slots} slots: pass its capacity")
     ends, numbers = counts.cumsum(0), torch.arange(rows, device=counts.device)
     owners = torch.searchsorted(ends, numbers, right=True)
     places = owners * slots + numbers - F.pad(ends, (1, 0))[owners]
-    return places.where(owners < len(counts), len(counts) * slots)
+    return places.where(owners < len(counts), -1)[:, None]
 
 
 def _ends(arrived: torch.Tensor) -> torch.Tensor:

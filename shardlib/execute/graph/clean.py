@@ -1,4 +1,5 @@
-"""A pass that drops what changes nothing: views of the same shape, detaching, and nodes that nothing uses.
+"""A pass that drops what changes nothing: views of the same shape, detaching, and nodes that nothing uses and that neither
+write, nor check, nor draw from torch's own generators.
 
 A dead view of a gathered parameter would keep all of it.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from shardlib.execute.graph.nodes import changes, given, value_of
+from shardlib.execute.graph.nodes import given, value_of
 
 _aten = torch.ops.aten
 _DETACHING = (_aten.detach.default, _aten.alias.default)
@@ -22,7 +23,7 @@ def clean(graph: Graph) -> None:
             node.replace_all_uses_with(given(node))
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users and not changes(node):
+        if node.op in ("call_function", "get_attr") and not node.users and not node.is_impure():
             graph.erase_node(node)
 
 
@@ -33,4 +34,9 @@ def _same(node: Node) -> bool:
     if node.target not in _SHAPING:
         return False
     before, after = value_of(given(node)), value_of(node)
-    return before is not None and before.shape == after.shape and before.stride() == after.stride()
+    return before is not None and _layout(before) == _layout(after)
+
+
+def _layout(value: torch.Tensor) -> list[str]:
+    """Sizes and strides, as text: of sizes that are known in a run alone, it cannot be asked whether they are equal."""
+    return [*map(str, (*value.shape, *value.stride()))]

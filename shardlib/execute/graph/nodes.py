@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, Link, link_of
-from shardlib.common._compat import is_operator, to_copy, unsafe_view, writes
+from shardlib.common._compat import estimated, is_operator, to_copy, unsafe_view, writes
 from shardlib.execute.values.routes import FETCH, REDUCE
 
 GATHERS, REDUCTIONS = (GATHER, FETCH), (SCATTER, SUM, REDUCE)
@@ -81,9 +81,9 @@ def value_of(node: Any) -> Any:
 
 
 def nbytes(node: Node) -> int:
-    """Bytes of what a node makes; 0 of what is no tensor."""
+    """Bytes of what a node makes, where they are known in a run alone the likely ones; 0 of what is no tensor."""
     value = value_of(node)
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+    return estimated(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def changes(node: Node) -> bool:

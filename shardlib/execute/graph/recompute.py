@@ -1,6 +1,7 @@
 """A pass that computes blocks again in backward, as `shardlib.remat` says, in place of keeping what they computed.
 
-What is drawn from torch's own generators is kept. The library's draws are made again, from the same seeds.
+What is drawn from torch's own generators is kept, and so are decisions (`shardlib.common.once`) and numbers that the host
+reads. The library's draws are made again, from the same seeds.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.common._compat import FUSED_ATTENTIONS, scaled_product
-from shardlib.execute.graph.nodes import EXCHANGES, changes, copied, draws, fetched
-from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
+from shardlib.execute.graph.nodes import EXCHANGES, changes, copied, draws, fetched, value_of
+from shardlib.execute.graph.trace import BACKWARD, BLOCK, DECIDED, FORWARD, PHASE
 
 _aten = torch.ops.aten
 # What remat("dots") keeps.
@@ -29,6 +30,8 @@ def recompute(graph: Graph, keep_dots: bool = False) -> None:
             return False
         block = node.meta.get(BLOCK)
         if block is None or block in written or draws(node) or node.target in EXCHANGES:
+            return False
+        if node.meta.get(DECIDED) or not isinstance(value_of(node), torch.Tensor | list | tuple):
             return False
         return not (keep_dots and node.target in DOTS)
 

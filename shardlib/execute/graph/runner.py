@@ -284,6 +284,8 @@ def _like(stored: torch.Tensor | BufferOnDisk, bucket: Bucket) -> torch.Tensor:
 def require_graph(plan: Plan) -> None:
     """Refuse a plan that a graph does not have. Raises `IllegalComposition`, with all transforms."""
     lacks, how = missing(plan), plan.step.remat
+    if plan.step.tokens is not None and plan.step.tokens.spare:
+        lacks.append("experts(spare=): leave spare out")
     if how is not None and (how.save or how.policy not in ("full", "dots")):
         lacks.append("remat(save=), policies of your own: use remat() or remat('dots')")
     if lacks:

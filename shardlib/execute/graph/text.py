@@ -6,6 +6,7 @@ from collections import Counter
 
 from torch.fx import Graph
 
+from shardlib.collectives.ops import STARTS
 from shardlib.execute.graph.alive import exchanges, kind_of, peak_of_wholes
 from shardlib.execute.graph.nodes import link_at, nbytes, sent
 from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE, REDUCTION
@@ -14,7 +15,8 @@ from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE, REDUCT
 def described(graph: Graph) -> str:
     """The graph's nodes by phase and block, its exchanges in order, and what it holds of gathered parameters."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    lines = [f"{len(calls)} nodes, {len(exchanges(graph))} exchanges"]
+    of_activations = sum(node.target in STARTS for node in calls)
+    lines = [f"{len(calls)} nodes, {len(exchanges(graph)) + of_activations} exchanges"]
     for phase in (FORWARD, BACKWARD, REDUCTION):
         members = [node for node in calls if node.meta.get(PHASE) == phase]
         if not members:
@@ -30,6 +32,9 @@ def described(graph: Graph) -> str:
                 link, size = link_at(node), sum(map(nbytes, sent(node)))
                 way = f"over {link.axis!r}" if link.axis else "from another memory"
                 lines.append(f"  {kind} {way} of {size:,} bytes: {link.label}")
+            elif node.target in STARTS:
+                given, _, _, axis, _, about = node.args
+                lines.append(f"  {STARTS[node.target]} over {axis!r} of {nbytes(given):,} bytes: {about}")
     peak = peak_of_wholes(graph)
     if peak.units:
         lines.append(f"gathered at a time: {peak.units} units at most, {peak.bytes:,} bytes")

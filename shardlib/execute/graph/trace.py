@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardlib.common._compat import graph_of, recording
+from shardlib.common.environment import within
+from shardlib.common.once import Decision
 from shardlib.errors import IllegalComposition
 from shardlib.execute.graph.keys import Stands
 from shardlib.execute.graph.twice import Calls, require_same, without_random_numbers
@@ -21,10 +24,8 @@ from shardlib.rng import Key
 from shardlib.tree import Tree, TreeDef, flatten, unflatten
 
 FORWARD, BACKWARD, REDUCTION = "forward", "backward", "reduction"
-PHASE, BLOCK = (
-    "phase",
-    "block",
-)  # keys of a node's meta: the part of the step it belongs to, and the number of its block
+# Keys of a node's meta: the part of the step it belongs to, the number of its block, and whether it is part of a decision.
+PHASE, BLOCK, DECIDED = "phase", "block", "decided"
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,16 @@ class Traced:
 
 
 class _Spans:
-    """The blocks of a traced function: which nodes each has made.
+    """The blocks and the decisions of a traced function: which nodes each has made.
 
     Attributes:
         marks: nodes after each of which another block, or none (None), begins.
+        decisions: the nodes after which a decision begins, and ends.
     """
 
     def __init__(self) -> None:
         self.marks: list[tuple[torch.fx.Node | None, int | None]] = []
+        self.decisions: list[tuple[torch.fx.Node | None, torch.fx.Node | None]] = []
         self._count, self._depth = 0, 0
 
     def runner(self, surroundings: Surroundings) -> Runner:
@@ -99,6 +102,20 @@ class _Spans:
                 self.marks.append((last_node(), None))
 
         return run
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """A context in which decisions (`shardlib.common.once`) are noted."""
+
+        def made(decide: Decision) -> list[torch.Tensor]:
+            begins = last_node()
+            result = decide()
+            if (ends := last_node()) is not begins:
+                self.decisions.append((begins, ends))
+            return result
+
+        with within(decides=made):
+            yield
 
 
 def last_node() -> torch.fx.Node | None:
@@ -146,7 +163,7 @@ def trace(
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         *tensors, seed = inputs
         keeping = dict(zip(kept, tensors[len(tensors) - len(kept) :], strict=True))
-        with calls:
+        with calls, spans.deciding():
             outcome, slots = forward(tensors, stands)
         require_gradient(outcome, None, named)
         if len(outcome.means) > 1:
@@ -167,7 +184,7 @@ def trace(
     seed = torch.ones((), dtype=torch.float64, device=loss.mesh.device)
     with torch.enable_grad(), without_random_numbers():
         module = graph_of(run, *tensors, seed)
-    _mark(module.graph, turns, spans.marks)
+    _mark(module.graph, turns, spans)
     require_same(calls, lambda *tensors: forward(tensors, Stands()), tensors)
     stands.made_inputs(module.graph)
     *_, output = module.graph.nodes
@@ -175,18 +192,14 @@ def trace(
     return Traced(module, form[0], stands, first, [loss])
 
 
-def _mark(
-    graph: torch.fx.Graph,
-    turns: Sequence[torch.fx.Node | None],
-    marks: Sequence[tuple[torch.fx.Node | None, int | None]],
-) -> None:
-    """Note each node's phase and block."""
-    phases, blocks = iter((BACKWARD, REDUCTION)), {}
-    for node, block in marks:
-        blocks[node] = block
-    phase, block = FORWARD, None
+def _mark(graph: torch.fx.Graph, turns: Sequence[torch.fx.Node | None], spans: _Spans) -> None:
+    """Note each node's phase and block, and whether it is part of a decision."""
+    phases, blocks = iter((BACKWARD, REDUCTION)), dict(spans.marks)
+    phase, block, decided = FORWARD, None, False
+    begins, ends = (set(nodes) for nodes in (zip(*spans.decisions) if spans.decisions else ((), ())))
     for node in graph.nodes:
-        node.meta[PHASE], node.meta[BLOCK] = phase, block
+        node.meta[PHASE], node.meta[BLOCK], node.meta[DECIDED] = phase, block, decided
+        decided = node in begins or (decided and node not in ends)
         if node in turns:
             for _ in range(list(turns).count(node)):
                 phase, block = next(phases), None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from shardlib.common._compat import FakeTensorMode, TorchDispatchMode, asks_device
+from shardlib.common._compat import TorchDispatchMode, asks_device, other_fakes
 from shardlib.errors import IllegalComposition
 from shardlib.tree import leaves_of
 
@@ -37,7 +37,7 @@ class Calls(TorchDispatchMode):
 
 
 def _form(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)
+    return str(value.shape) if isinstance(value, torch.Tensor) else repr(value)
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def require_same(first: Calls, again: Callable[..., Any], inputs: Sequence[torch
     Raises:
         IllegalComposition: names the first operation that differs.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.enable_grad():
+    with other_fakes() as fake, torch.enable_grad():
         fakes = [fake.from_tensor(tensor) for tensor in inputs]
         with Calls() as second:
             again(*fakes)

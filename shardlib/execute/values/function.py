@@ -13,7 +13,8 @@ from shardlib.common._compat import without_derivatives
 from shardlib.common.environment import within
 from shardlib.common.writes import has_place, owner_of
 from shardlib.errors import HandleError
-from shardlib.execute.handles import materialise
+from shardlib.execute.dealing import DealtHandle
+from shardlib.execute.handles import Present
 from shardlib.execute.losses import Outcome, read_loss, wants
 from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
@@ -71,7 +72,7 @@ class Function:
         self._scaled: dict[str, torch.Tensor | None] = dict.fromkeys(scaled)  # the leaves, in a call
         products = ScaledProducts(self._is_scaled) if scaled else None
         self._surroundings = Surroundings(
-            mesh, batch, self._parts, None, None, plan.step.autocast, products, _refuse_further
+            mesh, batch, self._parts, None, plan.step.tokens, plan.step.autocast, products, _refuse_further
         )
         self._blocks = None if blocks is None else blocks(self._surroundings)
 
@@ -79,10 +80,11 @@ class Function:
         """``fn(whole parameters, *args)`` at ``stored + slots``; see `Wholes.slot`."""
         extra = {"rng": key} if self._wants_rng and key is not None else {}
         with self._running():
-            leaves = self._leaves(stored, slots)
-            self._scaled = {path: leaves[path] for path in self._scaled}
+            wholes = self._leaves(stored, slots)
+            leaves = {path: self._used(path, leaf) for path, leaf in wholes.items()}
+            self._scaled = {path: (leaves if path in self.plan.styles else wholes)[path] for path in self._scaled}
             tree = unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
-            with nullcontext() if self._looked else self._watched(leaves):
+            with nullcontext() if self._looked else self._watched(leaves, wholes):
                 result = self.fn(tree, *args, **extra)
         self._looked = True
         return result
@@ -108,25 +110,37 @@ class Function:
         return dict(gradients) | _summed(self._last, gradients, kept, unreduced)
 
     def _leaves(self, stored: Buffers, slots: Buffers) -> dict[str, torch.Tensor]:
-        """The parameters by path: whole leaves, and slices that layers compute with together."""
+        """The parameters by path: whole leaves, and this rank's slices and experts."""
         leaves: dict[str, torch.Tensor] = {}
         for whole in self.wholes:
             name = whole.bucket.name
             leaves.update(zip(whole.bucket.paths, whole.leaves(stored[name], slots.get(name)), strict=True))
-        for path, style in self.plan.styles.items():
-            if path in leaves:
-                leaf, compute = leaves[path], self.plan.placement_of[path].compute
-                window = compute.spec.window(compute.shape, self.mesh.shape, self.mesh.coords)
-                trained = self.plan.bucket_of[self.plan.placement_of[path].bucket].trainable
-                leaves[path] = SlicedHandle.make(
-                    _Given(leaf), 0, path, tuple(leaf.shape), leaf, trained, style, window, self._slices,
-                    path in self._scaled,
-                )  # fmt: skip
         return leaves
 
-    def _watched(self, leaves: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        plain = [(path, materialise(leaf)) for path, leaf in leaves.items()]
-        there = [(path, below) for path, leaf in plain if has_place(below := without_derivatives(leaf))]
+    def _used(self, path: str, leaf: torch.Tensor) -> torch.Tensor:
+        """A leaf as the function gets it: itself, or a handle of a slice or of experts that are dealt out."""
+        placement = self.plan.placement_of[path]
+        if placement.style is not None:
+            window = placement.compute.spec.window(placement.compute.shape, self.mesh.shape, self.mesh.coords)
+            trained, style = self.plan.bucket_of[placement.bucket].trainable, placement.style
+            leaf = SlicedHandle.make(
+                Present(leaf),
+                0,
+                path,
+                tuple(leaf.shape),
+                leaf,
+                trained,
+                style,
+                window,
+                self._slices,
+                path in self._scaled,
+            )
+        return DealtHandle.make(leaf, path, placement.dealt) if placement.dealt else leaf
+
+    def _watched(
+        self, leaves: Mapping[str, torch.Tensor], wholes: Mapping[str, torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        there = [(path, below) for path, leaf in wholes.items() if has_place(below := without_derivatives(leaf))]
         return watched(leaves, lambda tensor: owner_of(tensor, there), self.plan.styles, self._slices, self._parts)
 
     @contextmanager
@@ -155,22 +169,6 @@ def _refuse_further(tree: Sharded) -> Tree:
         "a function as a function of values (torch.func around it, or compile=True) reads a further sharded tree: give it "
         "whole leaves, sl.unshard(params), or put it into the tree of parameters and sl.freeze(globs) it"
     )
-
-
-class _Given:
-    """The source of a slice that is there already."""
-
-    def __init__(self, leaf: torch.Tensor) -> None:
-        self._leaf = leaf
-
-    def leaf(self, index: int) -> torch.Tensor:
-        return self._leaf
-
-    def data(self, index: int) -> torch.Tensor:
-        return self._leaf.detach()
-
-    def root_gradient(self, index: int) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-        return self._leaf, lambda gradient: gradient
 
 
 def gradients_of(

@@ -14,8 +14,6 @@ def missing(plan: Plan) -> list[str]:
         "remat(blocks=): recompute all blocks": step.remat is not None and step.remat.blocks is not None,
         "remat(store=): keep inputs of blocks on the device": step.remat is not None and bool(step.remat.store),
         "progressive_layer_drop, random_ltd: leave them out": step.thins,
-        "experts: keep all experts on each rank": step.tokens is not None
-        or any(placement.dealt for placement in plan.placements),
         "tile: use remat(), or more ranks on the axis of zero": bool(step.module_tiles)
         or any(bucket.tiles > 1 for bucket in buckets),
     }

@@ -98,7 +98,7 @@ def _backward(
 _grouped_matmul = differentiable(
     "grouped_matmul",
     forward=_forward,
-    forward_fake=lambda x, weight, *_: [x.new_empty(len(x), weight.shape[1])],
+    forward_fake=lambda x, weight, *_: [x.new_empty(x.shape[0], weight.shape[1])],
     backward=_backward,
     backward_fake=lambda x, weight, offsets, bias, *_: [rows.like(t) for t in (x, weight, bias) if t is not None],
     backward_reference=lambda x, weight, offsets, bias, using, dy: reference.plain_backward(

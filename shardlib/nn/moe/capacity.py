@@ -71,7 +71,7 @@ class Capacity:
         counts, positions = by_expert(keys, number)
         rank = positions - (counts.cumsum(0) - counts)[keys]
         fits = (keys >= 0) & (rank < self.of(count, choices, number))
-        return torch.empty_like(fits).scatter_(0, order, fits).view(experts.shape)
+        return torch.empty_like(fits).scatter(0, order, fits).view(experts.shape)
 
     def _order(self, experts: torch.Tensor, scores: torch.Tensor, number: int, tokens: Tokens | None) -> torch.Tensor:
         """The numbers of all assignments, the ones to be kept first."""

@@ -42,7 +42,7 @@ class Own(NamedTuple):
         """The results of ``rows`` ``[R, W]``, which are sorted by expert and have these ``ends``."""
         if self.store is not None:
             return self.store.outputs(expert, self.params, rows, ends)
-        return expert(self.params, rows, Groups(ends, len(rows)).product)
+        return expert(self.params, rows, Groups(ends, rows.shape[0]).product)
 
 
 class Copies:

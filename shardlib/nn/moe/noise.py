@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from shardlib.common.environment import environment
-from shardlib.rng import Key, bits_at
+from shardlib.kernels import counter
+from shardlib.rng import Key
 
 _UNIT = 2.0**-24  # of random bits
 
 
 class Tokens(NamedTuple):
-    """A key, and the indices of a batch's tokens in the global batch.
+    """A key, and where a batch's tokens are in the global batch.
 
     Attributes:
-        indices: ``[T]``, int64.
+        rows: of the batch, dimension 0, that the caller holds.
+        places: ``[tokens of a row]``, int64: where each is among the tokens of its row in the global batch.
+        length: the number of these.
     """
 
     key: Key
-    indices: torch.Tensor
+    rows: int
+    places: torch.Tensor
+    length: int
 
     def bits(self, name: str, columns: int) -> torch.Tensor:
         """``[T, columns]``: 24 random bits each; other names give others."""
-        index = self.indices[:, None] * columns + torch.arange(columns, device=self.indices.device)
-        return bits_at(self.key.fold_in(name), index)
+        device = self.places.device
+        seed, first = self.key.fold_in(name).stretch(self.rows)
+        starts = torch.arange(first, first + self.rows, device=device) * self.length
+        indices = (starts[:, None] + self.places).flatten()
+        return counter.random_bits(seed, indices[:, None] * columns + torch.arange(columns, device=device))
 
     def uniform(self, name: str, columns: int) -> torch.Tensor:
         """``[T, columns]`` in fp32, in (0, 1)."""
-        return ((self.bits(name, columns).double() + 0.5) * _UNIT).float().clamp_(max=1 - _UNIT)
+        return ((self.bits(name, columns).double() + 0.5) * _UNIT).float().clamp(max=1 - _UNIT)
 
     def gumbel(self, name: str, columns: int) -> torch.Tensor:
         """``[T, columns]`` of a Gumbel distribution: the largest of ``logits + gumbel`` is drawn as from their softmax."""
@@ -43,13 +52,12 @@ def tokens_of(x: torch.Tensor, key: Key | None) -> Tokens | None:
     """
     if key is None:
         return None
+    rows, *others = x.shape[:-1] or (1,)
     parts = environment().parts
-    if parts is None or x.dim() < 3:
-        count = x.shape[:-1].numel()
-        seed, first = key.stretch(count)
-        return Tokens(Key(seed), torch.arange(first, first + count, device=x.device))
+    if parts is None or not others:
+        length = math.prod(others)
+        return Tokens(key, rows, torch.arange(length, device=x.device), length)
     positions, length = parts.positions(x)
-    seed, first = key.stretch(x.shape[0])
-    rest = x.shape[2:-1].numel()
-    starts = (torch.arange(first, first + x.shape[0], device=x.device)[:, None] * length + positions) * rest
-    return Tokens(Key(seed), (starts[..., None] + torch.arange(rest, device=x.device)).flatten())
+    rest = math.prod(others[1:])
+    places = positions[:, None] * rest + torch.arange(rest, device=x.device)
+    return Tokens(key, rows, places.flatten(), length * rest)

@@ -87,7 +87,7 @@ class Routing(NamedTuple):
         experts = torch.where(self.experts >= 0, seats[self.experts], -1)
         number = len(seats) if number is None else number
         _, positions = routing.by_expert(torch.where(chosen, experts, -1), number)
-        counts = self.counts.new_zeros(number).scatter_(0, seats, self.counts)
+        counts = self.counts.new_zeros(number).scatter(0, seats, self.counts)
         return self._replace(experts=experts, counts=counts, kept=in_order(positions, len(self.kept)))
 
 
@@ -101,7 +101,7 @@ def in_order(positions: torch.Tensor, rows: int) -> torch.Tensor:
     last = positions.numel()
     numbers = torch.arange(last, device=positions.device)
     places = positions.where(positions >= 0, rows).flatten()
-    return positions.new_full((rows + 1,), last).scatter_(0, places, numbers)[:rows]
+    return positions.new_full((rows + 1,), last).scatter(0, places, numbers)[:rows]
 
 
 def is_kept(kept: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from ..planting import Defect
 _SEAMS = "tests/models/test_seams.py"
 _HELD = f"{_SEAMS}::test_what_holds_parts_of_a_module_trains_as_in_torch"
 _GRAPH = "tests/execute/test_graph.py"
+_AROUND = "tests/execute/test_func_around.py"
 _DONE = f"{_SEAMS}::test_what_is_done_to_the_module_is_done_to_its_copies"
 
 DEFECTS = (
@@ -79,6 +80,33 @@ DEFECTS = (
         "found += [signed(seed), first]",
         "found += [signed(seed), 0]",
         (f"{_GRAPH}::test_a_gpt",),
+    ),
+    Defect(
+        "experts that anything may use in a graph",
+        "spec",
+        "execute/values/function.py",
+        "a function of values gets this rank's experts as if they were all",
+        "if placement.dealt else leaf",
+        "if False else leaf",
+        (f"{_AROUND}::test_other_uses_of_experts_are_refused",),
+    ),
+    Defect(
+        "a recomputed layer of a graph routes anew",
+        "stale",
+        "execute/graph/recompute.py",
+        "decisions of a block are made again in backward, where logits may differ in their last bits",
+        "if node.meta.get(DECIDED) or not",
+        "if not",
+        (f"{_GRAPH}::test_a_gpt_with_experts",),
+    ),
+    Defect(
+        "checks that a graph drops",
+        "choice",
+        "execute/graph/clean.py",
+        "a choice of an expert that does not exist goes through, as nothing uses a check's result",
+        "not node.users and not node.is_impure()",
+        "not node.users",
+        (f"{_GRAPH}::test_checks_and_draws_that_nothing_uses_are_kept",),
     ),
     Defect(
         "random numbers of a trace for all steps",

@@ -31,9 +31,8 @@ class ExpertChoice(Router):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.scores(logits) if balance is None else self.scores(logits) + balance
         count, number = scores.shape
-        wanted = torch.zeros_like(scores, dtype=torch.bool)
         order = scores.argsort(dim=0, descending=True, stable=True)
-        wanted.scatter_(0, order[: self.tokens_of_one(count, number)], True)
+        wanted = torch.zeros_like(scores, dtype=torch.bool).scatter(0, order[: self.tokens_of_one(count, number)], True)
         return torch.arange(number, device=scores.device).expand(count, number), wanted
 
     def tokens_of_one(self, count: int, number: int) -> int:

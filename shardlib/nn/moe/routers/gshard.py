@@ -38,7 +38,7 @@ class GShard(Router):
         wanted = torch.ones_like(experts, dtype=torch.bool)
         if self.second == "kept at random" and tokens is not None:
             shares = logits.gather(1, experts).softmax(1)
-            wanted[:, 1] = 2 * shares[:, 1] > tokens.uniform("second", 1)[:, 0]
+            wanted = torch.cat([wanted[:, :1], 2 * shares[:, 1:] > tokens.uniform("second", 1)], 1)
         return experts, wanted
 
     def weights(

@@ -65,7 +65,7 @@ class TopK(Router):
             )
         by_group = scores.view(len(scores), self.groups, -1)
         kept = best(by_group.topk(min(2, by_group.shape[2]), dim=2).values.sum(2), self.kept_groups)
-        left_out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, kept, False)
+        left_out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=scores.device).scatter(1, kept, False)
         return by_group.masked_fill(left_out[..., None], -torch.inf).flatten(1)
 
     def weights(
