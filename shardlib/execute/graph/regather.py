@@ -2,7 +2,8 @@
 
 A trace gathers all units before the first block, and backward uses what forward gathered. Here each use reads the unit's
 latest gather if at most one other unit was used since, and otherwise a gather of its own, together with the views and casts
-that it needs. What keeps a unit in memory is its last use. A second shard is gathered at the first use, and stays.
+that it needs. What keeps a unit in memory is its last use. What stays from forward to backward, a second shard or a unit that
+the plan keeps, is gathered at the first use.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import OrderedDict
 
 from torch.fx import Graph, Node
 
-from shardlib.execute.graph.nodes import fetched, staying
+from shardlib.execute.graph.nodes import GATHERS, fetched, link_at, staying
 from shardlib.execute.graph.trace import BLOCK, PHASE
 
 WINDOW = 2  # units whose gathers later uses may read
@@ -20,11 +21,12 @@ WINDOW = 2  # units whose gathers later uses may read
 def regather(graph: Graph) -> None:
     """Gather units where they are used."""
     units, stay = fetched(graph), staying(graph)
-    kept: dict[Node, Node] = {}
+    passing = {units[node] for node in units if node.target in GATHERS and not link_at(node).stays}
+    kept: dict[Node, Node] = {}  # of what stays
     latest: OrderedDict[str, dict[Node, Node]] = OrderedDict()
 
     def gathered(node: Node, at: Node, known: dict[Node, Node]) -> Node:
-        if node in stay:
+        if node in stay or units[node] not in passing:
             known = kept
         if node not in known:
             inputs = {each: gathered(each, at, known) for each in node.all_input_nodes if each in units}
@@ -38,11 +40,12 @@ def regather(graph: Graph) -> None:
             continue
         for whole in [each for each in node.all_input_nodes if each in units]:
             unit = units[whole]
-            latest.setdefault(unit, {})
-            latest.move_to_end(unit)
-            if len(latest) > WINDOW:
-                latest.popitem(last=False)
-            node.replace_input_with(whole, gathered(whole, node, latest[unit]))
+            if unit in passing:
+                latest.setdefault(unit, {})
+                latest.move_to_end(unit)
+                if len(latest) > WINDOW:
+                    latest.popitem(last=False)
+            node.replace_input_with(whole, gathered(whole, node, latest.get(unit, kept)))
     for node in reversed(units):
         if not node.users:
             graph.erase_node(node)

@@ -57,7 +57,7 @@ class Function:
         blocks: Callable[[Surroundings], Runner] | None = None,
     ) -> None:
         self.fn, self.plan, self.mesh = fn, plan, mesh
-        self.wholes = [Wholes(bucket, plan.routes[bucket.name], mesh) for bucket in plan.buckets]
+        self.wholes = [Wholes(b, plan.routes[b.name], mesh, b.unit in plan.kept) for b in plan.buckets]
         self.trained = [whole for whole in self.wholes if whole.bucket.trainable]
         codecs, routes = BoundCodecs(mesh), plan.routes
         coded = {whole.bucket: routes[whole.bucket.name].each for whole in self.trained if whole.coded}

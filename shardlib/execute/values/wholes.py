@@ -20,14 +20,17 @@ from shardlib.plan.exchanges import Exchange, Op, Routes
 class Wholes:
     """The exchanges of one bucket, bound to a mesh.
 
+    Args:
+        kept: whether the leaves stay gathered until backward.
+
     Attributes:
         bucket: the bucket.
         coded: whether gradients are summed by a codec before they are accumulated.
     """
 
-    def __init__(self, bucket: Bucket, routes: Routes, mesh: Mesh) -> None:
+    def __init__(self, bucket: Bucket, routes: Routes, mesh: Mesh, kept: bool) -> None:
         self.bucket, self.mesh = bucket, mesh
-        memory, staying = bucket.memory.param, len(routes.gather) - len(routes.again)
+        memory, staying = bucket.memory.param, len(routes.gather) - (0 if kept else len(routes.again))
         comes = MEMORIES[memory].rests or (mesh.transfers.apart and memory != "device")
         self._fetches = comes or any(exchange.packing for exchange in routes.gather)
         ways: Sequence[Exchange | None] = routes.gather or ([None] if comes else [])
