@@ -24,6 +24,7 @@ from shardlib.execute.graph import merge
 from shardlib.execute.graph.alive import alive, kind_of, peak_of_wholes
 from shardlib.execute.graph.nodes import fetched, nbytes
 from shardlib.execute.graph.passes import PASSES
+from shardlib.execute.graph.pipe import GraphPipe
 from shardlib.execute.graph.runner import GraphStage
 from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
 from shardlib.execute.live import LiveBytes
@@ -41,7 +42,8 @@ def both(loss_fn, params, batches, transform, mesh=None, without=(), rng=None, b
         plan = sharded.plan
 
         def graph_stage(*args, **kwargs):
-            graphs.append(GraphStage(*args, **kwargs, without=without))
+            kind = GraphPipe if plan.stages.axes else GraphStage
+            graphs.append(kind(*args, **kwargs, without=without))
             return graphs[-1]
 
         for run_by in (runner_of, graph_stage):
@@ -55,7 +57,7 @@ def both(loss_fn, params, batches, transform, mesh=None, without=(), rng=None, b
         return (
             found[1:half],
             found[half + 1 :],
-            [traced.module.graph for traced in graphs[0].graphs],
+            list(graphs[0].graphs.values()),
             graphs[0],
         )  # which keeps the graphs' links
 
@@ -117,6 +119,25 @@ def test_a_gpt_in_parts(name):
     transform, mesh = sl.chain(sl.zero(0 if "stage 0" in name else 3), PARTS[name]), {"data": 2, "model": 2}
     graph = check(both(loss_fn, params, token_batches(2, 8, EVEN), transform, mesh, rng=sl.Key(3)))
     assert any("_start" in str(node.target) for node in graph.nodes)
+
+
+PIPES = {
+    "1f1b": (sl.pipeline("1f1b", 3), sl.zero(1)),
+    "1f1b, stage 3, recomputed": (sl.pipeline("1f1b", 3), sl.zero(3), sl.remat()),
+    "two stages a rank": (sl.pipeline("interleaved-1f1b", 4), sl.zero(2), sl.remat("dots")),
+    "zero-bubble": (sl.pipeline("zb-h1", 4), sl.zero(3)),
+    "v": (sl.pipeline("zb-v", 4), sl.zero(2), sl.precision("bf16")),
+    "slices": (sl.pipeline("1f1b", 2), sl.tensor_slicing(gpt.slicing_rules(replace(TINY, layers=4), blocks=True), axis="model")),
+}
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_a_pipeline(name):
+    _, params = tiny_gpt(dropout=0.1, layers=4)
+    config = replace(TINY, layers=4, dropout=0.1)
+    mesh = {"pipe": 2, "model" if name == "slices" else "data": 2}
+    blocks = gpt.to_blocks(params)
+    check(both(gpt.make_sequential(config), blocks, token_batches(2, 24), sl.chain(*PIPES[name]), mesh, rng=sl.Key(3)))
 
 
 @settings(max_examples=max(10, settings().max_examples // 3))
@@ -357,7 +378,8 @@ def helper(x):
     return x * SCALE
 
 
-def test_values_that_a_loss_closes_over_are_read_in_every_step():
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_values_that_a_loss_closes_over_are_read_in_every_step(in_blocks):
     """Each change is another graph; the ninth is refused by name."""
     global SCALE
     settings, beta, table = Settings(), 1.0, {"weights": [1.0]}
@@ -369,7 +391,9 @@ def test_values_that_a_loss_closes_over_are_read_in_every_step():
         nonlocal beta
         global SCALE
         SCALE, beta, settings.power, table["weights"] = 1.0, 1.0, 1, [1.0]
-        state, step = sl.make_train_step(loss_fn, PARAMS, sl.optim.sgd(0.1), compile=compile)
+        blocks = sl.sequential([lambda params, carry, batch: loss_fn(params, batch)])
+        given = (blocks, [PARAMS]) if in_blocks else (loss_fn, PARAMS)
+        state, step = sl.make_train_step(*given, sl.optim.sgd(0.1), compile=compile)
         found = []
         for number in range(8):
             if number == 2:
@@ -486,7 +510,7 @@ def test_bytes_at_each_node_are_those_of_a_run(remat):
         step = LossStep(loss_fn, sharded.plan, mesh, False, run_by=lambda *args, **kwargs: stage)
         batch = share(token_batches(1, 4)[0], mesh.rank, 2)
         step(sharded, batch, None, None, comm={}, equal={})
-        (traced,) = stage.graphs
+        (traced,) = stage._graphs.made
         module, live = traced.module, LiveBytes()
 
         def measured(*inputs):

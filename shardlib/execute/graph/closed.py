@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardlib.nn.blocks import Sequential
+
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _MOST = 1000  # values that are read, so that a step takes no longer for a large table
 _FOREIGN = ("torch", "shardlib", "numpy", "builtins")  # packages whose own state nobody changes
@@ -59,6 +61,8 @@ def _inside(read: _Closed) -> Iterator[_Closed]:
         yield _Closed("self", value.__self__, _names_in(value.__func__.__code__))
     elif isinstance(value, FunctionType):
         yield from _read_by(value)
+    elif isinstance(value, Sequential):
+        yield _Closed(name, value.functions, names)
     elif isinstance(value, Mapping):
         yield from (_Closed(f"{name}[{key!r}]", each, names) for key, each in list(value.items())[:_MOST])
     elif isinstance(value, list | tuple):

@@ -23,8 +23,12 @@ def require_known(names: Collection[str]) -> None:
         raise ValueError(f"passes {unknown}: there are {', '.join(PASSES)}")
 
 
-def optimised(traced: Traced, remat: Recompute | None, without: Collection[str] = ()) -> Traced:
-    """A trace after the passes, but for those named in ``without``, which are for tests and measurements."""
+def optimised(traced: Traced, remat: Recompute | None, without: Collection[str] = (), apart: bool = False) -> Traced:
+    """A trace after the passes, but for those named in ``without``, which are for tests and measurements.
+
+    Args:
+        apart: whether backward does not follow on forward, so that what runs at one time is yet to be cut out and overlapped.
+    """
     graph = traced.module.graph
     links: list[Link] = []
     if "clean" not in without:
@@ -36,10 +40,10 @@ def optimised(traced: Traced, remat: Recompute | None, without: Collection[str] 
     if remat is not None and "recompute" not in without:
         recompute(graph, keep_dots=remat.policy == "dots")
     if "regather" not in without:
-        regather(graph)
+        regather(graph, apart)
     if "clean" not in without:
         clean(graph)
-    if "overlap" not in without:
+    if "overlap" not in without and not apart:
         overlap(graph)
     graph.lint()
     traced.module.recompile()

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import traceback
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shardlib.collectives import primitives
 from shardlib.common._compat import storage_id
-from shardlib.common.originals import CopiedModule, called_in
-from shardlib.errors import BatchError, HandleError, IllegalComposition, RankMismatch
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.alive import order_of
 from shardlib.execute.graph.closed import closed_over
+from shardlib.execute.graph.forms import Graphs, agreed, form_of, require_no_reached
 from shardlib.execute.graph.passes import optimised
 from shardlib.execute.graph.text import described
 from shardlib.execute.graph.trace import Traced, trace
@@ -27,16 +22,11 @@ from shardlib.execute.stages.base import Call, detached
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.totals import Totals
 from shardlib.execute.values.function import Function
-from shardlib.execute.values.refusals import missing
+from shardlib.execute.values.refusals import require_graph
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.rng import seeding_torch
 from shardlib.tree import flatten
-
-_log = logging.getLogger("shardlib.execute")
-MOST = 8  # forms of batches, each of which takes a trace
-_HERE = Path(__file__).parents[2]  # the library
-_TORCH = Path(torch.__file__).parent
 
 
 class GraphStage:
@@ -64,9 +54,7 @@ class GraphStage:
         self._fn, self._plan, self._mesh, self._with_buffers, self._without = fn, plan, mesh, with_buffers, without
         self._function = Function(fn, plan, mesh, trained)
         self._eager = OneStage(fn, plan, mesh, trained, with_buffers)  # the first step, and what cannot be traced
-        self._graphs: dict[Any, Traced] = {}
-        self._modules: set[CopiedModule] = set()  # of which copies are called in the graphs
-        self._order: list[Any] | None = None  # of exchanges, in the first graph
+        self._graphs = Graphs[Traced](lambda traced: order_of(traced.module.graph))
         self._first: Sequence[Any] | None = None  # the micro-batches of the first step, which may be taken again
         self._traceable = True
 
@@ -75,30 +63,25 @@ class GraphStage:
         return self._eager.records
 
     @property
-    def graphs(self) -> Sequence[Traced]:
+    def graphs(self) -> Mapping[str, torch.fx.Graph]:
         """The graphs traced so far."""
-        return list(self._graphs.values())
+        made = self._graphs.made if self._traceable else ()
+        return {f"form {number}": traced.module.graph for number, traced in enumerate(made, 1)}
 
     def __str__(self) -> str:
-        if not self._traceable:
-            return "no graph: the loss function cannot be traced, and runs as without compile=True"
-        return "\n\n".join(described(traced.module.graph) for traced in self.graphs) or "no graph yet: take a step"
+        return described(self.graphs, self._traceable)
 
     def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
-        if self._traceable and options.reached is not None:
-            raise IllegalComposition(
-                "compile=True does not tell which parameters were used: leave out optim.skip_unused"
-            )
+        if self._traceable:
+            require_no_reached(options)
         if not self._traceable or self._first is None or self._first is call.microbatches:
             gradients = self._eager.train(call, totals, options)
             if self._first is None:
                 self._first = call.microbatches
-                self._try(call)
+                self._traceable = agreed(self._mesh, lambda: self._order(call))
             return gradients
         self._first = ()
-        if any(module.differs() for module in self._modules):  # a graph has the modules as they were
-            self._graphs.clear()
-            self._modules.clear()
+        self._graphs.begin()
         held: dict[str, torch.Tensor] = {}
         for index in range(len(call.microbatches)):
             outcome, gradients = self._microbatch(call, index, totals.buffers if index else call.buffers)
@@ -129,123 +112,26 @@ class GraphStage:
         outcome = detached(outcome, lambda tensor: storage_id(tensor.untyped_storage()) in held)
         return outcome, dict(zip(names, gradients, strict=True))
 
+    def _order(self, call: Call) -> list[Any] | None:
+        """The exchanges of the graph of the first micro-batch."""
+        self._traced(call, 0, call.buffers)
+        return self._graphs.order
+
     def _traced(self, call: Call, index: int, buffers: Any) -> Traced:
         """The graph of a micro-batch of this form."""
-        form = self._form(call, index, buffers)
-        if form not in self._graphs:
-            if len(self._graphs) >= MOST:
-                raise BatchError(
-                    f"compile=True: the {MOST + 1}th form of the loss's inputs, each of which takes a trace of its own. "
-                    f"{_changing(form, self._graphs)}"
-                )
-            traced = optimised(self._trace(call, index, buffers), self._plan.step.remat, self._without)
-            if self._order is not None and order_of(traced.module.graph) != self._order:
-                raise HandleError(
-                    "compile=True: with a batch of another form the loss exchanges in another order than at first, and ranks "
-                    "whose batches differ would wait for each other. Let the order of layers not depend on the batch's sizes"
-                )
-            form = self._form(call, index, buffers)  # after the trace: a count of the loss's own calls goes on in it
-            self._graphs[form] = traced
-        return self._graphs[form]
+        plan, mesh, batch, key = self._plan, self._mesh, call.microbatches[index], call.keys[index]
 
-    def _trace(self, call: Call, index: int, buffers: Any) -> Traced:
-        plan, mesh = self._plan, self._mesh
-        traced, modules = called_in(
-            lambda: trace(
+        def traced() -> Traced:
+            found = trace(
                 lambda blocks: Function(self._fn, plan, mesh, True, blocks),
                 {bucket.name: call.params.buffers[bucket.name] for bucket in plan.buckets},
-                call.microbatches[index],
+                batch,
                 buffers if self._with_buffers else None,
-                call.keys[index],
+                key,
                 len(call.microbatches) == 1,
                 call.named(index, mesh),
+                mesh.device,
             )
-        )
-        self._modules.update(modules)
-        return traced
+            return optimised(found, plan.step.remat, self._without)
 
-    def _form(self, call: Call, index: int, buffers: Any) -> Any:
-        """What a graph depends on: the structure of its inputs, the form of tensors, all other leaves, whether there is a
-        key, and what the loss function closes over."""
-
-        def of(tree: Any) -> tuple[Any, ...]:
-            paths, leaves, treedef = flatten(tree)
-            forms = [
-                (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
-                for leaf in leaves
-            ]
-            return treedef, tuple(zip(paths, forms, strict=True))
-
-        return of(call.microbatches[index]), of(buffers), call.keys[index] is None, closed_over(self._fn)
-
-    def _try(self, call: Call) -> None:
-        """Trace the first micro-batch; all ranks have graphs of the same exchanges, or none has a graph. Collective."""
-        why = ""
-        try:
-            traced = self._trace(call, 0, call.buffers)
-        except Exception as error:
-            why = str(error) if isinstance(error, IllegalComposition) else _told(error)
-        else:
-            self._graphs[self._form(call, 0, call.buffers)] = optimised(traced, self._plan.step.remat, self._without)
-            self._order = order_of(traced.module.graph)
-        orders = primitives.all_gather_object(self._mesh, list(self._mesh.shape), (why, self._order))
-        if not any(text for text, _ in orders):
-            if any(order != self._order for _, order in orders):
-                raise RankMismatch(
-                    "compile=True: the ranks' graphs exchange in different orders. Let the loss function run the same layers "
-                    "on every rank, or leave out compile=True"
-                )
-            return
-        rank, text = next((rank, text) for rank, (text, _) in enumerate(orders) if text)
-        if self._mesh.rank == 0:
-            _log.warning(
-                "compile=True: the loss function cannot be traced, and steps run as without it (rank %d: %s)",
-                rank,
-                text,
-            )
-        self._graphs.clear()
-        self._traceable = False
-
-
-def require_graph(plan: Plan) -> None:
-    """Refuse a plan that a graph does not have. Raises `IllegalComposition`, with all transforms."""
-    lacks, how = missing(plan), plan.step.remat
-    if how is not None and (how.save or how.policy not in ("full", "dots")):
-        lacks.append("remat(save=), policies of your own: use remat() or remat('dots')")
-    if lacks:
-        listed = "\n".join(f"- {each}" for each in lacks)
-        raise IllegalComposition(f"compile=True does not go together with\n{listed}\nOr leave it out")
-
-
-def _changing(form: Any, known: Collection[Any]) -> str:
-    """What differs between a form and the last known one, and a remedy."""
-    ((_, leaves), _, _, closed), ((_, before), _, _, closed_before) = form, list(known)[-1]
-    if changed := [name for name, value in closed if dict(closed_before).get(name) != value]:
-        return (
-            f"{', '.join(changed)} changes, which the loss function reads and is not given: put torch.tensor(value) into the "
-            "batch, which is an input"
-        )
-    old = dict(before)
-    others = [(path, now) for path, now in leaves if old.get(path) != now]
-    numbers = [path for path, now in others if isinstance(now, str)]
-    if numbers:
-        return (
-            f"{', '.join(numbers)} of the batch changes and is no tensor: pass torch.tensor(value), which is an input"
-        )
-    return f"{', '.join(path or 'the batch' for path, _ in others)} changes in shape: pad batches to a few lengths"
-
-
-def _told(error: Exception) -> str:
-    """An error of a trace, with the line of the user's that raised it, or else the last one, and a remedy."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not Path(frame.filename).is_relative_to(_TORCH) and not frame.filename.startswith("<")
-    ]
-    users = [frame for frame in own if _HERE not in Path(frame.filename).parents] or own or list(frames)
-    line, last = str(error).strip().partition("\n")[0], users[-1]
-    return (
-        f"{type(error).__name__}: {line}, at {last.filename}:{last.lineno} ({last.line}). Let the loss compute with tensors "
-        "alone: torch.where in place of if, and no .item()"
-    )
+        return self._graphs.of(lambda: (form_of(batch), form_of(buffers), key is None, closed_over(self._fn)), traced)

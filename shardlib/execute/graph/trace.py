@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,13 @@ class Form:
     aux: tuple[TreeDef, tuple[Any, ...]]
     buffers: tuple[TreeDef, tuple[Any, ...]]
 
+    @staticmethod
+    def of(outcome: Outcome) -> tuple[Form, list[torch.Tensor]]:
+        """The form of an outcome, and its tensors."""
+        numbers = [number for mean in outcome.means for number in mean]
+        made = Form(len(outcome.means), outcome.weighted, form_of_tree(outcome.aux), form_of_tree(outcome.buffers))
+        return made, [*numbers, *tensors_of(outcome.aux), *tensors_of(outcome.buffers)]
+
     def results(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[Mean, ...], Tree, Tree, Sequence[torch.Tensor]]:
         """Means, aux and buffers, and the outputs after those."""
         means = tuple(Mean(*outputs[2 * term : 2 * term + 2]) for term in range(self.terms))
@@ -60,13 +67,13 @@ class Traced:
         module: takes this rank's buffers in the plan's order, the tensors of the batch and of the loss's buffers, the number
             from which backward starts, and what draws take; returns totals and weights, the tensors of aux and buffers,
             and a gradient for each trained bucket. It runs as it is traced until it is recompiled.
-        form: of the results.
+        form: of the results: a `Form`, or that of a pipeline's stage.
         stands: of the draws.
         links: what the graph's exchanges go along; they live as long as it does.
     """
 
     module: torch.fx.GraphModule
-    form: Form
+    form: Any
     stands: Stands
     links: list[Any]
 
@@ -112,6 +119,7 @@ def trace(
     key: Key | None,
     reduces: bool,
     named: str,
+    device: torch.device,
 ) -> Traced:
     """Trace one micro-batch.
 
@@ -122,48 +130,92 @@ def trace(
         reduces: whether gradients are summed over ranks as the optimizer holds them, or as they are accumulated.
         named: the micro-batch, for messages.
     """
-    spans, stands, calls = _Spans(), Stands(), Calls()
-    loss = function(spans.runner)
-    names = list(stored)
-    _, batch_leaves, batch_def = flatten(batch)
-    _, buffer_leaves, buffer_def = flatten(buffers)
     form: list[Form] = []
-    turns: list[torch.fx.Node | None] = []
 
-    def forward(tensors: Sequence[torch.Tensor], stands: Stands) -> tuple[Outcome, dict[str, torch.Tensor]]:
-        rest = iter(tensors)
-        given = {name: next(rest) for name in names}
+    def forward(loss: Function, given: Given) -> tuple[Outcome, dict[str, torch.Tensor]]:
         slots = {name: slot.requires_grad_() for name, slot in loss.slots().items()}
-        filled = _filled(batch_def, batch_leaves, rest)
-        left = None if buffers is None else _filled(buffer_def, buffer_leaves, rest)
-        return loss.outcome(given, slots, filled, None if key is None else stands.key(key.slot), left), slots
+        filled, left = given.tree(batch), None if buffers is None else given.tree(buffers)
+        return loss.outcome(given.stored, slots, filled, given.key(key), left), slots
 
-    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        *tensors, seed = inputs
-        with calls:
-            outcome, slots = forward(tensors, stands)
+    def backward(loss: Function, found: Any, inputs: Sequence[torch.Tensor], turn: Callable[[], None]) -> Any:
+        outcome, slots = found
         require_gradient(outcome, None, named)
-        if len(outcome.means) > 1:
-            raise IllegalComposition("a sum of several sl.Mean, whose weights must be known before its backward")
-        turns.append(last_node())
-        gradients = gradients_of([mean.total for mean in outcome.means], [seed], slots)
-        turns.append(last_node())
+        require_one_mean(outcome)
+        gradients = gradients_of([mean.total for mean in outcome.means], inputs[-1:], slots)
+        turn()
         if reduces:
             gradients = loss.reduced(gradients)
-        aux, treedef = _tensors(outcome.aux)
-        left, left_def = _tensors(outcome.buffers)
-        form.append(Form(len(outcome.means), outcome.weighted, treedef, left_def))
-        numbers = [number for mean in outcome.means for number in mean]
-        return [*numbers, *aux, *left, *gradients.values()]
+        made, numbers = Form.of(outcome)
+        form.append(made)
+        return [*numbers, *gradients.values()]
 
-    tensors = [*stored.values(), *_only_tensors(batch_leaves), *_only_tensors(buffer_leaves)]
-    seed = torch.ones((), dtype=torch.float64, device=loss.mesh.device)
+    seed = torch.ones((), dtype=torch.float64, device=device)
+    traced = recorded(function, stored, [batch, buffers], forward, backward, [seed])
+    traced.form = form[0]
+    return traced
+
+
+class Given:
+    """What a traced function is given.
+
+    Attributes:
+        stored: this rank's buffers, by name.
+    """
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor], stands: Stands) -> None:
+        self._rest, self._stands = iter(tensors), stands
+        self.stored = {name: next(self._rest) for name in names}
+
+    def tree(self, like: Tree) -> Tree:
+        """The next input, with other tensors in the place of those of ``like``."""
+        _, leaves, treedef = flatten(like)
+        return unflatten(treedef, [next(self._rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+    def key(self, key: Key | None) -> Key | None:
+        """What stands for a key."""
+        return None if key is None else self._stands.key(key.slot)
+
+
+def recorded(
+    function: Callable[[Callable[[Surroundings], Runner]], Function],
+    stored: Mapping[str, torch.Tensor],
+    trees: Sequence[Tree],
+    forward: Callable[[Function, Given], Any],
+    backward: Callable[[Function, Any, Sequence[torch.Tensor], Callable[[], None]], list[torch.Tensor]],
+    more: Sequence[torch.Tensor] = (),
+) -> Traced:
+    """Record forward and backward, whose nodes know their phase and block.
+
+    Args:
+        trees: the inputs after ``stored``; ``more`` are those after them, which forward does not use.
+        backward: is given what ``forward`` returns, all inputs, and what to call before gradients are reduced.
+    """
+    spans, stands, calls, names = _Spans(), Stands(), Calls(), list(stored)
+    loss = function(spans.runner)
+    turns: list[torch.fx.Node | None] = []
+
+    def turn() -> None:
+        turns.append(last_node())
+
+    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        with calls:
+            found = forward(loss, Given(names, inputs, stands))
+        turn()
+        return backward(loss, found, inputs, turn)
+
+    tensors = [*stored.values(), *(tensor for tree in trees for tensor in tensors_of(tree))]
     with torch.enable_grad(), without_random_numbers():
-        module = graph_of(run, *tensors, seed)
+        module = graph_of(run, *tensors, *more)
     _mark(module.graph, turns, spans.marks)
-    require_same(calls, lambda *tensors: forward(tensors, Stands()), tensors)
+    require_same(calls, lambda *tensors: forward(loss, Given(names, tensors, Stands())), tensors)
     stands.made_inputs(module.graph)
-    return Traced(module, form[0], stands, [loss])
+    return Traced(module, None, stands, [loss])
+
+
+def require_one_mean(outcome: Outcome) -> None:
+    """Refuse a sum of several means. Raises `IllegalComposition`."""
+    if len(outcome.means) > 1:
+        raise IllegalComposition("a sum of several sl.Mean, whose weights must be known before its backward")
 
 
 def _mark(
@@ -184,16 +236,12 @@ def _mark(
         block = blocks.get(node, block) if phase == FORWARD else None
 
 
-def _tensors(tree: Tree) -> tuple[list[torch.Tensor], tuple[TreeDef, tuple[Any, ...]]]:
+def form_of_tree(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
+    """A tree's structure, and its leaves that are no tensors."""
     _, leaves, treedef = flatten(tree)
-    others = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    return _only_tensors(leaves), (treedef, others)
+    return treedef, tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
 
 
-def _only_tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _filled(treedef: TreeDef, leaves: Sequence[Any], tensors: Iterator[torch.Tensor]) -> Tree:
-    """A tree with other tensors in the place of its own."""
-    return unflatten(treedef, [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+def tensors_of(tree: Tree) -> list[torch.Tensor]:
+    """The tensors of a tree."""
+    return [leaf for leaf in flatten(tree)[1] if isinstance(leaf, torch.Tensor)]

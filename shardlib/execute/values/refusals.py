@@ -10,7 +10,6 @@ def missing(plan: Plan) -> list[str]:
     """The transforms of a plan that a step as a function of values does not have, each with what to put in its place."""
     step, buckets, reductions = plan.step, plan.buckets, plan.reductions
     found = {
-        "pipeline: leave it out, or use more ranks on the axis of zero": plan.stages.axis is not None,
         "remat(blocks=): recompute all blocks": step.remat is not None and step.remat.blocks is not None,
         "remat(store=): keep inputs of blocks on the device": step.remat is not None and bool(step.remat.store),
         "precision('fp8'): use 'bf16'": any(placement.scaled for placement in plan.placements),
@@ -42,5 +41,16 @@ def require_values(plan: Plan, what: str, otherwise: str) -> None:
     lacks = missing(plan)
     if plan.step.sequence is not None:  # what a loss function does with parts is checked in a step's first run
         lacks.append("sequence: use tensor_slicing over that axis")
+    if plan.stages.axis is not None:
+        lacks.append("pipeline: leave it out, or use more ranks on the axis of zero")
     if lacks:
         raise IllegalComposition(f"{what} does not go together with\n{listing(lacks)}\nOr {otherwise}")
+
+
+def require_graph(plan: Plan) -> None:
+    """Refuse a plan that a graph does not have. Raises `IllegalComposition`, with all transforms."""
+    lacks, how = missing(plan), plan.step.remat
+    if how is not None and (how.save or how.policy not in ("full", "dots")):
+        lacks.append("remat(save=), policies of your own: use remat() or remat('dots')")
+    if lacks:
+        raise IllegalComposition(f"compile=True does not go together with\n{listing(lacks)}\nOr leave it out")
