@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.architectures import build
 from helpers.models import TINY, mlp, mlp_loss, regression_batch, share, tiny_gpt, token_batches
 from helpers.strategies import MESHES, chains, models
@@ -127,7 +128,10 @@ PIPES = {
     "two stages a rank": (sl.pipeline("interleaved-1f1b", 4), sl.zero(2), sl.remat("dots")),
     "zero-bubble": (sl.pipeline("zb-h1", 4), sl.zero(3)),
     "v": (sl.pipeline("zb-v", 4), sl.zero(2), sl.precision("bf16")),
-    "slices": (sl.pipeline("1f1b", 2), sl.tensor_slicing(gpt.slicing_rules(replace(TINY, layers=4), blocks=True), axis="model")),
+    "slices": (
+        sl.pipeline("1f1b", 2),
+        sl.tensor_slicing(gpt.slicing_rules(replace(TINY, layers=4), blocks=True), axis="model"),
+    ),
 }
 
 
@@ -137,7 +141,65 @@ def test_a_pipeline(name):
     config = replace(TINY, layers=4, dropout=0.1)
     mesh = {"pipe": 2, "model" if name == "slices" else "data": 2}
     blocks = gpt.to_blocks(params)
-    check(both(gpt.make_sequential(config), blocks, token_batches(2, 24), sl.chain(*PIPES[name]), mesh, rng=sl.Key(3)))
+    results = both(
+        gpt.make_sequential(config), blocks, token_batches(2, 24), sl.chain(*PIPES[name]), mesh, rng=sl.Key(3)
+    )
+    check(results)
+    graphs = results[-1][2]
+    assert len(graphs) == {"two stages a rank": 4, "zero-bubble": 3, "v": 6}.get(name, 2)
+    if name == "1f1b, stage 3, recomputed":  # backward gathers again: other micro-batches come between
+        assert [count(graph, "gather") for graph in graphs] == [1, 1]
+
+
+def first(params, carry, batch):
+    x = batch @ params["w"]
+    return {"x": x.tanh(), "old": x, "skip": batch, "mask": batch > 0, "n": 3}
+
+
+def middle(params, carry, batch):
+    """Torch's dropout, a number of the carry, and a value that is written to."""
+    x = F.dropout(carry["x"] @ params["w"] + carry["skip"] * carry["n"], 0.3)
+    kept = torch.zeros_like(x)
+    kept[:, 0] = x[:, 0]
+    return carry | {"x": x.add_(1.0) + kept}
+
+
+def last(params, carry, batch):
+    x = torch.where(carry["mask"], carry["x"], carry["old"]) @ params["w"]
+    counted = (batch[:, 0] > 0).double()
+    return sl.Mean((x.square().sum(1) * counted).sum(), counted.sum()), {"x": x.sum(), "n": carry["n"]}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("frozen", ["[01]/*", "[23]/*"])
+def test_what_passes_between_stages(schedule, frozen):
+    params = [{"w": PARAMS["weights"][number % 3]} for number in range(4)]
+    batches = [torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)).double() for seed in range(2)]
+    chain = sl.chain(sl.pipeline(schedule, 2), sl.zero(2), sl.freeze(frozen))
+    check(
+        both(
+            sl.sequential([first, middle, middle, last]), params, batches, chain, {"pipe": 2, "data": 2}, rng=sl.Key(3)
+        )
+    )
+
+
+def test_a_pipeline_holds_what_it_holds_without_graphs():
+    config = gpt.GPTConfig(vocab=64, layers=8, width=32, heads=2, sequence=32)
+
+    def run(mesh, compile):
+        params = sl.shard(
+            gpt.to_blocks(gpt.init(config)), mesh, sl.chain(sl.pipeline("1f1b", 4), sl.zero(3), sl.remat())
+        )
+        loss_fn, live = gpt.make_sequential(config), LiveBytes()
+        state, step = sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1), compile=compile)
+        (batch,) = token_batches(1, 16, config)
+        state, _ = step(state, batch)
+        with live:
+            step(state, batch)
+        return live.peak
+
+    held, compiled = (sl.simulate(run, compile, mesh={"pipe": 2, "data": 1}) for compile in (False, True))
+    assert all(other <= 1.1 * one for one, other in zip(held, compiled, strict=True)), (held, compiled)
 
 
 @settings(max_examples=max(10, settings().max_examples // 3))
@@ -455,23 +517,27 @@ def test_plans_that_have_no_graph(name):
         steps(layers, [BATCH], True, REFUSED[name])
 
 
-def on_a_rank(mesh, stage):
-    """Parameters after steps with and without a graph, and the number of graphs, on a rank of its own process."""
+def on_a_rank(mesh, blocks):
+    """Parameters after steps with and without graphs, and the number of these, on a rank of its own process."""
     loss_fn, params = tiny_gpt(dropout=0.1)
+    chain = sl.chain(sl.zero(3), sl.remat())
+    if blocks:
+        loss_fn, params = gpt.make_sequential(replace(TINY, dropout=0.1)), gpt.to_blocks(params)
+        chain = sl.chain(sl.pipeline("zb-h1", 2), sl.remat())
     found = []
     for compile in (False, True):
-        sharded = sl.shard(params, mesh, sl.chain(sl.zero(stage), sl.remat()))
+        sharded = sl.shard(params, mesh, chain)
         state, step = sl.make_train_step(loss_fn, sharded, sl.optim.adamw(1e-2), rng=3, compile=compile)
         for batch in token_batches(3, 8):
-            state, metrics = step(state, share(batch, mesh.rank, mesh.size))
+            state, metrics = step(state, batch if blocks else share(batch, mesh.rank, mesh.size))
         found.append((sl.unshard(state.params), metrics["loss"]))
     return (*found, len(step.graph.graphs))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_in_processes(pool, stage):
-    for eager, compiled, graphs in pool.run(on_a_rank, stage, mesh={"data": 2}):
-        assert relative_error(compiled, eager)[0] == 0 and graphs == 1
+@pytest.mark.parametrize("blocks", [False, True], ids=["data", "pipeline"])
+def test_in_processes(pool, blocks):
+    for eager, compiled, graphs in pool.run(on_a_rank, blocks, mesh={"pipe" if blocks else "data": 2}):
+        assert relative_error(compiled, eager)[0] == 0 and graphs in ((2, 3) if blocks else (1,))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "bert", "vit"])

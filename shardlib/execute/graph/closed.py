@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ _MOST = 1000  # values that are read, so that a step takes no longer for a large
 _FOREIGN = ("torch", "shardlib", "numpy", "builtins")  # packages whose own state nobody changes
 
 
-def closed_over(fn: Callable[..., Any]) -> tuple[tuple[str, str], ...]:
-    """Names and values of what a function, and those that it calls by name, read outside of their arguments.
+def closed_over(fn: Callable[..., Any] | Sequence[Callable[..., Any]]) -> tuple[tuple[str, str], ...]:
+    """Names and values of what functions, and those that they call by name, read outside of their arguments.
 
     Plain values, and those in lists, tuples, dictionaries and attributes of plain objects that the code names; of a tensor
     which one it is, since a graph sees what is written to it. Modules are left out: what is done to them is seen otherwise.

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
+from shardlib.execute.graph.accumulate import accumulate
 from shardlib.execute.graph.nodes import changes, copied
 from shardlib.execute.graph.overlap import overlap
 from shardlib.execute.graph.trace import FORWARD, PHASE
@@ -33,7 +34,7 @@ class Part:
         self.takes = list(dict.fromkeys(node for node in (*used, *results) if node not in own))
         self._whole, self._members, self._results, self._inputs = whole, members, results, inputs
 
-    def finish(self, later: Sequence[Part], overlaps: bool) -> None:
+    def finish(self, later: Sequence[Part], gradients: int, overlaps: bool) -> None:
         """Make the part's graph, once it is known what ``later`` ones take."""
         taken = {node for part in later for node in part.takes}
         self._makes = [node for node in self._members if node in taken]
@@ -50,6 +51,8 @@ class Part:
         graph.output([known[node] for node in (*self._results, *self._makes)])
         if overlaps:
             overlap(graph)
+        if not later:
+            accumulate(graph, gradients)
         graph.lint()
         self._run = GraphModule(self._whole, graph)
 
@@ -59,11 +62,12 @@ class Part:
         return bool(self._members)
 
     def __call__(self, store: Store, inputs: Sequence[Any]) -> list[Any]:
-        """The part's results. ``inputs`` are those that each part is given."""
+        """The part's results. ``inputs`` are those that each part is given, and for the last one sums of gradients."""
         values = [store[node] if node in self._stays else store.pop(node) for node in self.takes]
         found = self._run(values, *inputs)
-        store.update(zip(self._makes, found[len(self._results) :], strict=True))
-        return found[: len(self._results)]
+        results = len(found) - len(self._makes)
+        store.update(zip(self._makes, found[results:], strict=True))
+        return found[:results]
 
 
 def cut(
@@ -71,12 +75,14 @@ def cut(
     results: Sequence[Sequence[Node]],
     inputs: Sequence[Node],
     stored: Sequence[Node],
+    gradients: int,
     overlaps: bool,
 ) -> list[Part]:
     """Forward, and backward in one part or in two: what its first results need, and the rest.
 
     Args:
         results: of forward, and of each part of backward.
+        gradients: how many results, the last ones, are gradients to be added to sums.
         inputs: what each part is given.
         stored: nodes whose values the caller stores.
         overlaps: whether exchanges start before they are waited for.
@@ -94,7 +100,7 @@ def cut(
         backward = [node for node in backward if node not in first]
     parts.append(Part(whole, backward, results[-1], inputs))
     for number, part in enumerate(parts):
-        part.finish(parts[number + 1 :], overlaps)
+        part.finish(parts[number + 1 :], gradients, overlaps)
     return parts
 
 

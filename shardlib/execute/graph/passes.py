@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from shardlib.collectives.buffers import Link
+from shardlib.execute.graph.accumulate import accumulate
 from shardlib.execute.graph.clean import clean
 from shardlib.execute.graph.hoist import hoist
 from shardlib.execute.graph.merge import merge
@@ -23,10 +24,13 @@ def require_known(names: Collection[str]) -> None:
         raise ValueError(f"passes {unknown}: there are {', '.join(PASSES)}")
 
 
-def optimised(traced: Traced, remat: Recompute | None, without: Collection[str] = (), apart: bool = False) -> Traced:
+def optimised(
+    traced: Traced, remat: Recompute | None, without: Collection[str] = (), summed: int = 0, apart: bool = False
+) -> Traced:
     """A trace after the passes, but for those named in ``without``, which are for tests and measurements.
 
     Args:
+        summed: how many results, the last ones, are gradients to be added to sums.
         apart: whether backward does not follow on forward, so that what runs at one time is yet to be cut out and overlapped.
     """
     graph = traced.module.graph
@@ -45,6 +49,8 @@ def optimised(traced: Traced, remat: Recompute | None, without: Collection[str] 
         clean(graph)
     if "overlap" not in without and not apart:
         overlap(graph)
+    if summed:
+        accumulate(graph, summed)
     graph.lint()
     traced.module.recompile()
     traced.links += links

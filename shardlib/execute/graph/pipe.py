@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -115,14 +115,14 @@ class GraphPipe(Pipe):
         outcomes: dict[int, Outcome] = {}
         views = {number: self._plan.of_stage(number) for number in self._position.stages}
         position = replace(self._position, stages={number: _Stage(view) for number, view in views.items()})
-        sums = {number: _Sums([bucket.name for bucket in view.trained]) for number, view in views.items()}
+        sums = {number: _Sums(function) for number, function in self._functions.items()}
         _Interpreter(
             partial(self._flight, call, outcomes),
             *(position, call.params, None, sums, lambda microbatch: call.seed(outcomes[microbatch])),
         ).run(self._order)
         for index in sorted(outcomes):
             totals.add(outcomes[index])
-        return self._summed(self._functions[number].reduced(each.held) for number, each in sums.items())
+        return self._summed(each.result() for each in sums.values())
 
     def _orders(self, call: Call) -> list[Any]:
         """The exchanges of the graphs of the first micro-batch."""
@@ -182,45 +182,53 @@ class _Flight:
         self._graph, self._inputs, self._store = graph, inputs, store
         self.result: Any = None
 
-    def part(self, number: int) -> list[torch.Tensor]:
+    def part(self, number: int, sums: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """The results of one of the stage's graphs."""
         with torch.no_grad():
-            return self._graph.parts[number](self._store, self._inputs)
+            return self._graph.parts[number](self._store, [*self._inputs, *sums])
 
     def differentiate(
         self, outputs: Any, seeds: Sequence[torch.Tensor], inputs: Any, sums: _Sums, turn: Any
     ) -> list[torch.Tensor]:
-        found = self.inputs_gradient(outputs, seeds, inputs)
         if len(self._graph.parts) > 2:
-            found += self.part(2)
-        sums.add(found[self._graph.inputs :])
-        return found[: self._graph.inputs]
+            found = self.inputs_gradient(outputs, seeds, inputs)
+            self.weights_gradient(sums, turn)
+            return found
+        self._start(seeds)
+        return self.part(1, sums.tensors)
 
     def inputs_gradient(self, outputs: Any, seeds: Sequence[torch.Tensor], inputs: Any) -> list[torch.Tensor]:
-        self._store |= self._graph.stored(self._graph.starts, seeds)
+        self._start(seeds)
         return self.part(1)
 
     def weights_gradient(self, sums: _Sums, turn: Any) -> None:
-        sums.add(self.part(2))
+        self.part(2, sums.tensors)
+
+    def _start(self, seeds: Sequence[torch.Tensor]) -> None:
+        self._store |= self._graph.stored(self._graph.starts, seeds)
 
     def close(self) -> None:
         self._store.clear()
 
 
 class _Sums:
-    """The sums of a stage's gradients over micro-batches, in the layout in which they are accumulated.
+    """The sums of a stage's gradients over micro-batches, which are made when the first ones come."""
 
-    Attributes:
-        held: by bucket.
-    """
+    def __init__(self, function: Function) -> None:
+        self._function = function
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self.held: dict[str, torch.Tensor] = {}
+    @cached_property
+    def _held(self) -> dict[str, torch.Tensor]:
+        return self._function.sums()
 
-    def add(self, gradients: Sequence[torch.Tensor]) -> None:
-        for name, gradient in zip(self._names, gradients, strict=True):
-            self.held[name] = self.held[name].add_(gradient) if name in self.held else gradient
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The sums, for a graph to add to."""
+        return list(self._held.values())
+
+    def result(self) -> dict[str, torch.Tensor]:
+        """The sums over ranks, as the optimizer holds them."""
+        return self._function.reduced(self._held)
 
     def land(self) -> None:
         """Nothing is under way between the parts of graphs."""

@@ -82,12 +82,11 @@ class GraphStage:
             return gradients
         self._first = ()
         self._graphs.begin()
-        held: dict[str, torch.Tensor] = {}
+        sums = self._function.sums() if len(call.microbatches) > 1 else {}
         for index in range(len(call.microbatches)):
-            outcome, gradients = self._microbatch(call, index, totals.buffers if index else call.buffers)
-            held = {name: held[name].add_(new) if held else new for name, new in gradients.items()}
+            outcome, gradients = self._microbatch(call, index, totals.buffers if index else call.buffers, sums)
             totals.add(outcome)
-        return held if len(call.microbatches) == 1 else self._function.reduced(held)
+        return self._function.reduced(sums) if sums else gradients
 
     def shared_aux(self, call: Call, aux: Any, sums: Any) -> Any:
         return aux
@@ -95,7 +94,10 @@ class GraphStage:
     def evaluate(self, params: Any, *args: Any) -> Any:
         return self._eager.evaluate(params, *args)
 
-    def _microbatch(self, call: Call, index: int, buffers: Any) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    def _microbatch(
+        self, call: Call, index: int, buffers: Any, sums: Mapping[str, torch.Tensor]
+    ) -> tuple[Outcome, dict[str, torch.Tensor]]:
+        """The outcome of a micro-batch, and its gradients, if they are not added to sums over several."""
         batch, key = call.microbatches[index], call.keys[index]
         traced = self._traced(call, index, buffers)
         stored = [call.params.buffers[bucket.name] for bucket in self._plan.buckets]
@@ -104,13 +106,13 @@ class GraphStage:
         tensors = [leaf for leaf in (*flatten(batch)[1], *flatten(buffers)[1]) if isinstance(leaf, torch.Tensor)]
         draws = [] if key is None else traced.stands.values(key)
         with torch.no_grad(), seeding_torch(key, self._mesh.device):
-            outputs = traced.module(*stored, *tensors, seed, *draws)
+            outputs = traced.module(*stored, *tensors, seed, *draws, *sums.values())
         means, aux, after, gradients = traced.form.results(outputs)
         outcome = Outcome(means, traced.form.weighted, aux, after)
         names = [bucket.name for bucket in self._plan.trained]
         held = storages_of(call.params)
         outcome = detached(outcome, lambda tensor: storage_id(tensor.untyped_storage()) in held)
-        return outcome, dict(zip(names, gradients, strict=True))
+        return outcome, {} if sums else dict(zip(names, gradients, strict=True))
 
     def _order(self, call: Call) -> list[Any] | None:
         """The exchanges of the graph of the first micro-batch."""
@@ -120,6 +122,7 @@ class GraphStage:
     def _traced(self, call: Call, index: int, buffers: Any) -> Traced:
         """The graph of a micro-batch of this form."""
         plan, mesh, batch, key = self._plan, self._mesh, call.microbatches[index], call.keys[index]
+        alone = len(call.microbatches) == 1
 
         def traced() -> Traced:
             found = trace(
@@ -128,10 +131,10 @@ class GraphStage:
                 batch,
                 buffers if self._with_buffers else None,
                 key,
-                len(call.microbatches) == 1,
+                alone,
                 call.named(index, mesh),
                 mesh.device,
             )
-            return optimised(found, plan.step.remat, self._without)
+            return optimised(found, plan.step.remat, self._without, 0 if alone else len(plan.trained))
 
         return self._graphs.of(lambda: (form_of(batch), form_of(buffers), key is None, closed_over(self._fn)), traced)

@@ -44,10 +44,10 @@ class StageGraph:
 
     Attributes:
         parts: forward, which returns the tensors of what is handed on, or of an outcome; and backward in one part or two,
-            which return the gradients of the carry, and then those of buckets. They are given buffers and draws.
+            the first of which returns the gradients of the carry, and the last adds those of buckets to sums. They are given
+            buffers and draws, and the last one sums.
         entering: in the store, the tensors of the carry and of the batch.
         starts: in the store, the gradients from which backward starts; None for one that nothing needs.
-        inputs: the number of the carry's tensors that need gradients.
         form: of what forward returns.
         stands: of the draws.
         links: what the exchanges go along.
@@ -56,7 +56,6 @@ class StageGraph:
     parts: Sequence[Part]
     entering: Sequence[Node]
     starts: Sequence[Node | None]
-    inputs: int
     form: Carry | Form
     stands: Stands
     links: Sequence[Any]
@@ -140,6 +139,7 @@ def trace_stage(
         [results, rest, weights] if halved else [results, [*rest, *weights]],
         inputs,
         [*entering, *filter(None, starts)],
+        len(weights),
         "overlap" not in without,
     )
-    return StageGraph(parts, entering, starts, len(rest), form[0], traced.stands, traced.links)
+    return StageGraph(parts, entering, starts, form[0], traced.stands, traced.links)

@@ -85,6 +85,15 @@ class Function:
         """The slot of each trained bucket's gradient."""
         return {whole.bucket.name: whole.slot() for whole in self.trained}
 
+    def sums(self) -> dict[str, torch.Tensor]:
+        """The sums of gradients over no micro-batches, by bucket."""
+        return {
+            whole.bucket.name: torch.zeros(
+                whole.bucket.size(whole.bucket.grad_level), dtype=whole.bucket.reduce_dtype, device=self.mesh.device
+            )
+            for whole in self.trained
+        }
+
     def reduced(self, gradients: Buffers) -> dict[str, torch.Tensor]:
         """Gradients, summed over micro-batches, summed over ranks and cut as the optimizer holds them."""
         return {whole.bucket.name: whole.last(gradients[whole.bucket.name]) for whole in self.trained}
