@@ -13,6 +13,7 @@ from shardlib.collectives import primitives
 from shardlib.common.boundaries import untransformed
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.execute.buffers import BufferKinds
+from shardlib.execute.graph.pipe import GraphPipe
 from shardlib.execute.graph.runner import GraphStage
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.step import LossStep, require_usable
@@ -218,7 +219,8 @@ def make_train_step(
     if policy not in ("raise", "skip"):
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
     optimizer.require_locality(lifted)
-    loss_step = LossStep(loss_fn, plan, mesh, buffers is not None, buffer_kinds, GraphStage if compile else runner_of)
+    graphs = GraphPipe if plan.stages.axes else GraphStage
+    loss_step = LossStep(loss_fn, plan, mesh, buffers is not None, buffer_kinds, graphs if compile else runner_of)
     BufferKinds(buffer_kinds).require_known(buffers)
     updates = Updates(optimizer, plan, mesh, donate)
     owned = OwnedExchange(plan, mesh) if plan.reductions.owner else None

@@ -265,10 +265,14 @@ class Executor:
     def inputs_gradient(
         self, outputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor | None, ...]:
-        """The first half of a backward from ``outputs``: the gradients of ``inputs``. `weights_gradient` runs the second."""
+        """The first half of a backward from ``outputs``: the gradients of ``inputs``. `weights_gradient` runs the second.
+
+        All gathered parameters are released in between.
+        """
         self._keeper.turn(last=False)
         with self._running(backward=True):
             self._halves = Halves(outputs, seeds, inputs)
+        self.rest()
         return self._halves.inputs
 
     def weights_gradient(self, gradients: Gradients, turn: Turn) -> None:

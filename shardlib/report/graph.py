@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shardlib.common.optional import figures
 from shardlib.execute.graph.alive import alive, kind_of
+from shardlib.execute.graph.pipe import GraphPipe
 from shardlib.execute.graph.runner import GraphStage
 from shardlib.execute.graph.trace import BLOCK, FORWARD, PHASE
 
@@ -13,7 +14,7 @@ _OTHERS, _WHOLES = "#c9c9c9", "#3b6ea8"
 _EXCHANGES = {"gather": "#3b6ea8", "reduce-scatter": "#c8553d", "all-reduce": "#d9902f"}
 
 
-def draw_graph(graph: GraphStage, path: str | Path) -> None:
+def draw_graph(graph: GraphStage | GraphPipe, path: str | Path) -> None:
     """Writes a PNG with a panel for each graph of ``train_step.graph``: bytes alive at each operation, gathered parameters
     (blue) on top of all other memory that the graph makes (grey).
 
@@ -28,9 +29,9 @@ def draw_graph(graph: GraphStage, path: str | Path) -> None:
         raise ValueError(str(graph))
     figure = Figure(figsize=(10.0, 2.6 * len(graph.graphs)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, traced in zip(figure.subplots(len(graph.graphs), squeeze=False)[:, 0], graph.graphs):
-        nodes = list(traced.module.graph.nodes)
-        wholes, others = ([size / 2**20 for size in sizes] for sizes in zip(*alive(traced.module.graph)))
+    for axes, (name, each) in zip(figure.subplots(len(graph.graphs), squeeze=False)[:, 0], graph.graphs.items()):
+        nodes = list(each.nodes)
+        wholes, others = ([size / 2**20 for size in sizes] for sizes in zip(*alive(each)))
         axes.stackplot(range(len(nodes)), others, wholes, step="mid", colors=[_OTHERS, _WHOLES], linewidth=0)
         top = 1.12 * max(map(sum, zip(wholes, others)))
         for kind, colour in _EXCHANGES.items():
@@ -45,10 +46,12 @@ def draw_graph(graph: GraphStage, path: str | Path) -> None:
             own = [place for place, block in blocks if block == number]
             axes.axvspan(own[0] - 0.5, own[-1] + 0.5, color="#eeeeee", zorder=0)
         turn = next((place for place in places if nodes[place].meta[PHASE] != FORWARD), len(nodes))
-        axes.axvline(turn, color="#1c1c1c", linewidth=0.8, linestyle=(0, (4, 3)))
-        axes.annotate("backward", (turn, 0.9 * top), (4, 0), textcoords="offset points", fontsize=8, va="top")
-        axes.set(ylim=(0, top), xlim=(places[0], len(nodes)), xlabel="operation", ylabel="MiB alive")
+        if places[0] < turn < len(nodes):  # a pipeline's stage has graphs of one of them
+            axes.axvline(turn, color="#1c1c1c", linewidth=0.8, linestyle=(0, (4, 3)))
+            axes.annotate("backward", (turn, 0.9 * top), (4, 0), textcoords="offset points", fontsize=8, va="top")
+        axes.set(ylim=(0, top), xlim=(places[0], len(nodes)), xlabel="operation", ylabel="MiB alive", title=name)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        if any(map(kind_of, nodes)):
+            axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

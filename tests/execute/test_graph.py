@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.architectures import build
 from helpers.models import TINY, mlp, mlp_loss, regression_batch, share, tiny_gpt, token_batches
 from helpers.strategies import MESHES, chains, models
@@ -25,6 +26,7 @@ from shardlib.execute.graph.alive import alive, kind_of, peak_of_wholes
 from shardlib.execute.graph.land import landed
 from shardlib.execute.graph.nodes import fetched, link_at, nbytes
 from shardlib.execute.graph.passes import PASSES
+from shardlib.execute.graph.pipe import GraphPipe
 from shardlib.execute.graph.runner import GraphStage
 from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
 from shardlib.execute.live import LiveBytes
@@ -42,7 +44,8 @@ def both(loss_fn, params, batches, transform, mesh=None, without=(), rng=None, b
         plan = sharded.plan
 
         def graph_stage(*args, **kwargs):
-            graphs.append(GraphStage(*args, **kwargs, without=without))
+            kind = GraphPipe if plan.stages.axes else GraphStage
+            graphs.append(kind(*args, **kwargs, without=without))
             return graphs[-1]
 
         for run_by in (runner_of, graph_stage):
@@ -58,7 +61,7 @@ def both(loss_fn, params, batches, transform, mesh=None, without=(), rng=None, b
         return (
             found[1:half],
             found[half + 1 :],
-            [traced.module.graph for traced in graphs[0].graphs],
+            list(graphs[0].graphs.values()),
             graphs[0],
         )  # which keeps the graphs' links
 
@@ -207,6 +210,86 @@ def test_replicas_have_no_graph():
         sl.simulate(run, mesh={"expert": 2})
 
 
+PIPES = {
+    "1f1b": (sl.pipeline("1f1b", 3), sl.zero(1)),
+    "1f1b, stage 3, recomputed": (sl.pipeline("1f1b", 3), sl.zero(3), sl.remat()),
+    "two stages a rank": (sl.pipeline("interleaved-1f1b", 4), sl.zero(2), sl.remat("dots")),
+    "zero-bubble": (sl.pipeline("zb-h1", 4), sl.zero(3)),
+    "v": (sl.pipeline("zb-v", 4), sl.zero(2), sl.precision("bf16")),
+    "slices": (
+        sl.pipeline("1f1b", 2),
+        sl.tensor_slicing(gpt.slicing_rules(replace(TINY, layers=4), blocks=True), axis="model"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_a_pipeline(name):
+    _, params = tiny_gpt(dropout=0.1, layers=4)
+    config = replace(TINY, layers=4, dropout=0.1)
+    mesh = {"pipe": 2, "model" if name == "slices" else "data": 2}
+    blocks = gpt.to_blocks(params)
+    results = both(
+        gpt.make_sequential(config), blocks, token_batches(2, 24), sl.chain(*PIPES[name]), mesh, rng=sl.Key(3)
+    )
+    check(results)
+    graphs = results[-1][2]
+    assert len(graphs) == {"two stages a rank": 4, "zero-bubble": 3, "v": 6}.get(name, 2)
+    if name == "1f1b, stage 3, recomputed":  # backward gathers again: other micro-batches come between
+        assert [count(graph, "gather") for graph in graphs] == [1, 1]
+
+
+def first(params, carry, batch):
+    x = batch @ params["w"]
+    return {"x": x.tanh(), "old": x, "skip": batch, "mask": batch > 0, "n": 3}
+
+
+def middle(params, carry, batch):
+    """Torch's dropout, a number of the carry, and a value that is written to."""
+    x = F.dropout(carry["x"] @ params["w"] + carry["skip"] * carry["n"], 0.3)
+    kept = torch.zeros_like(x)
+    kept[:, 0] = x[:, 0]
+    return carry | {"x": x.add_(1.0) + kept}
+
+
+def last(params, carry, batch):
+    x = torch.where(carry["mask"], carry["x"], carry["old"]) @ params["w"]
+    counted = (batch[:, 0] > 0).double()
+    return sl.Mean((x.square().sum(1) * counted).sum(), counted.sum()), {"x": x.sum(), "n": carry["n"]}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("frozen", ["[01]/*", "[23]/*"])
+def test_what_passes_between_stages(schedule, frozen):
+    params = [{"w": PARAMS["weights"][number % 3]} for number in range(4)]
+    batches = [torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)).double() for seed in range(2)]
+    chain = sl.chain(sl.pipeline(schedule, 2), sl.zero(2), sl.freeze(frozen))
+    check(
+        both(
+            sl.sequential([first, middle, middle, last]), params, batches, chain, {"pipe": 2, "data": 2}, rng=sl.Key(3)
+        )
+    )
+
+
+def test_a_pipeline_holds_what_it_holds_without_graphs():
+    config = gpt.GPTConfig(vocab=64, layers=8, width=32, heads=2, sequence=32)
+
+    def run(mesh, compile):
+        params = sl.shard(
+            gpt.to_blocks(gpt.init(config)), mesh, sl.chain(sl.pipeline("1f1b", 4), sl.zero(3), sl.remat())
+        )
+        loss_fn, live = gpt.make_sequential(config), LiveBytes()
+        state, step = sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1), compile=compile)
+        (batch,) = token_batches(1, 16, config)
+        state, _ = step(state, batch)
+        with live:
+            step(state, batch)
+        return live.peak
+
+    held, compiled = (sl.simulate(run, compile, mesh={"pipe": 2, "data": 1}) for compile in (False, True))
+    assert all(other <= 1.1 * one for one, other in zip(held, compiled, strict=True)), (held, compiled)
+
+
 @settings(max_examples=max(10, settings().max_examples // 3))
 @given(st.data())
 def test_drawn_chains(data):
@@ -289,12 +372,16 @@ def test_two_units_are_whole_at_a_time():
     assert [kind_of(node)[0] for node in graphs[0].nodes if kind_of(node)][-UNITS:] == ["r"] * UNITS
 
 
-@pytest.mark.parametrize("without", [("merge",), ()])
-@pytest.mark.parametrize(("keep", "again"), [("forward", 0), ("12kB", 1)])
-def test_what_stays_is_gathered_once(keep, again, without):
-    """Of the units that backward reads."""
+@pytest.mark.parametrize(
+    ("keep", "without", "gathers", "units"),
+    [("forward", ["merge"], UNITS, 4), ("3kB", ["merge"], UNITS + 1, 3), ("12kB", [], 3, 2)],
+)
+def test_what_stays_is_gathered_once(keep, without, gathers, units):
+    """The head, and the embeddings, which backward does not read, or all blocks too; what stays is merged with what stays."""
     loss_fn, params = tiny_gpt(layers=3)
     (_, _, graphs, stage), *_ = both(loss_fn, params, token_batches(1, 4), sl.zero(3, keep=keep), without=without)
+    assert exchanges(graphs, "gather") == [gathers] and peak_of_wholes(graphs[0]).units == units
+    assert "gather over" in str(stage)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +540,8 @@ def helper(x):
     return x * SCALE
 
 
-def test_values_that_a_loss_closes_over_are_read_in_every_step():
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_values_that_a_loss_closes_over_are_read_in_every_step(in_blocks):
     """Each change is another graph; the ninth is refused by name."""
     global SCALE
     settings, beta, table = Settings(), 1.0, {"weights": [1.0]}
@@ -465,7 +553,9 @@ def test_values_that_a_loss_closes_over_are_read_in_every_step():
         nonlocal beta
         global SCALE
         SCALE, beta, settings.power, table["weights"] = 1.0, 1.0, 1, [1.0]
-        state, step = sl.make_train_step(loss_fn, PARAMS, sl.optim.sgd(0.1), compile=compile)
+        blocks = sl.sequential([lambda params, carry, batch: loss_fn(params, batch)])
+        given = (blocks, [PARAMS]) if in_blocks else (loss_fn, PARAMS)
+        state, step = sl.make_train_step(*given, sl.optim.sgd(0.1), compile=compile)
         found = []
         for number in range(8):
             if number == 2:
@@ -606,23 +696,27 @@ def test_plans_that_have_no_graph(name):
         steps(layers, [BATCH], True, REFUSED[name])
 
 
-def on_a_rank(mesh, stage):
-    """Parameters after steps with and without a graph, and the number of graphs, on a rank of its own process."""
+def on_a_rank(mesh, blocks):
+    """Parameters after steps with and without graphs, and the number of these, on a rank of its own process."""
     loss_fn, params = tiny_gpt(dropout=0.1)
+    chain = sl.chain(sl.zero(3), sl.remat())
+    if blocks:
+        loss_fn, params = gpt.make_sequential(replace(TINY, dropout=0.1)), gpt.to_blocks(params)
+        chain = sl.chain(sl.pipeline("zb-h1", 2), sl.remat())
     found = []
     for compile in (False, True):
-        sharded = sl.shard(params, mesh, sl.chain(sl.zero(stage), sl.remat()))
+        sharded = sl.shard(params, mesh, chain)
         state, step = sl.make_train_step(loss_fn, sharded, sl.optim.adamw(1e-2), rng=3, compile=compile)
         for batch in token_batches(3, 8):
-            state, metrics = step(state, share(batch, mesh.rank, mesh.size))
+            state, metrics = step(state, batch if blocks else share(batch, mesh.rank, mesh.size))
         found.append((sl.unshard(state.params), metrics["loss"]))
     return (*found, len(step.graph.graphs))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_in_processes(pool, stage):
-    for eager, compiled, graphs in pool.run(on_a_rank, stage, mesh={"data": 2}):
-        assert relative_error(compiled, eager)[0] == 0 and graphs == 1
+@pytest.mark.parametrize("blocks", [False, True], ids=["data", "pipeline"])
+def test_in_processes(pool, blocks):
+    for eager, compiled, graphs in pool.run(on_a_rank, blocks, mesh={"pipe" if blocks else "data": 2}):
+        assert relative_error(compiled, eager)[0] == 0 and graphs in ((2, 3) if blocks else (1,))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "mixtral, dealt out", "bert", "vit"])
@@ -666,7 +760,7 @@ def test_bytes_at_each_node_are_those_of_a_run(remat):
         step = LossStep(loss_fn, sharded.plan, mesh, False, run_by=lambda *args, **kwargs: stage)
         batch = share(token_batches(1, 4)[0], mesh.rank, 2)
         step(sharded, batch, None, None, comm={}, equal={})
-        (traced,) = stage.graphs
+        (traced,) = stage._graphs.made
         module, live = traced.module, LiveBytes()
 
         def measured(*inputs):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+
+from shardlib.nn.blocks import Sequential
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _MOST = 1000  # values that are read, so that a step takes no longer for a large table
 _FOREIGN = ("torch", "shardlib", "numpy", "builtins")  # packages whose own state nobody changes
 
 
-def closed_over(fn: Callable[..., Any]) -> tuple[tuple[str, str], ...]:
-    """Names and values of what a function, and those that it calls by name, read outside of their arguments.
+def closed_over(fn: Callable[..., Any] | Sequence[Callable[..., Any]]) -> tuple[tuple[str, str], ...]:
+    """Names and values of what functions, and those that they call by name, read outside of their arguments.
 
     Plain values, and those in lists, tuples, dictionaries and attributes of plain objects that the code names; of a tensor
     which one it is, since a graph sees what is written to it. Modules are left out: what is done to them is seen otherwise.
@@ -59,6 +61,8 @@ def _inside(read: _Closed) -> Iterator[_Closed]:
         yield _Closed("self", value.__self__, _names_in(value.__func__.__code__))
     elif isinstance(value, FunctionType):
         yield from _read_by(value)
+    elif isinstance(value, Sequential):
+        yield _Closed(name, value.functions, names)
     elif isinstance(value, Mapping):
         yield from (_Closed(f"{name}[{key!r}]", each, names) for key, each in list(value.items())[:_MOST])
     elif isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A pass that reduces each gradient as soon as it is complete.
+"""A pass that packs and reduces each gradient as soon as it is complete.
 
 Autograd runs a unit's gather last in backward, since it is first in forward: in a trace all reductions are at the end, and
 all whole gradients live until then.
@@ -10,16 +10,21 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.execute.graph.nodes import REDUCTIONS, RELAID, changes, of_kind, positions
+from shardlib.execute.graph.trace import BACKWARD, PHASE
 
 _aten = torch.ops.aten
 _PACKING = RELAID | {_aten.cat.default, _aten.constant_pad_nd.default, _aten.zeros.default, _aten.add.Tensor}
 
 
 def hoist(graph: Graph) -> None:
-    """Move reductions, and what packs gradients for them, to where their inputs are complete."""
+    """Move reductions, and what packs gradients, to where their inputs are complete."""
     moved: set[Node] = set()
     for exchange in of_kind(graph, REDUCTIONS):
         moved |= {*exchange.users} | _packing(exchange)
+    output = next(iter(reversed(graph.nodes)))
+    for result in output.all_input_nodes:
+        if result.target in _PACKING and result.meta.get(PHASE) == BACKWARD:
+            moved |= _packing(result)
     if any(map(changes, graph.nodes)):  # what is written to is not to be read before
         return
     # A moved node has the place of the node behind which it stands, and its number among those that do.

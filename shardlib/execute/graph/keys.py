@@ -74,7 +74,11 @@ class Stands:
                 return value
             used.add(number)
             stand = inputs[number]
-            return stand if value == number else graph.call_function(operator.add, (stand, value - number))
+            if value == number:
+                return stand
+            added = graph.call_function(operator.add, (stand, value - number))
+            added.meta = {name: mark for name, mark in node.meta.items() if name not in ("val", "tensor_meta")}
+            return added
 
         for node in list(graph.nodes):
             if node.op == "call_function":

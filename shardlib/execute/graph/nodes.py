@@ -92,8 +92,15 @@ def changes(node: Node) -> bool:
 
 
 def draws(node: Node) -> bool:
-    """Whether a node draws from torch's own generators."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether a node draws from torch's own generators. Fused attention without dropout has the tag and draws nothing."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    names = [argument.name for argument in schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    given = dict(zip(names, node.args)) | node.kwargs
+    return given.get("dropout_p", 0.0) != 0
 
 
 def copied(node: Node, known: dict[Node, Node], graph: Graph) -> Node:

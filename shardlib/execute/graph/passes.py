@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from shardlib.collectives.buffers import Link
+from shardlib.execute.graph.accumulate import accumulate
 from shardlib.execute.graph.clean import clean
 from shardlib.execute.graph.hoist import hoist
 from shardlib.execute.graph.land import land
@@ -25,12 +26,19 @@ def require_known(names: Collection[str]) -> None:
 
 
 def optimised(
-    traced: Traced, remat: Recompute | None, lands: Sequence[str | None], without: Collection[str] = ()
+    traced: Traced,
+    remat: Recompute | None,
+    lands: Sequence[str | None] = (),
+    without: Collection[str] = (),
+    summed: int = 0,
+    apart: bool = False,
 ) -> Traced:
     """A trace after the passes, but for those named in ``without``, which are for tests and measurements.
 
     Args:
         lands: for each gradient that the graph returns the name that `land` calls it by; None if it stays.
+        summed: the number of gradients that are added to sums in place of being returned.
+        apart: whether backward does not follow on forward, so that what runs at one time is yet to be cut out and overlapped.
     """
     graph = traced.module.graph
     links: list[Link] = []
@@ -43,12 +51,15 @@ def optimised(
     if remat is not None and "recompute" not in without:
         recompute(graph, keep_dots=remat.policy == "dots")
     if "regather" not in without:
-        regather(graph)
+        regather(graph, apart)
     if "clean" not in without:
         clean(graph)
-    if "overlap" not in without:
+    if "overlap" not in without and not apart:
         overlap(graph)
-    land(graph, traced.gradients, lands)
+    if not apart:
+        land(graph, traced.gradients, lands)
+    if summed:
+        accumulate(graph, traced.gradients, summed)
     graph.lint()
     traced.module.recompile()
     traced.links += links

@@ -4,6 +4,8 @@ A trace gathers all units before the first block, and backward uses what forward
 latest gather if at most one other unit was used since, and otherwise a gather of its own, together with the views and casts
 that it needs. What keeps a unit in memory is its last use. What stays from forward to backward, a second shard or a unit that
 the plan keeps, is gathered at the first use.
+
+Where backward does not follow on forward, as in a pipeline, it reads nothing else of what forward gathered.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from collections import OrderedDict
 from torch.fx import Graph, Node
 
 from shardlib.execute.graph.nodes import GATHERS, fetched, link_at, staying
-from shardlib.execute.graph.trace import BLOCK, PHASE
+from shardlib.execute.graph.trace import BACKWARD, BLOCK, PHASE
 
 WINDOW = 2  # units whose gathers later uses may read
 
 
-def regather(graph: Graph) -> None:
-    """Gather units where they are used."""
+def regather(graph: Graph, apart: bool = False) -> None:
+    """Gather units where they are used. ``apart``: backward does not follow on forward."""
     units, stay = fetched(graph), staying(graph)
     passing = {units[node] for node in units if node.target in GATHERS and not link_at(node).stays}
     kept: dict[Node, Node] = {}  # of what stays
@@ -35,9 +37,13 @@ def regather(graph: Graph) -> None:
             made.meta = node.meta | {PHASE: at.meta.get(PHASE), BLOCK: at.meta.get(BLOCK)}
         return known[node]
 
+    forward = True
     for node in list(graph.nodes):
         if node in units:
             continue
+        if apart and forward and node.meta.get(PHASE) == BACKWARD:
+            latest.clear()
+            forward = False
         for whole in [each for each in node.all_input_nodes if each in units]:
             unit = units[whole]
             if unit in passing:

@@ -1,8 +1,10 @@
-"""A step's graph as text: nodes and messages, by phase and unit, with bytes."""
+"""A step's graphs as text: nodes and messages, by phase and unit, with bytes."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Mapping
 
 from torch.fx import Graph
 
@@ -12,11 +14,18 @@ from shardlib.execute.graph.nodes import link_at, nbytes, sent
 from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE, REDUCTION
 
 
-def described(graph: Graph) -> str:
+def described(graphs: Mapping[str, Graph], traceable: bool) -> str:
+    """All graphs of a step, by name, or why there is none."""
+    if not traceable:
+        return "no graph: the loss function cannot be traced, and runs as without compile=True"
+    return "\n\n".join(itertools.starmap(_described, graphs.items())) or "no graph yet: take a step"
+
+
+def _described(name: str, graph: Graph) -> str:
     """The graph's nodes by phase and block, its exchanges in order, and what it holds of gathered parameters."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     of_activations = sum(node.target in STARTS for node in calls)
-    lines = [f"{len(calls)} nodes, {len(exchanges(graph)) + of_activations} exchanges"]
+    lines = [f"{name}: {len(calls)} nodes, {len(exchanges(graph)) + of_activations} exchanges"]
     for phase in (FORWARD, BACKWARD, REDUCTION):
         members = [node for node in calls if node.meta.get(PHASE) == phase]
         if not members:

@@ -42,6 +42,13 @@ class Form:
     aux: tuple[TreeDef, tuple[Any, ...]]
     buffers: tuple[TreeDef, tuple[Any, ...]]
 
+    @staticmethod
+    def of(outcome: Outcome) -> tuple[Form, list[torch.Tensor]]:
+        """The form of an outcome, and its tensors."""
+        numbers = [number for mean in outcome.means for number in mean]
+        made = Form(len(outcome.means), outcome.weighted, form_of_tree(outcome.aux), form_of_tree(outcome.buffers))
+        return made, [*numbers, *tensors_of(outcome.aux), *tensors_of(outcome.buffers)]
+
     def results(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[Mean, ...], Tree, Tree, Sequence[torch.Tensor]]:
         """Means, aux and buffers, and the outputs after those."""
         means = tuple(Mean(*outputs[2 * term : 2 * term + 2]) for term in range(self.terms))
@@ -61,45 +68,57 @@ class Traced:
         module: takes this rank's buffers in the plan's order, the tensors of the batch and of the loss's buffers, what codecs
             keep, the number from which backward starts, what draws take, and what `land` calls; returns totals and weights,
             the tensors of aux and buffers, a gradient for each trained bucket, and what codecs keep then. It runs as it is
-            traced until it is recompiled.
-        form: of the results.
+            traced until it is recompiled. (A pipeline's stage takes and returns others: see `shardlib.execute.graph.stage`.)
         stands: of the draws.
         gradients: the number of the first gradient among what the graph returns.
+        form: of the results.
         links: what the graph's exchanges go along; they live as long as it does.
     """
 
     module: torch.fx.GraphModule
-    form: Form
     stands: Stands
     gradients: int
     links: list[Any]
+    form: Any = None
 
 
-class _Spans:
-    """The blocks and the decisions of a traced function: which nodes each has made.
+class Spans:
+    """The phases, the blocks and the decisions of a traced function: which nodes each has made.
 
     Attributes:
+        turns: nodes after each of which another phase begins.
         marks: nodes after each of which another block, or none (None), begins.
         decisions: the nodes after which a decision begins, and ends.
     """
 
     def __init__(self) -> None:
+        self.turns: list[torch.fx.Node | None] = []
         self.marks: list[tuple[torch.fx.Node | None, int | None]] = []
         self.decisions: list[tuple[torch.fx.Node | None, torch.fx.Node | None]] = []
         self._count, self._depth = 0, 0
+
+    @property
+    def last(self) -> torch.fx.Node | None:
+        """The node that the trace under way made last."""
+        mode = recording()
+        return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+    def turn(self) -> None:
+        """Begin the next phase."""
+        self.turns.append(self.last)
 
     def runner(self, surroundings: Surroundings) -> Runner:
         def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._depth:
                 return fn(*args, **kwargs)
             self._depth = 1
-            self.marks.append((last_node(), self._count))
+            self.marks.append((self.last, self._count))
             self._count += 1
             try:
                 return fn(*args, **kwargs)
             finally:
                 self._depth = 0
-                self.marks.append((last_node(), None))
+                self.marks.append((self.last, None))
 
         return run
 
@@ -108,20 +127,14 @@ class _Spans:
         """A context in which decisions (`shardlib.common.once`) are noted."""
 
         def made(decide: Decision) -> list[torch.Tensor]:
-            begins = last_node()
+            begins = self.last
             result = decide()
-            if (ends := last_node()) is not begins:
+            if (ends := self.last) is not begins:
                 self.decisions.append((begins, ends))
             return result
 
         with within(decides=made):
             yield
-
-
-def last_node() -> torch.fx.Node | None:
-    """The node that the trace under way made last."""
-    mode = recording()
-    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
 def trace(
@@ -133,6 +146,7 @@ def trace(
     key: Key | None,
     reduces: bool,
     named: str,
+    device: torch.device,
 ) -> Traced:
     """Trace one micro-batch.
 
@@ -144,55 +158,97 @@ def trace(
         reduces: whether gradients are summed over ranks as the optimizer holds them, or as they are accumulated.
         named: the micro-batch, for messages.
     """
-    spans, stands, calls = _Spans(), Stands(), Calls()
-    loss = function(spans.runner)
-    names = list(stored)
-    _, batch_leaves, batch_def = flatten(batch)
-    _, buffer_leaves, buffer_def = flatten(buffers)
     form: list[Form] = []
-    turns: list[torch.fx.Node | None] = []
 
-    def forward(tensors: Sequence[torch.Tensor], stands: Stands) -> tuple[Outcome, dict[str, torch.Tensor]]:
-        rest = iter(tensors)
-        given = {name: next(rest) for name in names}
+    def forward(loss: Function, given: Given) -> tuple[Outcome, dict[str, torch.Tensor]]:
         slots = {name: slot.requires_grad_() for name, slot in loss.slots().items()}
-        filled = _filled(batch_def, batch_leaves, rest)
-        left = None if buffers is None else _filled(buffer_def, buffer_leaves, rest)
-        return loss.outcome(given, slots, filled, None if key is None else stands.key(key.slot), left), slots
+        filled, left = given.tree(batch), None if buffers is None else given.tree(buffers)
+        return loss.outcome(given.stored, slots, filled, given.key(key), left), slots
 
-    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        *tensors, seed = inputs
-        keeping = dict(zip(kept, tensors[len(tensors) - len(kept) :], strict=True))
-        with calls, spans.deciding():
-            outcome, slots = forward(tensors, stands)
+    def backward(loss: Function, found: Any, more: Sequence[torch.Tensor], spans: Spans) -> list[torch.Tensor]:
+        outcome, slots = found
+        *held, seed = more
+        keeping = dict(zip(kept, held, strict=True))
         require_gradient(outcome, None, named)
-        if len(outcome.means) > 1:
-            raise IllegalComposition("a sum of several sl.Mean, whose weights must be known before its backward")
-        turns.append(last_node())
+        require_one_mean(outcome)
         gradients = gradients_of([mean.total for mean in outcome.means], [seed], slots)
-        turns.append(last_node())
+        spans.turn()
         gradients = loss.accumulated(gradients, keeping)
         if reduces:
             gradients = loss.reduced(gradients, keeping)
-        aux, treedef = _tensors(outcome.aux)
-        left, left_def = _tensors(outcome.buffers)
-        form.append(Form(len(outcome.means), outcome.weighted, treedef, left_def))
-        numbers = [number for mean in outcome.means for number in mean]
-        return [*numbers, *aux, *left, *gradients.values(), *keeping.values()]
+        made, numbers = Form.of(outcome)
+        form.append(made)
+        return [*numbers, *gradients.values(), *keeping.values()]
 
-    tensors = [*stored.values(), *_only_tensors(batch_leaves), *_only_tensors(buffer_leaves), *kept.values()]
-    seed = torch.ones((), dtype=torch.float64, device=loss.mesh.device)
+    seed = torch.ones((), dtype=torch.float64, device=device)
+    traced = recorded(function, stored, [batch, buffers], forward, backward, [*kept.values(), seed])
+    traced.gradients -= len(kept)
+    traced.form = form[0]
+    return traced
+
+
+def require_one_mean(outcome: Outcome) -> None:
+    """Refuse a sum of several means. Raises `IllegalComposition`."""
+    if len(outcome.means) > 1:
+        raise IllegalComposition("a sum of several sl.Mean, whose weights must be known before its backward")
+
+
+class Given:
+    """What a traced function is given.
+
+    Attributes:
+        stored: this rank's buffers, by name.
+    """
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor], stands: Stands) -> None:
+        self._rest, self._stands = iter(tensors), stands
+        self.stored = {name: next(self._rest) for name in names}
+
+    def tree(self, like: Tree) -> Tree:
+        """The next input, with other tensors in the place of those of ``like``."""
+        _, leaves, treedef = flatten(like)
+        return unflatten(treedef, [next(self._rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+    def key(self, key: Key | None) -> Key | None:
+        """What stands for a key."""
+        return None if key is None else self._stands.key(key.slot)
+
+
+def recorded(
+    function: Callable[[Callable[[Surroundings], Runner]], Function],
+    stored: Mapping[str, torch.Tensor],
+    trees: Sequence[Tree],
+    forward: Callable[[Function, Given], Any],
+    backward: Callable[[Function, Any, Sequence[torch.Tensor], Spans], list[torch.Tensor]],
+    more: Sequence[torch.Tensor] = (),
+) -> Traced:
+    """Record forward and backward, whose nodes know their phase and block.
+
+    Args:
+        trees: the inputs of forward after ``stored``.
+        backward: is given what ``forward`` returns, ``more``, and what to tell that gradients are reduced from here on;
+            returns gradients of all trained buckets last.
+    """
+    spans, stands, calls, names = Spans(), Stands(), Calls(), list(stored)
+    loss = function(spans.runner)
+    tensors = [*stored.values(), *(tensor for tree in trees for tensor in tensors_of(tree))]
+
+    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        with calls, spans.deciding():
+            found = forward(loss, Given(names, inputs, stands))
+        spans.turn()
+        return backward(loss, found, inputs[len(tensors) :], spans)
+
     with torch.enable_grad(), without_random_numbers():
-        module = graph_of(run, *tensors, seed)
-    _mark(module.graph, turns, spans)
-    require_same(calls, lambda *tensors: forward(tensors, Stands()), tensors)
+        module = graph_of(run, *tensors, *more)
+    _mark(module.graph, spans)
+    require_same(calls, lambda *tensors: forward(loss, Given(names, tensors, Stands())), tensors)
     stands.made_inputs(module.graph)
     *_, output = module.graph.nodes
-    first = len(output.args[0]) - len(kept) - len(loss.trained)
-    return Traced(module, form[0], stands, first, [loss])
+    return Traced(module, stands, len(output.args[0]) - len(loss.trained), [loss])
 
 
-def _mark(graph: torch.fx.Graph, turns: Sequence[torch.fx.Node | None], spans: _Spans) -> None:
+def _mark(graph: torch.fx.Graph, spans: Spans) -> None:
     """Note each node's phase and block, and whether it is part of a decision."""
     phases, blocks = iter((BACKWARD, REDUCTION)), dict(spans.marks)
     phase, block, decided = FORWARD, None, False
@@ -200,22 +256,18 @@ def _mark(graph: torch.fx.Graph, turns: Sequence[torch.fx.Node | None], spans: _
     for node in graph.nodes:
         node.meta[PHASE], node.meta[BLOCK], node.meta[DECIDED] = phase, block, decided
         decided = node in begins or (decided and node not in ends)
-        if node in turns:
-            for _ in range(list(turns).count(node)):
+        if node in spans.turns:
+            for _ in range(spans.turns.count(node)):
                 phase, block = next(phases), None
         block = blocks.get(node, block) if phase == FORWARD else None
 
 
-def _tensors(tree: Tree) -> tuple[list[torch.Tensor], tuple[TreeDef, tuple[Any, ...]]]:
+def form_of_tree(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
+    """A tree's structure, and its leaves that are no tensors."""
     _, leaves, treedef = flatten(tree)
-    others = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    return _only_tensors(leaves), (treedef, others)
+    return treedef, tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
 
 
-def _only_tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _filled(treedef: TreeDef, leaves: Sequence[Any], tensors: Iterator[torch.Tensor]) -> Tree:
-    """A tree with other tensors in the place of its own."""
-    return unflatten(treedef, [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+def tensors_of(tree: Tree) -> list[torch.Tensor]:
+    """The tensors of a tree."""
+    return [leaf for leaf in flatten(tree)[1] if isinstance(leaf, torch.Tensor)]

@@ -48,13 +48,14 @@ class Run:
     """One micro-batch in one stage, between its forward and the end of its backward.
 
     Attributes:
+        executor: an `Executor`, or what stands for it where stages run as graphs.
         inputs: leaves that stand for the differentiable tensors of the incoming carry.
         outputs: differentiable tensors of the result.
         seeds: gradients of the outputs.
         halved: whether the first half of a split backward is done; inputs, outputs and seeds are then empty.
     """
 
-    executor: Executor
+    executor: Any
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
     seeds: list[torch.Tensor] = field(default_factory=list)
@@ -99,14 +100,14 @@ class Position:
 
     Attributes:
         axis: the stages' axis.
-        stages: number -> stage, for the stages on this rank.
+        stages: number -> `Stage`, or what stands for it, for the stages on this rank.
         acknowledged: receive -> sends of this rank that must have arrived when it completes.
     """
 
     axis: str
     mesh: Mesh
     schedule: Schedule
-    stages: dict[int, Stage]
+    stages: Mapping[int, Any]
     acknowledged: Mapping[Action, Sequence[Action]]
 
     def link(self, other: int, about: str) -> Link:
@@ -129,7 +130,7 @@ class Interpreter:
         position: Position,
         params: Sharded,
         compute: Compute,
-        gradients: dict[int, Gradients] | None,
+        gradients: Mapping[int, Any] | None,
         seed: Callable[[int], float] | None,
         thinned: Sequence[Thinned | None] = (),
     ) -> None:
@@ -180,7 +181,12 @@ class Interpreter:
         number, _, microbatch = action
         stage = self._position.stages[number]
         arrived = self._carry(action)  # before the run begins, from whose outputs a receive follows
-        run = stage.begin(microbatch)
+        result = self._result(action, stage.begin(microbatch), arrived)
+        self._pass_on(number, microbatch, result)
+
+    def _result(self, action: Action, run: Run, arrived: Any) -> Any:
+        """The result of a forward, of whose run inputs and outputs are noted."""
+        number, _, microbatch = action
         carry, run.inputs = entered(arrived)
         assert self._gradients is not None
         result = run.executor.open(
@@ -194,7 +200,7 @@ class Interpreter:
             for output in run.outputs:
                 refuse_reentrant_checkpoints(output)
         run.executor.rest()
-        self._pass_on(number, microbatch, result)
+        return result
 
     def _forward_only(self, action: Action) -> None:
         number, _, microbatch = action
@@ -237,7 +243,6 @@ class Interpreter:
         grads: Sequence[torch.Tensor | None] = ()
         if run.inputs and run.outputs:
             grads = run.executor.inputs_gradient(run.outputs, run.seeds, run.inputs)
-            run.executor.rest()
         self._return(action, run, grads or [None] * len(run.inputs))
         if grads:
             run.halved, run.outputs, run.seeds, run.inputs = True, [], [], []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,9 +147,13 @@ class Pipe:
             number: Gradients(stage.plan, self._mesh, options) for number, stage in self._position.stages.items()
         }
         Interpreter(self._position, call.params, compute, gradients, seed, call.thinned).run(self._order)
+        return self._summed(each.result() for each in gradients.values())
+
+    def _summed(self, of_stages: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The gradients of this rank's buckets, from those of its stages."""
         sums: dict[str, torch.Tensor] = {}
-        for number in self._position.stages:
-            for name, grad in gradients[number].result().items():
+        for gradients in of_stages:
+            for name, grad in gradients.items():
                 sums[name] = sums[name].add_(grad) if name in sums else grad
         self._sum_over_homes(sums)
         return {bucket.name: sums[bucket.name] for bucket in self._plan.trained}

@@ -194,7 +194,6 @@ class _Stage:
         with self._live, self._work:
             if self._plan.stages.schedule.splits and run.inputs and run.outputs:
                 self.executor.inputs_gradient(run.outputs, seeds, run.inputs)
-                self.executor.rest()
                 self._between = self._live.now
                 self.executor.weights_gradient(self._gradients, turn)
             else:

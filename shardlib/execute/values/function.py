@@ -98,6 +98,15 @@ class Function:
         """The slot of each trained bucket's gradient."""
         return {whole.bucket.name: whole.slot() for whole in self.trained}
 
+    def sums(self) -> dict[str, torch.Tensor]:
+        """The sums of gradients over no micro-batches, by bucket."""
+        return {
+            whole.bucket.name: torch.zeros(
+                whole.bucket.size(whole.bucket.grad_level), dtype=whole.bucket.reduce_dtype, device=self.mesh.device
+            )
+            for whole in self.trained
+        }
+
     def accumulated(self, gradients: Buffers, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Gradients of one micro-batch, as they are summed over micro-batches. Replaces what codecs have ``kept``."""
         return dict(gradients) | _summed(self._each, gradients, kept)

@@ -10,7 +10,6 @@ def missing(plan: Plan) -> list[str]:
     """The transforms of a plan that a step as a function of values does not have, each with what to put in its place."""
     step, buckets = plan.step, plan.buckets
     found = {
-        "pipeline: leave it out, or use more ranks on the axis of zero": plan.stages.axis is not None,
         "remat(blocks=): recompute all blocks": step.remat is not None and step.remat.blocks is not None,
         "remat(store=): keep inputs of blocks on the device": step.remat is not None and bool(step.remat.store),
         "progressive_layer_drop, random_ltd: leave them out": step.thins,
@@ -32,17 +31,40 @@ def require_values(plan: Plan, what: str, otherwise: str) -> None:
     """
     lacks, reductions = missing(plan), plan.reductions
     found = {
-        "sequence: use tensor_slicing over that axis": plan.step.sequence
-        is not None,  # parts are checked in a first step
-        "offload: keep parameters, gradients and states on the device": bool(plan.step.ahead)
-        or any(set(bucket.memory) != {"device"} for bucket in plan.buckets),
+        "pipeline: leave it out, or use more ranks on the axis of zero": plan.stages.axis is not None,
+        # Parts are checked in a step's first run.
+        "sequence: use tensor_slicing over that axis": plan.step.sequence is not None,
         "precision('fp8'): use 'bf16'": any(placement.scaled for placement in plan.placements),
-        "reproducible: leave it out": plan.step.tree,
+        "hierarchical: use replicate=": reductions.second_level is not None,
         # Residuals are part of a state, and what is rounded has no derivative.
         "onebit, quantize, powersgd: send what is not compressed": bool(reductions.codecs or reductions.packings),
-        "hierarchical: use replicate=": reductions.second_level is not None,
-        "an optimizer that sums over an axis itself: use sl.optim.adamw": reductions.owner is not None,
     }
-    lacks += [each for each, there in found.items() if there]
+    lacks += [*_of_a_step(plan), *(each for each, there in found.items() if there)]
     if lacks:
         raise IllegalComposition(f"{what} does not go together with\n{listing(lacks)}\nOr {otherwise}")
+
+
+def require_graph(plan: Plan) -> None:
+    """Refuse a plan that a graph does not have. Raises `IllegalComposition`, with all transforms."""
+    lacks, how = missing(plan), plan.step.remat
+    if how is not None and (how.save or how.policy not in ("full", "dots")):
+        lacks.append("remat(save=), policies of your own: use remat() or remat('dots')")
+    if plan.step.tokens is not None and plan.step.tokens.spare:
+        lacks.append("experts(spare=): leave spare out")
+    if plan.stages.axis is not None:
+        lacks += _of_a_step(plan)
+        if plan.reductions.codecs:
+            lacks.append("onebit, quantize(gradients=), powersgd: send what is not compressed, or leave out pipeline")
+    if lacks:
+        raise IllegalComposition(f"compile=True does not go together with\n{listing(lacks)}\nOr leave it out")
+
+
+def _of_a_step(plan: Plan) -> list[str]:
+    """What a step does with gradients that are complete, and that one micro-batch alone, or one stage, does not."""
+    found = {
+        "offload: keep parameters, gradients and states on the device": bool(plan.step.ahead)
+        or any(set(bucket.memory) != {"device"} for bucket in plan.buckets),
+        "reproducible: leave it out": plan.step.tree,
+        "an optimizer that sums over an axis itself: use sl.optim.adamw": plan.reductions.owner is not None,
+    }
+    return [each for each, there in found.items() if there]

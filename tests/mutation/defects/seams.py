@@ -129,7 +129,7 @@ DEFECTS = (
     Defect(
         "a module as it was traced",
         "stale",
-        "execute/graph/runner.py",
+        "execute/graph/forms.py",
         "a graph goes on as a module was before eval(), or another dropout.p",
         "if any(module.differs() for module in self._modules):",
         "if not self._modules and any(module.differs() for module in self._modules):",
@@ -140,8 +140,8 @@ DEFECTS = (
         "stale",
         "execute/graph/runner.py",
         "a graph goes on with values that the loss reads and that are others now",
-        "call.keys[index] is None, closed_over(self._fn)",
-        "call.keys[index] is None, ()",
+        "key is None, closed_over(self._fn)",
+        "key is None, ()",
         (f"{_GRAPH}::test_values_that_a_loss_closes_over_are_read_in_every_step",),
     ),
     Defect(

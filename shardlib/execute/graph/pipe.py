@@ -1,0 +1,282 @@
+"""The runner of a pipeline whose stages run as graphs; what cannot be traced runs as it does without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from shardlib.common._compat import storage_id
+from shardlib.execute.gradients import ReductionOptions
+from shardlib.execute.graph.alive import order_of
+from shardlib.execute.graph.closed import closed_over
+from shardlib.execute.graph.forms import Graphs, agreed, form_of, require_no_reached
+from shardlib.execute.graph.parts import Store
+from shardlib.execute.graph.stage import Carry, StageGraph, trace_stage
+from shardlib.execute.graph.text import described
+from shardlib.execute.graph.trace import tensors_of
+from shardlib.execute.losses import Outcome
+from shardlib.execute.opaque import storages_of
+from shardlib.execute.stages.base import Call, detached
+from shardlib.execute.stages.interpreter import Compute, Interpreter, Run, differentiable
+from shardlib.execute.stages.pipe import Pipe
+from shardlib.execute.surroundings import Surroundings
+from shardlib.execute.totals import Totals
+from shardlib.execute.values.function import Function
+from shardlib.execute.values.refusals import require_graph
+from shardlib.mesh.mesh import Mesh
+from shardlib.nn.blocks import Runner
+from shardlib.plan.plan import Plan
+from shardlib.rng import Key, seeding_torch
+from shardlib.schedules import Action
+from shardlib.tree import Tree, tree_map
+
+
+class GraphPipe(Pipe):
+    """A pipeline whose stages run as graphs.
+
+    The first step runs without graphs, as all that is checked of a loss function is in its first run, and shows what passes
+    from stage to stage.
+
+    Args:
+        without: the names of passes that are left out.
+
+    Raises:
+        IllegalComposition: a plan with transforms that a graph does not have; and as for a `Pipe`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Any,
+        plan: Plan,
+        mesh: Mesh,
+        trained: bool = True,
+        with_buffers: bool = False,
+        without: Collection[str] = (),
+    ) -> None:
+        require_graph(plan)
+        super().__init__(loss_fn, plan, mesh, trained, with_buffers)
+        self._without = without
+        self._functions = {number: self._function(number) for number in self._position.stages}
+        self._graphs = {number: Graphs[StageGraph](_order) for number in self._position.stages}
+        self._entering: dict[int, Tree] = {}  # what enters each stage in the first step, without values
+        self._first: Sequence[Any] | None = None  # the micro-batches of the first step, which may be taken again
+        self._traceable = True
+
+    @property
+    def graphs(self) -> Mapping[str, torch.fx.Graph]:
+        """The graphs traced so far."""
+        return {
+            f"stage {stage}, {name}, form {number}": part.graph
+            for stage, graphs in (self._graphs.items() if self._traceable else ())
+            for number, each in enumerate(graphs.made, 1)
+            for name, part in zip(("forward", "backward", "backward of parameters"), each.parts)
+            if part.computes
+        }
+
+    def __str__(self) -> str:
+        return described(self.graphs, self._traceable)
+
+    def _function(self, stage: int, blocks: Callable[[Surroundings], Runner] | None = None) -> Function:
+        """A stage as a function of shards, of a carry and of a batch."""
+        start, stop = self._plan.stages.spans[stage]
+
+        def run(params: Tree, carry: Tree, batch: Tree, rng: Key | None = None) -> Any:
+            return self._blocks.run(params, carry, batch, start, stop, rng)
+
+        return Function(run, self._plan.of_stage(stage), self._mesh, True, blocks)
+
+    def _computing(self, microbatches: Sequence[Tree], keys: Sequence[Key | None]) -> Compute:
+        compute = super()._computing(microbatches, keys)
+
+        def noted(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
+            if self._first is None:
+                self._entering.setdefault(stage, tree_map(_like, carry))
+            return compute(stage, microbatch, tree, carry)
+
+        return noted
+
+    def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
+        if self._traceable:
+            require_no_reached(options)
+        if not self._traceable or self._first is None or self._first is call.microbatches:
+            gradients = super().train(call, totals, options)
+            if self._first is None:
+                self._first = call.microbatches
+                self._traceable = agreed(self._mesh, lambda: self._orders(call), self._home)
+                self._entering.clear()
+            return gradients
+        self._first = ()
+        for graphs in self._graphs.values():
+            graphs.begin()
+        outcomes: dict[int, Outcome] = {}
+        views = {number: self._plan.of_stage(number) for number in self._position.stages}
+        position = replace(self._position, stages={number: _Stage(view) for number, view in views.items()})
+        sums = {number: _Sums(function) for number, function in self._functions.items()}
+        _Interpreter(
+            partial(self._flight, call, outcomes),
+            *(position, call.params, None, sums, lambda microbatch: call.seed(outcomes[microbatch])),
+        ).run(self._order)
+        for index in sorted(outcomes):
+            totals.add(outcomes[index])
+        return self._summed(each.result() for each in sums.values())
+
+    def _orders(self, call: Call) -> list[Any]:
+        """The exchanges of the graphs of the first micro-batch."""
+        for number, carry in self._entering.items():
+            self._graph(call, number, 0, carry)
+        return [graphs.order for graphs in self._graphs.values()]
+
+    def _graph(self, call: Call, stage: int, microbatch: int, carry: Tree) -> StageGraph:
+        """The graph of a stage for a micro-batch of this form."""
+        view, batch, key = self._plan.of_stage(stage), call.microbatches[microbatch], call.keys[microbatch]
+        start, stop = self._plan.stages.spans[stage]
+
+        def traced() -> StageGraph:
+            return trace_stage(
+                partial(self._function, stage),
+                {bucket.name: call.params.buffers[bucket.name] for bucket in view.buckets},
+                carry,
+                batch,
+                key,
+                self._position.is_last(stage),
+                self._schedule.splits,
+                view.step.remat,
+                self._without,
+                call.named(microbatch, self._mesh),
+            )
+
+        read = self._blocks.functions[start:stop]
+        return self._graphs[stage].of(lambda: (form_of(batch), form_of(carry), key is None, closed_over(read)), traced)
+
+    def _flight(self, call: Call, outcomes: dict[int, Outcome], stage: int, microbatch: int, carry: Tree) -> _Flight:
+        """The flight of a micro-batch through a stage, whose forward it runs."""
+        graph, key = self._graph(call, stage, microbatch, carry), call.keys[microbatch]
+        shards = [call.params.buffers[bucket.name] for bucket in self._plan.of_stage(stage).buckets]
+        draws = [] if key is None else graph.stands.values(key)
+        store = graph.stored(graph.entering, tensors_of((carry, call.microbatches[microbatch])))
+        flight = _Flight(graph, [*shards, *draws], store)
+        with torch.no_grad(), seeding_torch(key and key.fold_in(stage), self._mesh.device):
+            results = flight.part(0)
+        if isinstance(graph.form, Carry):
+            flight.result = graph.form.of(results)
+            return flight
+        means, aux, _, _ = graph.form.results(results)
+        flight.result, held = means[0].total.detach().requires_grad_(), storages_of(call.params)
+        outcome = Outcome(means, graph.form.weighted, aux, None)
+        outcomes[microbatch] = detached(outcome, lambda tensor: storage_id(tensor.untyped_storage()) in held)
+        return flight
+
+
+class _Flight:
+    """A micro-batch in a stage, between its forward and the end of its backward. In the place of an `Executor`.
+
+    Attributes:
+        result: of forward, until it is passed on.
+    """
+
+    def __init__(self, graph: StageGraph, inputs: Sequence[Any], store: Store) -> None:
+        self._graph, self._inputs, self._store = graph, inputs, store
+        self.result: Any = None
+
+    def part(self, number: int, sums: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """The results of one of the stage's graphs."""
+        with torch.no_grad():
+            return self._graph.parts[number](self._store, [*self._inputs, *sums])
+
+    def differentiate(
+        self, outputs: Any, seeds: Sequence[torch.Tensor], inputs: Any, sums: _Sums, turn: Any
+    ) -> list[torch.Tensor]:
+        if len(self._graph.parts) > 2:
+            found = self.inputs_gradient(outputs, seeds, inputs)
+            self.weights_gradient(sums, turn)
+            return found
+        self._start(seeds)
+        return self.part(1, sums.tensors)
+
+    def inputs_gradient(self, outputs: Any, seeds: Sequence[torch.Tensor], inputs: Any) -> list[torch.Tensor]:
+        self._start(seeds)
+        return self.part(1)
+
+    def weights_gradient(self, sums: _Sums, turn: Any) -> None:
+        self.part(2, sums.tensors)
+
+    def _start(self, seeds: Sequence[torch.Tensor]) -> None:
+        self._store |= self._graph.stored(self._graph.starts, seeds)
+
+    def close(self) -> None:
+        self._store.clear()
+
+
+class _Sums:
+    """The sums of a stage's gradients over micro-batches, which are made when the first ones come."""
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+
+    @cached_property
+    def _held(self) -> dict[str, torch.Tensor]:
+        return self._function.sums()
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The sums, for a graph to add to."""
+        return list(self._held.values())
+
+    def result(self) -> dict[str, torch.Tensor]:
+        """The sums over ranks, as the optimizer holds them."""
+        return self._function.reduced(self._held)
+
+    def land(self) -> None:
+        """Nothing is under way between the parts of graphs."""
+
+
+class _Stage:
+    """One of this rank's stages, as an `Interpreter` runs it.
+
+    Attributes:
+        runs: micro-batch -> its run.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.runs: dict[int, Run] = {}
+
+    def begin(self, microbatch: int) -> Run:
+        self.runs[microbatch] = Run(None)
+        return self.runs[microbatch]
+
+    def end(self, microbatch: int) -> None:
+        run = self.runs.pop(microbatch)
+        if run.executor is not None:
+            run.executor.close()
+
+
+class _Interpreter(Interpreter):
+    """An interpreter of actions that are graphs."""
+
+    def __init__(self, flight: Callable[[int, int, Tree], _Flight], *args: Any) -> None:
+        super().__init__(*args)
+        self._flight = flight
+
+    def _result(self, action: Action, run: Run, arrived: Any) -> Any:
+        run.executor = flight = self._flight(action.stage, action.microbatch, arrived)
+        result, flight.result = flight.result, None
+        run.inputs = [leaf.new_zeros(()).expand(leaf.shape) for leaf in differentiable(arrived)]  # without memory
+        run.outputs = differentiable(result)
+        return result
+
+
+def _like(leaf: Any) -> Any:
+    """A tensor as another one, without its values."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return made.requires_grad_(leaf.requires_grad)
+
+
+def _order(graph: StageGraph) -> list[Any]:
+    return [exchange for part in graph.parts for exchange in order_of(part.graph)]

@@ -1,0 +1,147 @@
+"""The graphs of a pipeline's stage: of its forward, and of its backward in one part or in two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from shardlib.execute.graph.keys import Stands
+from shardlib.execute.graph.parts import Part, Store, cut
+from shardlib.execute.graph.passes import optimised
+from shardlib.execute.graph.trace import Form, Given, Spans, form_of_tree, recorded, require_one_mean, tensors_of
+from shardlib.execute.handles import materialise
+from shardlib.execute.losses import read_loss, require_gradient
+from shardlib.execute.opaque import require_open
+from shardlib.execute.surroundings import Surroundings
+from shardlib.execute.values.function import Function, gradients_of
+from shardlib.nn.blocks import Runner
+from shardlib.plan.recompute import Recompute
+from shardlib.rng import Key
+from shardlib.tree import Tree, TreeDef, tree_map, unflatten
+
+
+@dataclass(frozen=True)
+class Carry:
+    """The form of what a stage hands on: its structure, its leaves that are no tensors, and which tensors need gradients."""
+
+    structure: TreeDef
+    others: tuple[Any, ...]
+    wanted: tuple[bool, ...]
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Tree:
+        """The carry of these tensors, leaves of a new graph."""
+        leaves = iter([tensor.requires_grad_(wants) for tensor, wants in zip(tensors, self.wanted, strict=True)])
+        return unflatten(self.structure, [next(leaves) if other is None else other for other in self.others])
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The graphs of a stage.
+
+    Attributes:
+        parts: forward, which returns the tensors of what is handed on, or of an outcome; and backward in one part or two,
+            the first of which returns the gradients of the carry, and the last adds those of buckets to sums. They are given
+            buffers and draws, and the last one sums.
+        entering: in the store, the tensors of the carry and of the batch.
+        starts: in the store, the gradients from which backward starts; None for one that nothing needs.
+        form: of what forward returns.
+        stands: of the draws.
+        links: what the exchanges go along.
+    """
+
+    parts: Sequence[Part]
+    entering: Sequence[Node]
+    starts: Sequence[Node | None]
+    form: Carry | Form
+    stands: Stands
+    links: Sequence[Any]
+
+    def stored(self, nodes: Sequence[Node | None], values: Sequence[torch.Tensor]) -> Store:
+        """What the parts take of these values."""
+        taken = {node for part in self.parts for node in part.takes}
+        return {node: value for node, value in zip(nodes, values, strict=True) if node in taken}
+
+
+def trace_stage(
+    function: Callable[[Callable[[Surroundings], Runner]], Function],
+    stored: Mapping[str, torch.Tensor],
+    carry: Tree,
+    batch: Tree,
+    key: Key | None,
+    last: bool,
+    halved: bool,
+    remat: Recompute | None,
+    without: Collection[str],
+    named: str,
+) -> StageGraph:
+    """Trace one micro-batch of a stage.
+
+    Args:
+        function: makes the stage as a function of shards, of a carry and of a batch, given how its blocks run.
+        last: whether what it returns is the loss.
+        halved: whether backward is in two parts.
+        named: the micro-batch, for messages.
+    """
+    form: list[Carry | Form] = []
+    seeds: list[Node | None] = []  # stand for the gradients from which backward starts
+    sizes: list[int] = []  # results, and gradients of buckets
+
+    def forward(loss: Function, given: Given) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]]:
+        """The results, those of them from which backward starts, and by what it differentiates."""
+        wanted = {name: slot.requires_grad_() for name, slot in loss.slots().items()}
+
+        def enter(now: Any, was: Any) -> Any:
+            if not isinstance(was, torch.Tensor) or not was.requires_grad:
+                return now
+            return wanted.setdefault(f"input {len(wanted)}", now.detach().requires_grad_())
+
+        entering = tree_map(enter, given.tree(carry), carry)
+        result = materialise(loss(given.stored, wanted, entering, given.tree(batch), key=given.key(key)))
+        form.clear()
+        if last:
+            outcome = read_loss(result, False)
+            require_gradient(outcome, None, named)
+            require_one_mean(outcome)
+            made, results = Form.of(outcome)
+            form.append(made)
+            return results, results[:1], wanted
+        require_open(result, "what passes between pipeline stages")
+        results = tensors_of(result)
+        form.append(Carry(*form_of_tree(result), tuple(tensor.requires_grad for tensor in results)))
+        return results, [tensor for tensor in results if tensor.requires_grad], wanted
+
+    def backward(loss: Function, found: Any, _: Any, spans: Spans) -> list[torch.Tensor]:
+        results, starts, wanted = found
+        cotangents = []
+        for tensor in starts:
+            cotangents.append(torch.empty_like(tensor))
+            seeds.append(spans.last)
+        gradients = list(gradients_of(starts, cotangents, wanted).values())
+        spans.turn()
+        sizes[:] = len(results), len(loss.slots())
+        return [*results, *gradients]
+
+    traced = optimised(
+        recorded(function, stored, [carry, batch], forward, backward), remat, without=without, apart=True
+    )
+    nodes = list(traced.module.graph.nodes)
+    given = [node for node in nodes if node.op == "placeholder"]
+    entering = given[len(stored) :][: len(tensors_of((carry, batch)))]
+    inputs = [node for node in given if node not in entering]
+    (outputs,) = nodes[-1].args
+    results, weights, rest = outputs[: sizes[0]], outputs[sizes[0] : sum(sizes)], outputs[sum(sizes) :]
+    there = set(nodes)
+    starts = [seed if seed in there else None for seed in seeds]
+    parts = cut(
+        traced.module,
+        [results, rest, weights] if halved else [results, [*rest, *weights]],
+        inputs,
+        [*entering, *filter(None, starts)],
+        len(weights),
+        "overlap" not in without,
+    )
+    return StageGraph(parts, entering, starts, form[0], traced.stands, traced.links)
