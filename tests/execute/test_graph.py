@@ -633,7 +633,7 @@ def trained(mesh, transform, how, tx):
     for compile, batch in zip(how, token_batches(len(how), 12), strict=True):
         state, metrics = steps[compile](state, share(batch, mesh.rank, mesh.size))
         found.append((metrics["loss"], metrics["grad_norm"]))
-    graphs = [traced.module.graph for traced in steps[True].graph.graphs] if True in steps else [None]
+    graphs = list(steps[True].graph.graphs.values()) if True in steps else [None]
     return (found, sl.unshard(state.params), dict(state.comm)), graphs
 
 

@@ -80,7 +80,7 @@ def allocations(graph: Graph) -> list[Allocation]:
             continue
         source = _lies_in(node)
         if kind_of(node) == "gather":
-            units[node] = "" if link_at(node).stays else link_at(node).label
+            units[node] = "" if link_at(node).stays and _goes_on(node) else link_at(node).label
         elif node.target in RELAID or node.target is wait:  # a copy or a cast of gathered parameters is one too
             units[node] = units.get(given(node), "")
         if source is not None and source not in owner:
@@ -92,6 +92,12 @@ def allocations(graph: Graph) -> list[Allocation]:
         Allocation(place[given(made) if made.target is getitem else made], end, _bytes(made), units.get(made, ""))
         for made, end in ends.items()
     ]
+
+
+def _goes_on(node: Node) -> bool:
+    """Whether what a node gives is gathered further, as a second shard is."""
+    through = (user for user in node.users if user.target in (getitem, wait))
+    return any(kind_of(user) == "gather" for user in node.users) or any(map(_goes_on, through))
 
 
 def _lies_in(node: Node) -> Node | None:

@@ -228,7 +228,7 @@ class _Sums:
 
     def result(self) -> dict[str, torch.Tensor]:
         """The sums over ranks, as the optimizer holds them."""
-        return self._function.reduced(self._held)
+        return self._function.reduced(self._held, {})
 
     def land(self) -> None:
         """Nothing is under way between the parts of graphs."""
