@@ -193,7 +193,7 @@ def test_refusals():
             "sequence": sl.sequence("data", "ulysses"),
             "onebit": sl.chain(sl.zero(1), sl.onebit(feedback=False)),
             "reproducible": sl.chain(sl.zero(1), sl.reproducible(2)),
-            "fp8": sl.precision("fp8"),
+            "fp8": sl.chain(sl.zero(1), sl.precision("fp8")),
         }
         for name, transform in refused.items():
             with pytest.raises(IllegalComposition, match=rf"(?s)around value_and_grad's function.*{name}.*sl\.unshard"):
