@@ -190,11 +190,16 @@ def test_refusals():
             grad(lambda x: step(state, (x, batch[1]))[1]["loss"])(batch[0])
         with pytest.raises(HandleError, match="reads a further sharded tree"):
             grad(value(lambda p, x: mlp_loss(p, x) + leaves_of(params)[0].sum(), batch))(sl.shard(PARAMS, mesh))
-        offloaded = sl.shard(PARAMS, mesh, sl.chain(sl.zero(3), sl.offload(params="host")))
-        cut = sl.shard(PARAMS, mesh, sl.sequence("data", "ulysses"))
-        for name, sharded in {"offload": offloaded, "sequence": cut}.items():
+        refused = {
+            "offload": sl.chain(sl.zero(3), sl.offload(params="host")),
+            "sequence": sl.sequence("data", "ulysses"),
+            "onebit": sl.chain(sl.zero(1), sl.onebit(feedback=False)),
+            "reproducible": sl.chain(sl.zero(1), sl.reproducible(2)),
+            "fp8": sl.chain(sl.zero(1), sl.precision("fp8")),
+        }
+        for name, transform in refused.items():
             with pytest.raises(IllegalComposition, match=rf"(?s)around value_and_grad's function.*{name}.*sl\.unshard"):
-                grad(value(mlp_loss, batch))(sharded)
+                grad(value(mlp_loss, batch))(sl.shard(PARAMS, mesh, transform))
 
     sl.simulate(run, mesh={"data": 2})
 

@@ -6,6 +6,7 @@ _SEAMS = "tests/models/test_seams.py"
 _HELD = f"{_SEAMS}::test_what_holds_parts_of_a_module_trains_as_in_torch"
 _GRAPH = "tests/execute/test_graph.py"
 _AROUND = "tests/execute/test_func_around.py"
+_GOES_ON = f"{_GRAPH}::test_states_go_on_from_a_step_with_a_graph_to_one_without"
 _DONE = f"{_SEAMS}::test_what_is_done_to_the_module_is_done_to_its_copies"
 
 DEFECTS = (
@@ -143,6 +144,60 @@ DEFECTS = (
         "key is None, closed_over(self._fn)",
         "key is None, ()",
         (f"{_GRAPH}::test_values_that_a_loss_closes_over_are_read_in_every_step",),
+    ),
+    Defect(
+        "residuals that a graph forgets",
+        "residual",
+        "execute/values/routes.py",
+        "what a compressed exchange of a graph leaves out is not in the state that follows",
+        "kept |= zip(links.kept, after, strict=True)",
+        "kept |= zip(links.kept, [kept[name] for name in links.kept], strict=True)",
+        (_GOES_ON,),
+    ),
+    Defect(
+        "an owned axis that a graph sums over",
+        "reduction",
+        "execute/graph/runner.py",
+        "gradients are summed over an axis in a graph, and by the optimizer that owns it again",
+        "plan.reductions.owner is None and not plan.step.tree",
+        "not plan.step.tree",
+        (_GOES_ON,),
+    ),
+    Defect(
+        "a second shard for one use",
+        "bytes",
+        "execute/graph/regather.py",
+        "backward gathers over nodes again",
+        "if node in stay or units[node] not in passing:",
+        "if node in kept or units[node] not in passing:",
+        (f"{_GRAPH}::test_second_shards_stay",),
+    ),
+    Defect(
+        "a tree that begins with each rank's first micro-batch",
+        "order",
+        "execute/graph/runner.py",
+        "micro-batches of graphs are added as if the rank had the first ones of all",
+        "Node(0, self._first + index)",
+        "Node(0, index)",
+        (f"{_GRAPH}::test_a_gpt",),
+    ),
+    Defect(
+        "slices in full precision in a graph",
+        "numerics",
+        "execute/values/function.py",
+        "products of slices are in 8 bits without a graph, and not in one",
+        "path in self._scaled,",
+        "not self._scaled,",
+        (f"{_GRAPH}::test_a_gpt_in_parts",),
+    ),
+    Defect(
+        "gradients that leave after the graph",
+        "memory",
+        "execute/graph/land.py",
+        "all gradients stay on the device until backward is over",
+        "if name is not None:",
+        "if name is not None and not given:",
+        (f"{_GRAPH}::test_what_lies_elsewhere",),
     ),
     Defect(
         "a first call around torch.func that nobody looks at",
