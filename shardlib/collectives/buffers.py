@@ -42,11 +42,12 @@ class Link:
 
     Attributes:
         label: what is exchanged, for reports.
+        kept: whether what is gathered stays for backward.
         number: stands for the link among an operator's arguments, as long as the link lives.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, label: str) -> None:
-        self.mesh, self.axis, self.label = mesh, axis, label
+    def __init__(self, mesh: Mesh, axis: str, label: str, kept: bool = False) -> None:
+        self.mesh, self.axis, self.label, self.kept = mesh, axis, label, kept
         self.ways = mesh.shape[axis]
         with _registering:
             self.number = next(_numbers)

@@ -109,7 +109,7 @@ class Executor:
             for bucket in plan.buckets
             if bucket.tiles > 1
         ]
-        self._gathering = Gathering(dict(self._units), self.record, plan.step.prefetch)
+        self._gathering = Gathering(dict(self._units), self.record, plan.step.prefetch, plan.kept if trained else ())
         self._beside = Beside(plan, mesh, self._gathering, self._touch)
         self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []

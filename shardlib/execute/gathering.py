@@ -7,7 +7,7 @@ the gather of the next one is started, so that at most two neighbouring units ar
 slow links: steps take as long where units are equal and 0 to 2 % less where they are not, for a unit more on the device.) The
 next few units are announced, so that what is on disk is read meanwhile. Both rules gather equally often. While a tile of a
 leaf is in use, the unit that the leaf belongs to stays as it is (gathered, or not): it is often used again right after the
-tiles.
+tiles. What the plan keeps (`shardlib.zero`'s ``keep``) is not released before backward uses it.
 
 A step that leaves out layers follows the trace less the units of those layers, on all ranks alike. There is a trace of all
 units first: while the ranks agree on each gather, nothing is left out (see `shardlib.execute.thinning`).
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from shardlib.errors import RankMismatch
@@ -86,6 +86,9 @@ class Reductions(Protocol):
 class Gathering:
     """Decides, touch by touch, which units to gather and which to release.
 
+    Args:
+        kept: units that are not released between their use in forward and the first one in backward.
+
     Attributes:
         record: what earlier runs showed.
         current: the unit of the present visit; touching it again needs no decision.
@@ -97,8 +100,10 @@ class Gathering:
         strayed: whether this rank has left the trace since `begin`.
     """
 
-    def __init__(self, units: dict[str, Gatherable], record: Record, prefetch: bool) -> None:
-        self._units, self.record, self._prefetch = units, record, prefetch
+    def __init__(
+        self, units: dict[str, Gatherable], record: Record, prefetch: bool, kept: Collection[str] = ()
+    ) -> None:
+        self._units, self.record, self._prefetch, self._kept = units, record, prefetch, kept
         # If no unit gathers, the ranks only have to agree on the order of the first reductions.
         self._gathers = any(unit.gathers for unit in units.values())
         self._names = list(units)
@@ -115,6 +120,7 @@ class Gathering:
         self._allowed = 0
         self._differing: set[str] | None = None  # units that ranks used differently; None while there is no difference
         self._late = False
+        self._staying = set(self._kept)  # less those that backward has used
         self.fetched: list[str] = []
         self.touched: set[str] = set()
         self.reductions: Reductions | None = None
@@ -162,6 +168,7 @@ class Gathering:
         if self.strayed:
             if unit.name not in self._here:
                 self._here[unit.name] = unit
+                self._staying.discard(unit.name)  # the trace's backward, if it uses the unit, gathers it
                 unit.stand_in()
             return
         self._note(unit.name)
@@ -197,13 +204,13 @@ class Gathering:
         return True
 
     def turn(self) -> None:
-        """End the forward: release every unit, and start to gather the one that backward needs first."""
+        """End the forward: release all units that are not kept, and start to gather the one that backward needs first."""
         self.rest()
         if self._trace is not None and self._prefetch and (upcoming := self._upcoming()):
             self._fetch(self._units[upcoming])
 
     def rest(self) -> None:
-        """Release every unit, and gather none until this micro-batch goes on; other micro-batches run meanwhile."""
+        """Release all units that are not kept, and gather none until this micro-batch goes on; others run meanwhile."""
         self.strayed |= self._trace is not None and not self._at(None)
         self._pause()
         self._note(None)
@@ -229,12 +236,13 @@ class Gathering:
         return all_late
 
     def end(self) -> None:
-        """Release every unit: backward is over, or failed."""
+        """Release every unit but those that are kept for backward."""
         self._keep(set())
         self.current = None
 
     def close(self) -> None:
-        """End the micro-batch, and let go of its gradients."""
+        """End the micro-batch: release every unit, and let go of its gradients."""
+        self._staying.clear()
         self.end()
         self.reductions = None
 
@@ -347,6 +355,8 @@ class Gathering:
     def _note(self, name: str | None) -> None:
         visit = name, self._count()
         self._visits.append(visit)
+        if self.reductions is not None and name is not None:
+            self._staying.discard(name)
         if self._trace is None:
             self._sum = zlib.crc32(repr(visit).encode(), self._sum) >> 1
 
@@ -360,7 +370,7 @@ class Gathering:
             unit.fetch()
 
     def _keep(self, names: set[str | None]) -> None:
-        for name in [name for name in self._here if name not in names]:
+        for name in [name for name in self._here if name not in names and name not in self._staying]:
             self._here.pop(name).release()
 
 

@@ -151,6 +151,7 @@ def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tupl
         asked.layer_drop,
         asked.token_drop,
         asked.autocast,
+        asked.keep,
     )
     return splits, decided, notes
 

@@ -272,6 +272,7 @@ class Step(Claim):
         sync: "each" reduces gradients after every micro-batch, "last" only after the last.
         remat: how blocks are recomputed.
         prefetch: whether a unit is gathered while the one before it computes.
+        keep: the units that stay gathered from forward to backward: "forward" for all, or bytes that they fit into.
         loss_scale: initial loss scale, and how it changes.
         cast_batch: dtype that floating batch leaves are cast to.
         autocast: dtype to which torch's autocast casts the operands of the operations on its list; without it none are cast.
@@ -290,6 +291,7 @@ class Step(Claim):
     sync: str | None = None
     remat: Recompute | None = None
     prefetch: bool | None = None
+    keep: str | int | None = None
     loss_scale: LossScale | None = None
     cast_batch: torch.dtype | None = None
     autocast: torch.dtype | None = None

@@ -110,6 +110,7 @@ class StepPlan:
     layer_drop: LayerDrop | None = None
     token_drop: TokenDrop | None = None
     autocast: torch.dtype | None = None
+    keep: str | int | None = None
 
     @property
     def thins(self) -> bool:

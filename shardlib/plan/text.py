@@ -46,6 +46,9 @@ def describe(plan: PlanValue) -> str:
         paragraphs.append(f"Gathers per micro-batch: {len(plan.gathers)} ({how})")
         if unused := _unused(plan):
             paragraphs.append(unused)
+    if plan.step.keep is not None:
+        kept = ", ".join(unit or "(top)" for unit in plan.tiled.units if unit in plan.kept) or "none fits"
+        paragraphs.append(f"Gathered from forward to backward: {kept}: {size(sum(plan.kept.values()))}")
     if plan.step.remat and plan.traces is not None:
         told = plan.step.remat.without_blocks(sum(trace.blocks for trace in plan.traces))
         paragraphs += [told] if told else []

@@ -311,7 +311,26 @@ class PlanValue:
         plan = self.tiled
         here = ((unit, buckets) for unit, buckets in plan.buckets_of.items() if unit not in plan.left_out)
         sharded = [unit for unit, buckets in here if any(b.fetched for b in buckets)]
-        return (*sharded, *(unit for unit in reversed(sharded) if unit in plan.trained_in))
+        again = (unit for unit in reversed(sharded) if unit in plan.trained_in and unit not in plan.kept)
+        return (*sharded, *again)
+
+    @cached_property
+    def kept(self) -> dict[str, int]:
+        """Unit -> bytes, for the units that stay gathered from a micro-batch's forward until backward has used them: as many
+        as fit, the smallest first, of equal ones the last. Tiles, which are never together on the device, do not stay."""
+        keep, sizes = self.step.keep, dict[str, int]()
+        for unit, buckets in self.tiled.buckets_of.items():
+            gathered = sum(bucket.size(0) * bucket.dtype.itemsize for bucket in buckets if bucket.fetched)
+            if keep is not None and gathered and buckets[0].home is None:
+                sizes[unit] = gathered
+        if not isinstance(keep, int):
+            return sizes
+        found, left = dict[str, int](), keep
+        for unit in sorted(reversed(sizes), key=sizes.__getitem__):
+            if sizes[unit] <= left:
+                found[unit] = sizes[unit]
+                left -= sizes[unit]
+        return found
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:

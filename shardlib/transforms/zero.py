@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardlib.errors import IllegalComposition
 from shardlib.plan.arguments import axes_of, axis_of, flag, integer, refused
 from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step
 from shardlib.plan.code import Call, Coded
+from shardlib.plan.resolved import Resolved
+from shardlib.plan.tables import parse_size
 
 _SPLIT = {0: (), 1: ("optimizer",), 2: ("grad", "optimizer"), 3: ("param", "grad", "optimizer")}
 _STAGES = f"use {', '.join(map(str, _SPLIT))}"
@@ -22,10 +25,11 @@ class Zero(Coded):
     axes: tuple[str, ...]
     replicate: str | None
     prefetch: bool
+    keep: str | int | None
 
     @property
     def call(self) -> Call:
-        given = {"stage": self.stage, "replicate": self.replicate, "prefetch": self.prefetch}
+        given = {"stage": self.stage, "replicate": self.replicate, "prefetch": self.prefetch, "keep": self.keep}
         return Call(zero, {**given, "axis": self.axes[0] if len(self.axes) == 1 else self.axes})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
@@ -36,10 +40,24 @@ class Zero(Coded):
                 yield Live(role, axis)
         if not self.prefetch:
             yield Step(prefetch=False)
+        if self.keep is not None:
+            yield Step(keep=self.keep)
+
+    def check(self, resolved: Resolved) -> None:
+        if self.keep is not None and resolved.step.stages is not None:
+            raise IllegalComposition(
+                f"{self.name} keeps gathered parameters until backward, and in a pipeline each of the micro-batches between "
+                "forward and backward would keep its own. Leave out keep=, or use accumulate in place of the pipeline"
+            )
 
 
 def zero(
-    stage: int = 0, axis: str | Sequence[str] = "data", replicate: str | None = None, *, prefetch: bool = True
+    stage: int = 0,
+    axis: str | Sequence[str] = "data",
+    replicate: str | None = None,
+    *,
+    prefetch: bool = True,
+    keep: str | int | None = None,
 ) -> Zero:
     """Divide the batch over ``axis``, and split the training state over it.
 
@@ -59,13 +77,19 @@ def zero(
         replicate: a second mesh axis, over which the batch is divided and the state is replicated (hybrid sharding: split
             inside a node, replicate across nodes).
         prefetch: whether the next unit is gathered while one computes (stage 3).
+        keep: units that stay gathered from forward until backward has used them, so that backward does not gather them again
+            (stage 3): "forward" for all of them, or as many as fit into this number of bytes ("2GiB", say) on each rank. The
+            smallest ones stay, since each saves a message; of equal ones the last, which forward uses last.
 
     Raises:
-        IllegalComposition: a stage outside 0 to 3, an axis twice, or none.
+        IllegalComposition: a stage outside 0 to 3, an axis twice, or none; ``keep`` at other stages than 3; when a plan is
+            made, ``keep`` in a pipeline.
 
     >>> mesh, params = sl.abstract_mesh(data=4), {"w": torch.ones(256, 256)}
     >>> [sl.make_plan(params, mesh, sl.zero(stage)).bytes("param") for stage in range(4)]
     [262144, 262144, 262144, 65536]
+    >>> [sl.make_plan(params, mesh, sl.zero(3, keep=keep)).payload()["data"] for keep in (None, "forward")]
+    [589824, 393216]
     """
     stage = integer("zero", "stage", stage, 0, _STAGES)
     if stage not in _SPLIT:
@@ -76,4 +100,17 @@ def zero(
         raise IllegalComposition(
             f"zero cannot both split and replicate over axis {replicate!r}; name two axes of the mesh"
         )
-    return Zero(stage, axes, replicate, flag("zero", "prefetch", prefetch))
+    return Zero(stage, axes, replicate, flag("zero", "prefetch", prefetch), _kept(keep, stage))
+
+
+def _kept(keep: Any, stage: int) -> str | int | None:
+    if keep is None:
+        return None
+    if stage < 3:
+        raise refused("zero", "keep", keep, f"stage {stage} gathers no parameters for use: use stage 3, or leave it out")
+    if isinstance(keep, str) and keep == "forward":
+        return "forward"
+    try:
+        return parse_size(keep)
+    except ValueError:
+        raise refused("zero", "keep", keep, "use 'forward', or a number of bytes, such as '2GiB'") from None

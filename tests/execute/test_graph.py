@@ -84,6 +84,8 @@ CHAINS = {
     "3 under autocast": sl.chain(sl.zero(3), sl.precision("bf16", autocast=True)),
     "2 in bf16 without masters": sl.chain(sl.zero(2), sl.precision("bf16", master=False)),
     "3 in 2 micro-batches, recomputed": sl.chain(sl.zero(3), sl.accumulate(2), sl.remat()),
+    "3, kept": sl.zero(3, keep="forward"),
+    "3, kept in part, in 2 micro-batches": sl.chain(sl.zero(3, keep="6kB"), sl.accumulate(2), sl.remat()),
     "3, frozen": sl.chain(sl.zero(3), sl.freeze("blocks/0/*")),
 }
 
@@ -199,6 +201,14 @@ def test_two_units_are_whole_at_a_time():
     assert peak_of_wholes(graphs[0]).units == UNITS and exchanges(graphs, "gather") == [UNITS]
     (_, _, graphs, stage), *_ = run("hoist")
     assert [kind_of(node)[0] for node in graphs[0].nodes if kind_of(node)][-UNITS:] == ["r"] * UNITS
+
+
+@pytest.mark.parametrize("without", [("merge",), ()])
+@pytest.mark.parametrize(("keep", "again"), [("forward", 0), ("12kB", 1)])
+def test_what_stays_is_gathered_once(keep, again, without):
+    """Of the units that backward reads."""
+    loss_fn, params = tiny_gpt(layers=3)
+    (_, _, graphs, stage), *_ = both(loss_fn, params, token_batches(1, 4), sl.zero(3, keep=keep), without=without)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,8 @@ TRANSFORMS = {
     "stage 3": ({"data": 2}, sl.zero(3)),
     "stage 3, three ranks": ({"data": 3}, sl.zero(3)),
     "no prefetch": ({"data": 2}, sl.zero(3, prefetch=False)),
+    "kept": ({"data": 2}, sl.zero(3, keep="forward")),
+    "kept in part": ({"data": 2}, sl.chain(sl.zero(3, keep=400), sl.accumulate(2))),
     "hybrid": ({"data": 2, "copies": 2}, sl.zero(3, replicate="copies")),
     "second shards": (
         {"node": 2, "local": 2},

@@ -88,12 +88,14 @@ STAGE = st.integers(0, 3)
 @st.composite
 def data_parallel(draw, mesh):
     """One or two ZeROs that use every axis of the mesh; also (ways, copies, stage) where the plain one can follow."""
-    stage, prefetch = draw(STAGE), draw(st.booleans())
+    stage, options = draw(STAGE), {"axis": "a", "prefetch": draw(st.booleans())}
+    if stage == 3:
+        options["keep"] = draw(st.sampled_from([None, "forward", 300]))
     if "b" not in mesh:
-        return [sl.zero(stage, axis="a", prefetch=prefetch)], (mesh["a"], 1, stage)
+        return [sl.zero(stage, **options)], (mesh["a"], 1, stage)
     if draw(st.booleans()):
-        return [sl.zero(stage, axis="a", replicate="b", prefetch=prefetch)], (mesh["a"], mesh["b"], stage)
-    return [sl.zero(stage, axis="a", prefetch=prefetch), sl.zero(draw(STAGE), axis="b")], None
+        return [sl.zero(stage, replicate="b", **options)], (mesh["a"], mesh["b"], stage)
+    return [sl.zero(stage, **options), sl.zero(draw(STAGE), axis="b")], None
 
 
 @st.composite

@@ -179,6 +179,43 @@ def test_the_optimizers_state_is_asked_for():
         assert mixed.bytes("optimizer") == (copies + 1) * 4 * 30  # and the masters
 
 
+def test_the_smallest_and_of_equal_ones_the_last_stay_gathered():
+    params = {"blocks": [{"w": meta(size)} for size in (100, 300, 100, 100)]}
+
+    def planned(keep):
+        return sl.make_plan(params, sl.abstract_mesh(data=2), sl.zero(3, keep=keep))
+
+    assert set(planned("forward").kept) == {f"blocks/{number}" for number in range(4)}
+    assert planned(1000).kept == {"blocks/3": 400, "blocks/2": 400}
+    assert "Gathered from forward to backward: blocks/2, blocks/3: 800 B" in str(planned(1000))
+    assert planned(1000).gathers.count("blocks/2") == 1 and planned(1000).gathers.count("blocks/0") == 2
+    assert "Gathered from forward to backward: none fits: 0 B" in str(planned(399))
+
+
+def test_what_backward_has_used_is_released():
+    """The first block takes most when backward computes it again, as the last thing that it does."""
+
+    def first(params, carry, batch):
+        return (batch["x"] @ params["w"]).repeat(1, 40).tanh().sin().mean(1, keepdim=True)
+
+    def layer(params, carry, batch):
+        return torch.tanh(carry * params["w"].sum())
+
+    def last(params, carry, batch):
+        return (carry * params["w"].sum()).mean()
+
+    params = [{"w": meta(8, 64)}, *({"w": meta(64, 64)} for _ in range(4)), {"w": meta(8)}]
+    loss_fn, batch = sl.sequential([first, *[layer] * 4, last]), {"x": torch.ones(64, 8)}
+
+    def planned(keep):
+        transform = sl.chain(sl.zero(3, keep=keep), sl.remat())
+        return sl.make_plan(params, sl.abstract_mesh(data=2), transform, loss_fn=loss_fn, batch=batch)
+
+    kept, plain = planned("forward"), planned(None)
+    assert "backward of block 1" in plain.traces[0].live_in and kept.live_bytes == plain.live_bytes
+    assert len(kept.gathers) == 6 < len(plain.gathers)
+
+
 def test_touches_are_traced():
     """A unit used at both ends is gathered more often; one whose values backward does not need, once."""
     loss_fn, params = tiny_gpt()

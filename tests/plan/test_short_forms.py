@@ -29,6 +29,7 @@ CHAINS = {
     "again": (sl.zero(1), sl.remat(blocks=18), sl.precision("bf16")),
     "to host": (sl.zero(2), sl.remat(blocks=10, store="host"), sl.accumulate(4)),
     "split": (sl.zero(3), sl.remat(), sl.accumulate(2)),
+    "kept": (sl.zero(3, keep="forward"), sl.remat()),
     "states down": (sl.zero(1), sl.remat(), sl.offload()),
     "a share down": (sl.zero(2), sl.offload(fraction=0.5), sl.remat(store="host")),
     "parameters down": (sl.zero(3), sl.offload(params="host"), sl.accumulate(2)),
@@ -66,6 +67,10 @@ def test_blocks_that_are_merged_have_no_short_form(most, shorter):
         assert (short_form(plan) is not None) == shorter
         assert ("blocks/0…1" in plan.units) != shorter
         assert (Shortly(whole)(plan) or whole.traced(plan).traces) == whole.traced(plan).traces
+
+
+def test_units_that_fit_into_bytes_have_no_short_form():
+    assert short_form(plan_of(CONFIG, sl.zero(3, keep="1MB"))) is None
 
 
 # While the head's whole gradient is waited for those of blocks pile up; or it is as large as all of these, and none is waited

@@ -68,6 +68,14 @@ def test_stage_3_hides_gathers_behind_the_unit_before(prefetch):
     assert found.total == pytest.approx(12.0 + waits)
 
 
+@pytest.mark.parametrize(("keep", "gathers"), [("forward", UNITS), (2 * BYTES, UNITS + 2)])
+def test_what_stays_is_gathered_once(keep, gathers):
+    """The units that backward begins with are there."""
+    found = predicted(sl.zero(3, keep=keep), 4.0, SHARE / 0.5)
+    assert found.total == pytest.approx(12.0 + 0.5 + 0.5)
+    assert found.links["data"] == pytest.approx((gathers + UNITS) * 0.5)
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_that_come_late_are_waited_for_once_more(stage):
     """At stage 3 the biases' gradients are on their way when a function of the user's returns those of the weights."""

@@ -132,6 +132,8 @@ PAYLOAD_CASES = [
     ({"data": 2, "other": 2}, sl.chain(sl.zero(2), sl.zero(2, axis="other"), sl.accumulate(3))),
     ({"data": 2, "other": 2}, sl.chain(sl.zero(2, replicate="other"), sl.accumulate(3))),
     ({"data": 2, "other": 2}, sl.zero(3, axis="other", replicate="data")),
+    ({"data": 2}, sl.zero(3, keep="forward")),
+    ({"data": 3}, sl.chain(sl.zero(3, keep="6kB"), sl.accumulate(2))),
 ]
 
 
@@ -217,6 +219,8 @@ def test_live_gathered_bytes_are_bounded(prefetch):
 LIVE = {
     **{f"stage {stage}": sl.zero(stage) for stage in range(4)},
     "no prefetching": sl.zero(3, prefetch=False),
+    "kept": sl.zero(3, keep="forward"),
+    "kept in part, recomputed": sl.chain(sl.zero(3, keep="12kB"), sl.remat()),
     "recomputed": sl.chain(sl.zero(3), sl.remat()),
     "bf16": sl.chain(sl.zero(3), sl.precision("bf16")),
 }

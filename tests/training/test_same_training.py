@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import training
 from helpers.models import tiny_gpt, token_batches
-from helpers.trees import assert_close
+from helpers.trees import assert_close, relative_error
 from oracle import one_device, plain
 
 import shardlib as sl
@@ -57,6 +57,19 @@ def test_every_stage_and_number_of_ranks(stage, ranks, microbatches, prefetch, d
 def test_hybrid(stage, microbatches, prefetch, dtype):
     zero = sl.zero(stage, axis="local", replicate="node", prefetch=prefetch)
     check(dtype, {"node": 2, "local": 2}, sl.chain(zero, sl.accumulate(microbatches)))
+
+
+@pytest.mark.parametrize("keep", ["forward", "6kB"])
+def test_what_stays_gathered_changes_no_bit(keep):
+    loss_fn, params = tiny_gpt()
+
+    def run(keep):
+        transform = sl.chain(sl.zero(3, keep=keep), sl.accumulate(2))
+        mesh, batches = {"data": 2}, token_batches(3)
+        return training.simulate(mesh, loss_fn, params, batches, transform, training.optimizer(MAX_NORM))
+
+    (*numbers, kept), (*expected, plain) = run(keep), run(None)
+    assert numbers == expected and relative_error(kept, plain)[0] == 0
 
 
 @pytest.mark.parametrize("stages", [(1, 1), (3, 1), (2, 2), (3, 3)])

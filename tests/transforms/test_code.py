@@ -66,6 +66,7 @@ RULES = (
 CUTS = ("count", (1, 2, 3.5, 4), re.compile("up|ln$", re.IGNORECASE), re.compile("u" * 300 + "|up"))
 TRANSFORMS = {
     "zero": made(sl.zero, stage=st.integers(0, 3), axis=axes("seq"), replicate=axes("node"), prefetch=st.booleans()),
+    "kept": made(sl.zero, 3, keep=axes("forward", 4096)),
     "accumulate": st.builds(sl.accumulate, st.integers(1, 8), axes(None, "last")),
     "precision": made(
         sl.precision,

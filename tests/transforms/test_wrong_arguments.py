@@ -143,6 +143,8 @@ TABLE = [
     (sl.row, {}, {"heads": COUNT, "transposed": FLAG, "split": FLAG, "experts": FLAG}),
     (sl.tile, {"globs": "*", "n": 2}, {"globs": GLOBS, "n": INTEGER, "along": NAME}),
     (sl.zero, {}, {"stage": COUNT, "axis": AXES, "replicate": AXIS | LEFT_OUT, "prefetch": FLAG}),
+    (sl.zero, {"stage": 3}, {"keep": INTEGER | LEFT_OUT}),
+    (sl.zero, {"stage": 2}, {"keep": LEFT_OUT}),
 ]
 CASES = [
     (function, given, argument, good) for function, given, arguments in TABLE for argument, good in arguments.items()

@@ -39,18 +39,19 @@ def merge(graph: Graph) -> list[Link]:
 
 
 def _groups(exchanges: Iterable[Node], limit: int) -> list[list[Node]]:
-    """Runs of two and more neighbours along one axis and of one dtype, of ``limit`` bytes together."""
+    """Runs of two and more neighbours along one axis and of one dtype, that all stay or none, of ``limit`` bytes together."""
     groups: list[list[Node]] = []
-    size, form = 0, None
+    size, last = 0, None
     for node in exchanges:
-        link, now = link_at(node), value_of(given(node)).dtype
+        link = link_at(node)
         own = nbytes(result_of(node)) * (link.ways if node.target is SCATTER else 1)
-        if groups and form == (link.mesh, link.axis, now) and size + own <= limit:
+        form = link.mesh, link.axis, link.kept, value_of(given(node)).dtype
+        if groups and form == last and size + own <= limit:
             groups[-1].append(node)
             size += own
         else:
             groups.append([node])
-            size, form = own, (link.mesh, link.axis, now)
+            size, last = own, form
     return [group for group in groups if len(group) > 1]
 
 
@@ -81,7 +82,7 @@ def _reductions(graph: Graph, kind: Any) -> list[Node]:
 
 def _merged_link(group: Sequence[Node]) -> Link:
     first = link_at(group[0])
-    return Link(first.mesh, first.axis, f"{first.label} and {len(group) - 1} more")
+    return Link(first.mesh, first.axis, f"{first.label} and {len(group) - 1} more", first.kept)
 
 
 def _merged_gather(graph: Graph, group: Sequence[Node]) -> Link:

@@ -26,7 +26,8 @@ def overlap(graph: Graph) -> None:
     """Start each exchange before it is waited for."""
     units = _by_unit(graph)
     place = positions(graph)
-    ends = [_last_use(unit, place) for unit in units]
+    # What stays for backward waits for nothing: as if it ended where it begins.
+    ends = [unit[0] if link_at(unit[0]).kept else _last_use(unit, place) for unit in units]
     before: Node | None = None  # where the first gather of the unit before has arrived
     for number, unit in enumerate(units):
         if before is not None:  # a third unit must not be there

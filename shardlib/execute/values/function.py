@@ -52,7 +52,7 @@ class Function:
         blocks: Callable[[Surroundings], Runner] | None = None,
     ) -> None:
         self.fn, self.plan, self.mesh = fn, plan, mesh
-        self.wholes = [Wholes(bucket, plan.routes[bucket.name], mesh) for bucket in plan.buckets]
+        self.wholes = [Wholes(b, plan.routes[b.name], mesh, b.unit in plan.kept) for b in plan.buckets]
         self.trained = [whole for whole in self.wholes if whole.bucket.trainable]
         self._wants_rng = wants(fn, "rng")
         self._parts = SequenceParts(plan.step.sequence, mesh, set()) if plan.step.sequence else None

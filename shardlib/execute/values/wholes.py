@@ -18,13 +18,16 @@ from shardlib.plan.exchanges import Exchange, Op, Routes
 class Wholes:
     """The exchanges of one bucket, bound to a mesh.
 
+    Args:
+        kept: whether the leaves stay gathered until backward.
+
     Attributes:
         bucket: the bucket.
     """
 
-    def __init__(self, bucket: Bucket, routes: Routes, mesh: Mesh) -> None:
+    def __init__(self, bucket: Bucket, routes: Routes, mesh: Mesh, kept: bool) -> None:
         self.bucket, self.mesh = bucket, mesh
-        self._gathers = [Link(mesh, exchange.axis, bucket.label) for exchange in routes.gather]
+        self._gathers = [Link(mesh, exchange.axis, bucket.label, kept) for exchange in routes.gather]
         self._each, self._last = self._bound(routes.each), self._bound(routes.last)
         # From a whole gradient to the layout of the parameters.
         self._to_stored = self._bound(routes.reductions[: bucket.param_level])

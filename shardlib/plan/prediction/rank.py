@@ -251,6 +251,9 @@ class Rank:
         """Start a unit's gather; what comes up for it is asked for at ``asked``, without waiting for the unit before."""
         if unit in self._arrival:
             return
+        if not first and unit in plan.kept:
+            self._arrival[unit] = 0.0
+            return
         self._fetch(plan, unit, not first, asked)
         here = self._read.pop(unit)
         if any(bucket.fetched for bucket in plan.buckets_of[unit]):
@@ -265,7 +268,7 @@ class Rank:
 
     def _fetch(self, plan: PlanValue, unit: str, again: bool, asked: float) -> None:
         """Start to read a unit's parameters, if they are on disk, unless they are read or on their way."""
-        if unit not in self._read:
+        if unit not in self._read and not (again and unit in plan.kept):
             resting = [bucket for bucket in plan.buckets_of[unit] if MEMORIES[bucket.memory.param].rests]
             sizes = [whole_blocks(fetched(plan, bucket, again=again)) for bucket in resting]
             self._read[unit] = self.send("read", sum(sizes), asked) if sum(sizes) else 0.0

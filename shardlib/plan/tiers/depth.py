@@ -69,6 +69,8 @@ def short_form(plan: Plan, functions: Sequence[Any] | None = None) -> Short | No
     stack = _stack(plan.shape.treedef)
     if stack is None or (functions is None and plan.stages.axes):
         return None
+    if isinstance(plan.step.keep, int):  # which units fit depends on all of them
+        return None
     if functions is not None and (stack.at or len(functions) != stack.whole):
         return None
     paths = {number: path_name((*stack.at, number)) for number in stack.blocks}
