@@ -351,7 +351,7 @@ class Bucket:
         """
         present = [leaf for leaf in leaves if leaf is not None]
         # Whether the result is differentiated, mapped or traced.
-        values = torch.is_grad_enabled() or func_transform() is not None or recording() is not None
+        values = torch.is_grad_enabled() or func_transform() is not None or recording()
         if not values and len(present) == len(leaves) > 1 and all(_is_plain(leaf, dtype) for leaf in present):
             if self.ways == 1:
                 return flatten_dense_tensors(present)  # torch's own loops are cheap

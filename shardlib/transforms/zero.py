@@ -107,7 +107,9 @@ def _kept(keep: Any, stage: int) -> str | int | None:
     if keep is None:
         return None
     if stage < 3:
-        raise refused("zero", "keep", keep, f"stage {stage} gathers no parameters for use: use stage 3, or leave it out")
+        raise refused(
+            "zero", "keep", keep, f"stage {stage} gathers no parameters for use: use stage 3, or leave it out"
+        )
     if isinstance(keep, str) and keep == "forward":
         return "forward"
     try:

@@ -29,9 +29,11 @@ class Stands:
 
     def __init__(self) -> None:
         self.draws: dict[tuple[Path, int], int] = {}
+        self._given = False  # whether there is a key
 
     def key(self, slot: int | Fraction) -> TracedKey:
         """The key that a traced function is given for a micro-batch."""
+        self._given = True
         return TracedKey(_UNKNOWN, slot, (), self)
 
     def stretch(self, path: Path, count: int) -> tuple[int, int]:
@@ -56,6 +58,8 @@ class Stands:
         Raises:
             IllegalComposition: a draw that reached no operator as it is, so that the graph would draw the same in every step.
         """
+        if not self._given:
+            return
         last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
         inputs: dict[int, torch.fx.Node] = {}
         for number in reversed(range(len(self.draws))):  # each goes in front of those before it

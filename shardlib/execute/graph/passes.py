@@ -25,7 +25,7 @@ def require_known(names: Collection[str]) -> None:
 
 def optimised(traced: Traced, remat: Recompute | None, without: Collection[str] = ()) -> Traced:
     """A trace after the passes, but for those named in ``without``, which are for tests and measurements."""
-    graph = traced.module.graph
+    graph = traced.graph
     links: list[Link] = []
     if "clean" not in without:
         clean(graph)
@@ -41,7 +41,5 @@ def optimised(traced: Traced, remat: Recompute | None, without: Collection[str] 
         clean(graph)
     if "overlap" not in without:
         overlap(graph)
-    graph.lint()
-    traced.module.recompile()
     traced.links += links
     return traced

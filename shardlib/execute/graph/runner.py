@@ -82,7 +82,7 @@ class GraphStage:
     def __str__(self) -> str:
         if not self._traceable:
             return "no graph: the loss function cannot be traced, and runs as without compile=True"
-        return "\n\n".join(described(traced.module.graph) for traced in self.graphs) or "no graph yet: take a step"
+        return "\n\n".join(described(traced.graph) for traced in self.graphs) or "no graph yet: take a step"
 
     def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
         if self._traceable and options.reached is not None:
@@ -139,7 +139,7 @@ class GraphStage:
                     f"{_changing(form, self._graphs)}"
                 )
             traced = optimised(self._trace(call, index, buffers), self._plan.step.remat, self._without)
-            if self._order is not None and order_of(traced.module.graph) != self._order:
+            if self._order is not None and order_of(traced.graph) != self._order:
                 raise HandleError(
                     "compile=True: with a batch of another form the loss exchanges in another order than at first, and ranks "
                     "whose batches differ would wait for each other. Let the order of layers not depend on the batch's sizes"
@@ -187,7 +187,7 @@ class GraphStage:
             why = str(error) if isinstance(error, IllegalComposition) else _told(error)
         else:
             self._graphs[self._form(call, 0, call.buffers)] = optimised(traced, self._plan.step.remat, self._without)
-            self._order = order_of(traced.module.graph)
+            self._order = order_of(traced.graph)
         orders = primitives.all_gather_object(self._mesh, list(self._mesh.shape), (why, self._order))
         if not any(text for text, _ in orders):
             if any(order != self._order for _, order in orders):

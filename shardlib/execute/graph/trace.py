@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from shardlib.common._compat import graph_of, recording
+from shardlib.common._compat import without_autocast_cache
 from shardlib.errors import IllegalComposition
 from shardlib.execute.graph.keys import Stands
-from shardlib.execute.graph.twice import Calls, require_same, without_random_numbers
+from shardlib.execute.graph.recorder import Fakes, Recorder
+from shardlib.execute.graph.twice import require_same, without_random_numbers
 from shardlib.execute.losses import Outcome, require_gradient
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.function import Function, gradients_of
@@ -57,18 +59,25 @@ class Traced:
     """A graph and what its inputs and outputs are.
 
     Attributes:
-        module: takes this rank's buffers in the plan's order, the tensors of the batch and of the loss's buffers, the number
+        graph: takes this rank's buffers in the plan's order, the tensors of the batch and of the loss's buffers, the number
             from which backward starts, and what draws take; returns totals and weights, the tensors of aux and buffers,
-            and a gradient for each trained bucket. It runs as it is traced until it is recompiled.
+            and a gradient for each trained bucket.
+        constants: the tensors that the graph has by name.
         form: of the results.
         stands: of the draws.
         links: what the graph's exchanges go along; they live as long as it does.
     """
 
-    module: torch.fx.GraphModule
+    graph: torch.fx.Graph
+    constants: dict[str, torch.Tensor]
     form: Form
     stands: Stands
     links: list[Any]
+
+    @cached_property
+    def module(self) -> torch.fx.GraphModule:
+        """The graph as code, for which it is to be as passes leave it."""
+        return torch.fx.GraphModule(self.constants, self.graph)
 
 
 class _Spans:
@@ -78,30 +87,24 @@ class _Spans:
         marks: nodes after each of which another block, or none (None), begins.
     """
 
-    def __init__(self) -> None:
-        self.marks: list[tuple[torch.fx.Node | None, int | None]] = []
-        self._count, self._depth = 0, 0
+    def __init__(self, recorder: Recorder) -> None:
+        self.marks: list[tuple[torch.fx.Node, int | None]] = []
+        self._recorder, self._count, self._depth = recorder, 0, 0
 
     def runner(self, surroundings: Surroundings) -> Runner:
         def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._depth:
                 return fn(*args, **kwargs)
             self._depth = 1
-            self.marks.append((last_node(), self._count))
+            self.marks.append((self._recorder.last, self._count))
             self._count += 1
             try:
                 return fn(*args, **kwargs)
             finally:
                 self._depth = 0
-                self.marks.append((last_node(), None))
+                self.marks.append((self._recorder.last, None))
 
         return run
-
-
-def last_node() -> torch.fx.Node | None:
-    """The node that the trace under way made last."""
-    mode = recording()
-    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
 def trace(
@@ -122,13 +125,15 @@ def trace(
         reduces: whether gradients are summed over ranks as the optimizer holds them, or as they are accumulated.
         named: the micro-batch, for messages.
     """
-    spans, stands, calls = _Spans(), Stands(), Calls()
+    fakes, stands = Fakes(), Stands()
+    recorder, again = Recorder(fakes), Recorder(fakes)
+    spans = _Spans(recorder)
     loss = function(spans.runner)
     names = list(stored)
     _, batch_leaves, batch_def = flatten(batch)
     _, buffer_leaves, buffer_def = flatten(buffers)
     form: list[Form] = []
-    turns: list[torch.fx.Node | None] = []
+    turns: list[torch.fx.Node] = []
 
     def forward(tensors: Sequence[torch.Tensor], stands: Stands) -> tuple[Outcome, dict[str, torch.Tensor]]:
         rest = iter(tensors)
@@ -140,14 +145,13 @@ def trace(
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         *tensors, seed = inputs
-        with calls:
-            outcome, slots = forward(tensors, stands)
+        outcome, slots = forward(tensors, stands)
         require_gradient(outcome, None, named)
         if len(outcome.means) > 1:
             raise IllegalComposition("a sum of several sl.Mean, whose weights must be known before its backward")
-        turns.append(last_node())
+        turns.append(recorder.last)
         gradients = gradients_of([mean.total for mean in outcome.means], [seed], slots)
-        turns.append(last_node())
+        turns.append(recorder.last)
         if reduces:
             gradients = loss.reduced(gradients)
         aux, treedef = _tensors(outcome.aux)
@@ -158,18 +162,23 @@ def trace(
 
     tensors = [*stored.values(), *_only_tensors(batch_leaves), *_only_tensors(buffer_leaves)]
     seed = torch.ones((), dtype=torch.float64, device=loss.mesh.device)
-    with torch.enable_grad(), without_random_numbers():
-        module = graph_of(run, *tensors, seed)
-    _mark(module.graph, turns, spans.marks)
-    require_same(calls, lambda *tensors: forward(tensors, Stands()), tensors)
-    stands.made_inputs(module.graph)
-    return Traced(module, form[0], stands, [loss])
+    with torch.enable_grad(), without_autocast_cache(), fakes.mode:
+        inputs = recorder.inputs([*tensors, seed])
+        with without_random_numbers(), recorder:
+            recorder.outputs(run(*inputs))
+        inputs = again.inputs([*tensors, seed])
+        with again:
+            forward(inputs[:-1], Stands())
+    require_same(recorder, again, turns[0])
+    _mark(recorder.graph, turns, spans.marks)
+    stands.made_inputs(recorder.graph)
+    return Traced(recorder.graph, recorder.constants, form[0], stands, [loss])
 
 
 def _mark(
     graph: torch.fx.Graph,
-    turns: Sequence[torch.fx.Node | None],
-    marks: Sequence[tuple[torch.fx.Node | None, int | None]],
+    turns: Sequence[torch.fx.Node],
+    marks: Sequence[tuple[torch.fx.Node, int | None]],
 ) -> None:
     """Note each node's phase and block."""
     phases, blocks = iter((BACKWARD, REDUCTION)), {}

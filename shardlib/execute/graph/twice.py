@@ -6,38 +6,16 @@ What it takes from no tensor is a constant of a graph: Python's and NumPy's rand
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
 import numpy
-import torch
+from torch.fx import Node
 
-from shardlib.common._compat import FakeTensorMode, TorchDispatchMode, asks_device
 from shardlib.errors import IllegalComposition
-from shardlib.tree import leaves_of
-
-
-class Calls(TorchDispatchMode):
-    """A mode that notes operations: their operators, the shapes of tensors and all other arguments.
-
-    Attributes:
-        noted: what was called.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[tuple[Any, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not asks_device:
-            self.noted.append((str(func), *map(_form, leaves_of((args, kwargs or {})))))
-        return func(*args, **(kwargs or {}))
-
-
-def _form(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)
+from shardlib.execute.graph.recorder import Recorder
 
 
 @contextmanager
@@ -69,28 +47,50 @@ def _drawn(name: str, call: str) -> str:
     )
 
 
-def require_same(first: Calls, again: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
+def require_same(first: Recorder, again: Recorder, last: Node) -> None:
     """Refuse a function whose operations differ from those that it had.
 
     Args:
-        first: the operations of a call.
-        again: calls the function again, on fake tensors like ``inputs``.
+        first: of a call and of what follows on it.
+        again: of another call.
+        last: the first call's last operation.
 
     Raises:
         IllegalComposition: names the first operation that differs.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.enable_grad():
-        fakes = [fake.from_tensor(tensor) for tensor in inputs]
-        with Calls() as second:
-            again(*fakes)
-    for before, now in zip_longest(first.noted, second.noted):
-        if before != now:
+    twins: dict[Node, Node] = {}
+    nodes = list(first.graph.nodes)
+    for before, now in zip_longest(nodes[: nodes.index(last) + 1], again.graph.nodes):
+        if before is None or now is None or not _same(before, now, twins) or not _equal(first, again, now):
             raise IllegalComposition(
                 f"the loss function computes something else when it is called again on the same tensors ({_told(before)}, "
                 f"and then {_told(now)}): it reads something that changes and is no tensor, such as a count of its calls, "
                 "which would be a constant of a graph. Put it into the batch as a tensor, torch.tensor(count)"
             )
+        twins[before] = now
 
 
-def _told(call: tuple[Any, ...] | None) -> str:
-    return "nothing" if call is None else f"{call[0]}({', '.join(map(str, call[1:]))})"
+def _same(before: Any, now: Any, twins: Mapping[Node, Node]) -> bool:
+    """Whether two nodes call the same with the same, or two arguments are the same."""
+    if isinstance(before, Node):
+        known = twins.get(before)
+        if known is not None:
+            return known is now
+        return before.target == now.target and _same([before.args, before.kwargs], [now.args, now.kwargs], twins)
+    if isinstance(before, dict):
+        return _same(list(before.items()), list(now.items()), twins)
+    if isinstance(before, tuple | list):
+        return len(before) == len(now) and all(_same(one, other, twins) for one, other in zip(before, now))
+    return type(before) is type(now) and (before == now or repr(before) == repr(now))
+
+
+def _equal(first: Recorder, again: Recorder, node: Node) -> bool:
+    """Whether a constant has the same values in both; True of other nodes."""
+    if node.op != "get_attr":
+        return True
+    one, other = first.constants[str(node.target)], again.constants[str(node.target)]
+    return one is other or (one.shape == other.shape and bool(((one == other) | (one != one)).all()))
+
+
+def _told(node: Node | None) -> str:
+    return "nothing" if node is None else f"{node.target}({', '.join(map(str, node.args))})"
