@@ -326,10 +326,10 @@ class PlanValue:
         if not isinstance(keep, int):
             return sizes
         found, left = dict[str, int](), keep
-        for unit in sorted(reversed(sizes), key=sizes.__getitem__):
-            if sizes[unit] <= left:
-                found[unit] = sizes[unit]
-                left -= sizes[unit]
+        for size, _, unit in sorted((size, -place, unit) for place, (unit, size) in enumerate(sizes.items())):
+            if size <= left:
+                found[unit] = size
+                left -= size
         return found
 
     @cached_property

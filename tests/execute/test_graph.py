@@ -203,12 +203,16 @@ def test_two_units_are_whole_at_a_time():
     assert [kind_of(node)[0] for node in graphs[0].nodes if kind_of(node)][-UNITS:] == ["r"] * UNITS
 
 
-@pytest.mark.parametrize("without", [("merge",), ()])
-@pytest.mark.parametrize(("keep", "again"), [("forward", 0), ("12kB", 1)])
-def test_what_stays_is_gathered_once(keep, again, without):
-    """Of the units that backward reads."""
+@pytest.mark.parametrize(
+    ("keep", "without", "gathers", "units"),
+    [("forward", ["merge"], UNITS, 4), ("3kB", ["merge"], UNITS + 1, 3), ("12kB", [], 3, 2)],
+)
+def test_what_stays_is_gathered_once(keep, without, gathers, units):
+    """The head, and the embeddings, which backward does not read, or all blocks too; what stays is merged with what stays."""
     loss_fn, params = tiny_gpt(layers=3)
     (_, _, graphs, stage), *_ = both(loss_fn, params, token_batches(1, 4), sl.zero(3, keep=keep), without=without)
+    assert exchanges(graphs, "gather") == [gathers] and peak_of_wholes(graphs[0]).units == units
+    assert "gather over" in str(stage)
 
 
 @pytest.mark.parametrize(

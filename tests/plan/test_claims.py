@@ -202,5 +202,5 @@ def test_a_transform_states_its_own_conditions():
 def test_nothing_stays_gathered_in_a_pipeline():
     params = [{"w": torch.ones(4, 4)} for _ in range(2)]
     chain = sl.chain(sl.zero(3, keep="forward"), sl.pipeline("1f1b", microbatches=2))
-    with pytest.raises(IllegalComposition, match="in a pipeline each of the micro-batches .* would keep its own"):
+    with pytest.raises(IllegalComposition, match=r"in a pipeline each of the micro-batches .* would keep its own"):
         sl.make_plan(params, sl.abstract_mesh(data=2, pipe=2), chain)

@@ -10,10 +10,13 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import SCATTER, SUM
+from shardlib.common._compat import chunk_cat_operator
 from shardlib.execute.graph.nodes import RELAID, changes, of_kind, positions, result_of
 
 _aten = torch.ops.aten
-_PACKING = RELAID | {_aten.cat.default, _aten.constant_pad_nd.default, _aten.zeros.default, _aten.add.Tensor}
+_PACKING = RELAID | {
+    *(_aten.cat.default, chunk_cat_operator, _aten.constant_pad_nd.default, _aten.zeros.default, _aten.add.Tensor)
+}
 
 
 def hoist(graph: Graph) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -81,7 +82,7 @@ class Stands:
             return stand if value == number else graph.call_function(operator.add, (stand, value - number))
 
         for node in list(graph.nodes):
-            if node.op == "call_function":
+            if any(number >= _UNKNOWN for number in _numbers([node.args, node.kwargs])):
                 with graph.inserting_before(node):
                     node.args = torch.fx.node.map_aggregate(node.args, given)
                     node.kwargs = torch.fx.node.map_aggregate(node.kwargs, given)
@@ -92,6 +93,15 @@ class Stands:
                 f"numbers drawn by rng, folded with {paths}, are computed from its seed outside of an operator, and a graph "
                 "would draw the same in every step. Draw by sl.dropout, or by sl.rng.uniform outside of the loss"
             )
+
+
+def _numbers(arguments: Any) -> Iterator[int]:
+    """The numbers among a node's arguments."""
+    for each in arguments.values() if isinstance(arguments, dict) else arguments:
+        if type(each) is int:
+            yield each
+        elif isinstance(each, tuple | list | dict):
+            yield from _numbers(each)
 
 
 @dataclass(frozen=True)

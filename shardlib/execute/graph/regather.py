@@ -1,8 +1,8 @@
 """A pass that gathers each unit where it is used, again in backward, so that two units are whole at a time.
 
 A trace gathers all units before the first block, and backward uses what forward gathered. Here each use reads the unit's
-latest gather if at most one other unit was used since, or the plan keeps the unit until backward, and otherwise a gather of its
-own, together with the views and casts that it needs. What keeps a unit in memory is its last use.
+latest gather if at most one other unit was used since, or the plan keeps the unit until backward; otherwise a gather of
+its own, together with the views and casts that it needs. What keeps a unit in memory is its last use.
 """
 
 from __future__ import annotations
@@ -23,14 +23,22 @@ def regather(graph: Graph) -> None:
     units = fetched(graph)
     stays = {link_at(node).label: dict[Node, Node]() for node in of_kind(graph, (GATHER,)) if link_at(node).kept}
     latest: OrderedDict[str, dict[Node, Node]] = OrderedDict()
+    moved: set[Node] = set()  # to their first use
 
     def gathered(node: Node, at: Node, known: dict[Node, Node]) -> Node:
         if node not in known:
             for each in node.all_input_nodes:
                 if each in units:
                     gathered(each, at, known)
-            with graph.inserting_before(at):
-                made = copied(node, known, graph)
+            if node in moved:
+                with graph.inserting_before(at):
+                    made = copied(node, known, graph)
+            else:
+                at.prepend(node)
+                moved.add(node)
+                made = known[node] = node
+                for each in node.all_input_nodes:
+                    node.replace_input_with(each, known.get(each, each))
             made.meta = node.meta | {PHASE: at.meta.get(PHASE), BLOCK: at.meta.get(BLOCK)}
         return known[node]
 

@@ -13,7 +13,7 @@ from shardlib.common._compat import without_autocast_cache
 from shardlib.errors import IllegalComposition
 from shardlib.execute.graph.keys import Stands
 from shardlib.execute.graph.recorder import Fakes, Recorder
-from shardlib.execute.graph.twice import require_same, without_random_numbers
+from shardlib.execute.graph.twice import Repeated, without_random_numbers
 from shardlib.execute.losses import Outcome, require_gradient
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.function import Function, gradients_of
@@ -126,7 +126,7 @@ def trace(
         named: the micro-batch, for messages.
     """
     fakes, stands = Fakes(), Stands()
-    recorder, again = Recorder(fakes), Recorder(fakes)
+    recorder = Recorder(fakes)
     spans = _Spans(recorder)
     loss = function(spans.runner)
     names = list(stored)
@@ -166,10 +166,11 @@ def trace(
         inputs = recorder.inputs([*tensors, seed])
         with without_random_numbers(), recorder:
             recorder.outputs(run(*inputs))
+        again = Repeated(recorder, turns[0])
         inputs = again.inputs([*tensors, seed])
         with again:
             forward(inputs[:-1], Stands())
-    require_same(recorder, again, turns[0])
+    again.end()
     _mark(recorder.graph, turns, spans.marks)
     stands.made_inputs(recorder.graph)
     return Traced(recorder.graph, recorder.constants, form[0], stands, [loss])

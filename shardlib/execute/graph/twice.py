@@ -6,9 +6,8 @@ What it takes from no tensor is a constant of a graph: Python's and NumPy's rand
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import numpy
@@ -47,50 +46,57 @@ def _drawn(name: str, call: str) -> str:
     )
 
 
-def require_same(first: Recorder, again: Recorder, last: Node) -> None:
-    """Refuse a function whose operations differ from those that it had.
+class Repeated(Recorder):
+    """A recorder of a function's second call, which refuses what differs from the first.
 
     Args:
-        first: of a call and of what follows on it.
-        again: of another call.
+        first: of the first call, and of what follows on it.
         last: the first call's last operation.
 
     Raises:
         IllegalComposition: names the first operation that differs.
     """
-    twins: dict[Node, Node] = {}
-    nodes = list(first.graph.nodes)
-    for before, now in zip_longest(nodes[: nodes.index(last) + 1], again.graph.nodes):
-        if before is None or now is None or not _same(before, now, twins) or not _equal(first, again, now):
-            raise IllegalComposition(
-                f"the loss function computes something else when it is called again on the same tensors ({_told(before)}, "
-                f"and then {_told(now)}): it reads something that changes and is no tensor, such as a count of its calls, "
-                "which would be a constant of a graph. Put it into the batch as a tensor, torch.tensor(count)"
-            )
-        twins[before] = now
+
+    def __init__(self, first: Recorder, last: Node) -> None:
+        super().__init__(first.fakes)
+        self._first = first
+        nodes = list(first.graph.nodes)
+        self._nodes = iter(nodes[: nodes.index(last) + 1])
+
+    def _node(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Node:
+        before = next(self._nodes, None)
+        if before is None or before.target != target or not _same([before.args, before.kwargs], [args, kwargs or {}]):
+            raise _other(_told(before), f"{target}({', '.join(map(str, args))})")
+        return before
+
+    def end(self) -> None:
+        """Refuse a call that ended before the first one, or that read other constants."""
+        if (before := next(self._nodes, None)) is not None:
+            raise _other(_told(before), "nothing")
+        for name, now in self.constants.items():
+            known = self._first.constants[name]
+            if known is not now and not (known.shape == now.shape and bool(((known == now) | (now != now)).all())):
+                raise _other(f"the constant {known}", str(now))
 
 
-def _same(before: Any, now: Any, twins: Mapping[Node, Node]) -> bool:
-    """Whether two nodes call the same with the same, or two arguments are the same."""
+def _same(before: Any, now: Any) -> bool:
+    """Whether two arguments are the same."""
     if isinstance(before, Node):
-        known = twins.get(before)
-        if known is not None:
-            return known is now
-        return before.target == now.target and _same([before.args, before.kwargs], [now.args, now.kwargs], twins)
+        return before is now
     if isinstance(before, dict):
-        return _same(list(before.items()), list(now.items()), twins)
+        return _same(list(before.items()), list(now.items()))
     if isinstance(before, tuple | list):
-        return len(before) == len(now) and all(_same(one, other, twins) for one, other in zip(before, now))
+        return len(before) == len(now) and all(map(_same, before, now))
     return type(before) is type(now) and (before == now or repr(before) == repr(now))
-
-
-def _equal(first: Recorder, again: Recorder, node: Node) -> bool:
-    """Whether a constant has the same values in both; True of other nodes."""
-    if node.op != "get_attr":
-        return True
-    one, other = first.constants[str(node.target)], again.constants[str(node.target)]
-    return one is other or (one.shape == other.shape and bool(((one == other) | (one != one)).all()))
 
 
 def _told(node: Node | None) -> str:
     return "nothing" if node is None else f"{node.target}({', '.join(map(str, node.args))})"
+
+
+def _other(before: str, now: str) -> IllegalComposition:
+    return IllegalComposition(
+        f"the loss function computes something else when it is called again on the same tensors ({before}, and then {now}): "
+        "it reads something that changes and is no tensor, such as a count of its calls, which would be a constant of a "
+        "graph. Put it into the batch as a tensor, torch.tensor(count)"
+    )
