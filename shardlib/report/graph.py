@@ -29,8 +29,8 @@ def draw_graph(graph: GraphStage, path: str | Path) -> None:
     figure = Figure(figsize=(10.0, 2.6 * len(graph.graphs)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, traced in zip(figure.subplots(len(graph.graphs), squeeze=False)[:, 0], graph.graphs):
-        nodes = list(traced.module.graph.nodes)
-        wholes, others = ([size / 2**20 for size in sizes] for sizes in zip(*alive(traced.module.graph)))
+        nodes = list(traced.graph.nodes)
+        wholes, others = ([size / 2**20 for size in sizes] for sizes in zip(*alive(traced.graph)))
         axes.stackplot(range(len(nodes)), others, wholes, step="mid", colors=[_OTHERS, _WHOLES], linewidth=0)
         top = 1.12 * max(map(sum, zip(wholes, others)))
         for kind, colour in _EXCHANGES.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from torch.fx import GraphModule
+
 from shardlib.collectives.buffers import Link
 from shardlib.execute.graph.clean import clean
 from shardlib.execute.graph.hoist import hoist
@@ -23,8 +25,8 @@ def require_known(names: Collection[str]) -> None:
         raise ValueError(f"passes {unknown}: there are {', '.join(PASSES)}")
 
 
-def optimised(traced: Traced, remat: Recompute | None, without: Collection[str] = ()) -> Traced:
-    """A trace after the passes, but for those named in ``without``, which are for tests and measurements."""
+def optimise(traced: Traced, remat: Recompute | None, without: Collection[str] = ()) -> None:
+    """Run the passes, but for those named in ``without``, which are for tests and measurements, and make the graph code."""
     graph = traced.graph
     links: list[Link] = []
     if "clean" not in without:
@@ -42,4 +44,4 @@ def optimised(traced: Traced, remat: Recompute | None, without: Collection[str] 
     if "overlap" not in without:
         overlap(graph)
     traced.links += links
-    return traced
+    traced.module = GraphModule(traced.constants, graph)

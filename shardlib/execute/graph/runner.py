@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from shardlib.errors import BatchError, HandleError, IllegalComposition, RankMis
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.alive import order_of
 from shardlib.execute.graph.closed import closed_over
-from shardlib.execute.graph.passes import optimised
+from shardlib.execute.graph.passes import optimise
 from shardlib.execute.graph.text import described
 from shardlib.execute.graph.trace import Traced, trace
 from shardlib.execute.losses import Outcome
@@ -82,7 +83,7 @@ class GraphStage:
     def __str__(self) -> str:
         if not self._traceable:
             return "no graph: the loss function cannot be traced, and runs as without compile=True"
-        return "\n\n".join(described(traced.graph) for traced in self.graphs) or "no graph yet: take a step"
+        return "\n\n".join(map(described, self.graphs)) or "no graph yet: take a step"
 
     def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
         if self._traceable and options.reached is not None:
@@ -138,7 +139,7 @@ class GraphStage:
                     f"compile=True: the {MOST + 1}th form of the loss's inputs, each of which takes a trace of its own. "
                     f"{_changing(form, self._graphs)}"
                 )
-            traced = optimised(self._trace(call, index, buffers), self._plan.step.remat, self._without)
+            traced = self._optimised(self._trace(call, index, buffers))
             if self._order is not None and order_of(traced.graph) != self._order:
                 raise HandleError(
                     "compile=True: with a batch of another form the loss exchanges in another order than at first, and ranks "
@@ -149,7 +150,7 @@ class GraphStage:
         return self._graphs[form]
 
     def _trace(self, call: Call, index: int, buffers: Any) -> Traced:
-        plan, mesh = self._plan, self._mesh
+        plan, mesh, start = self._plan, self._mesh, time.perf_counter()
         traced, modules = called_in(
             lambda: trace(
                 lambda blocks: Function(self._fn, plan, mesh, True, blocks),
@@ -162,6 +163,13 @@ class GraphStage:
             )
         )
         self._modules.update(modules)
+        traced.seconds = time.perf_counter() - start
+        return traced
+
+    def _optimised(self, traced: Traced) -> Traced:
+        start = time.perf_counter()
+        optimise(traced, self._plan.step.remat, self._without)
+        traced.seconds += time.perf_counter() - start
         return traced
 
     def _form(self, call: Call, index: int, buffers: Any) -> Any:
@@ -186,7 +194,7 @@ class GraphStage:
         except Exception as error:
             why = str(error) if isinstance(error, IllegalComposition) else _told(error)
         else:
-            self._graphs[self._form(call, 0, call.buffers)] = optimised(traced, self._plan.step.remat, self._without)
+            self._graphs[self._form(call, 0, call.buffers)] = self._optimised(traced)
             self._order = order_of(traced.graph)
         orders = primitives.all_gather_object(self._mesh, list(self._mesh.shape), (why, self._order))
         if not any(text for text, _ in orders):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torch.fx import Graph
-
 from shardlib.execute.graph.alive import exchanges, kind_of, peak_of_wholes
 from shardlib.execute.graph.nodes import given, link_at, nbytes
-from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE, REDUCTION
+from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE, REDUCTION, Traced
 
 
-def described(graph: Graph) -> str:
+def described(traced: Traced) -> str:
     """The graph's nodes by phase and block, its exchanges in order, and what it holds of gathered parameters."""
+    graph = traced.graph
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    lines = [f"{len(calls)} nodes, {len(exchanges(graph))} exchanges"]
+    lines = [f"{len(calls)} nodes, {len(exchanges(graph))} exchanges, compiled in {traced.seconds:.2f} s"]
     for phase in (FORWARD, BACKWARD, REDUCTION):
         members = [node for node in calls if node.meta.get(PHASE) == phase]
         if not members:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,6 +65,8 @@ class Traced:
         form: of the results.
         stands: of the draws.
         links: what the graph's exchanges go along; they live as long as it does.
+        seconds: that trace, passes and code have taken.
+        module: the graph as code, once passes have worked on it.
     """
 
     graph: torch.fx.Graph
@@ -73,11 +74,8 @@ class Traced:
     form: Form
     stands: Stands
     links: list[Any]
-
-    @cached_property
-    def module(self) -> torch.fx.GraphModule:
-        """The graph as code, for which it is to be as passes leave it."""
-        return torch.fx.GraphModule(self.constants, self.graph)
+    seconds: float = 0.0
+    module: torch.fx.GraphModule = field(init=False)
 
 
 class _Spans:
