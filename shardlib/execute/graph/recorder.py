@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Fake tensors that are inputs of the graph."""
-        made = [self.fakes.mode.from_tensor(tensor) for tensor in tensors]
+        made: list[torch.Tensor] = [self.fakes.mode.from_tensor(tensor) for tensor in tensors]
         for number, each in enumerate(made):
             self._note(self._node("placeholder", f"input_{number}"), each, Form.of(each))
         return made
