@@ -92,7 +92,7 @@ class Key:
 
 def _require_untraced() -> None:
     """Raise inside a trace by make_fx or torch.export. (torch.compile traces anew for another key.)"""
-    if not torch.compiler.is_dynamo_compiling() and recording() is not None:
+    if not torch.compiler.is_dynamo_compiling() and recording():
         raise TypeError(
             "numbers are drawn by a sl.Key inside a trace (make_fx, torch.export), whose graph would draw the same for every "
             "key. Draw them outside and pass them in as a tensor (shardlib.rng.uniform(key, shape)), or use torch.compile"

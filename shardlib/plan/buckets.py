@@ -28,7 +28,6 @@ from shardlib.common._compat import (
     chunk_cat,
     flatten_dense_tensors,
     func_transform,
-    recording,
     unflatten_dense_tensors,
 )
 from shardlib.common.thresholds import Threshold
@@ -350,8 +349,8 @@ class Bucket:
         derivatives pass through the packing of a gradient.
         """
         present = [leaf for leaf in leaves if leaf is not None]
-        # Whether the result is differentiated, mapped or traced.
-        values = torch.is_grad_enabled() or func_transform() is not None or recording() is not None
+        # Whether the result is differentiated or mapped.
+        values = torch.is_grad_enabled() or func_transform() is not None
         if not values and len(present) == len(leaves) > 1 and all(_is_plain(leaf, dtype) for leaf in present):
             if self.ways == 1:
                 return flatten_dense_tensors(present)  # torch's own loops are cheap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, NamedTuple
@@ -137,9 +138,11 @@ def alive(graph: Graph) -> list[tuple[int, int]]:
 def peak_of_wholes(graph: Graph) -> Peak:
     """What a graph holds of gathered parameters at the worst place."""
     wholes = [each for each in allocations(graph) if each.unit]
-    at = [
-        [each for each in wholes if each.begins <= place <= each.ends]
-        for place in sorted({each.begins for each in wholes})
-    ]
-    units = max((len({each.unit for each in there}) for there in at), default=0)
-    return Peak(units, max((sum(each.bytes for each in there) for there in at), default=0))
+    changes = [(each.ends + 1, -1, each.unit, each.bytes) for each in wholes]  # what ends goes before what begins
+    changes += [(each.begins, 1, each.unit, each.bytes) for each in wholes]
+    held, size, peak = Counter[str](), 0, Peak(0, 0)
+    for _, sign, unit, count in sorted(changes):
+        held[unit] += sign
+        size += sign * count
+        peak = Peak(max(peak.units, sum(each > 0 for each in held.values())), max(peak.bytes, size))
+    return peak

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -36,14 +37,14 @@ class Graphs(Generic[T]):
 
     def __init__(self, order_of: Callable[[T], list[Any]]) -> None:
         self._order_of = order_of
-        self._made: dict[Any, T] = {}
+        self._made: dict[Any, tuple[T, float]] = {}  # and how long it took
         self._modules: set[CopiedModule] = set()  # of which copies are called in the graphs
         self.order: list[Any] | None = None
 
-    @property
-    def made(self) -> Sequence[T]:
-        """The graphs so far."""
-        return list(self._made.values())
+    def named(self) -> Iterator[tuple[str, T]]:
+        """The graphs so far, each with a name."""
+        for number, (made, seconds) in enumerate(self._made.values(), 1):
+            yield f"form {number}, compiled in {seconds:.2f} s", made
 
     def begin(self) -> None:
         """Begin a step: a graph has the modules as they were."""
@@ -60,6 +61,7 @@ class Graphs(Generic[T]):
                     f"compile=True: the {MOST + 1}th form of the loss's inputs, each of which takes a trace of its own. "
                     f"{_changing(now, self._made)}"
                 )
+            start = time.perf_counter()
             made, modules = called_in(trace)
             order = self._order_of(made)
             if self.order is None:
@@ -70,9 +72,9 @@ class Graphs(Generic[T]):
                     "whose batches differ would wait for each other. Let the order of layers not depend on the batch's sizes"
                 )
             now = form()  # after the trace: a count of the loss's own calls goes on in it
-            self._made[now] = made
+            self._made[now] = made, time.perf_counter() - start
             self._modules.update(modules)
-        return self._made[now]
+        return self._made[now][0]
 
 
 def require_no_reached(options: ReductionOptions) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
+from shardlib.common._compat import chunk_cat_operator
 from shardlib.execute.graph.nodes import REDUCTIONS, RELAID, changes, of_kind, positions
 from shardlib.execute.graph.trace import BACKWARD, PHASE
 
 _aten = torch.ops.aten
-_PACKING = RELAID | {_aten.cat.default, _aten.constant_pad_nd.default, _aten.zeros.default, _aten.add.Tensor}
+_PACKING = RELAID | {
+    *(_aten.cat.default, chunk_cat_operator, _aten.constant_pad_nd.default, _aten.zeros.default, _aten.add.Tensor)
+}
 
 
 def hoist(graph: Graph) -> None:

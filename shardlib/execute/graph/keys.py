@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -29,9 +30,11 @@ class Stands:
 
     def __init__(self) -> None:
         self.draws: dict[tuple[Path, int], int] = {}
+        self._given = False  # whether there is a key
 
     def key(self, slot: int | Fraction) -> TracedKey:
         """The key that a traced function is given for a micro-batch."""
+        self._given = True
         return TracedKey(_UNKNOWN, slot, (), self)
 
     def stretch(self, path: Path, count: int) -> tuple[int, int]:
@@ -56,6 +59,8 @@ class Stands:
         Raises:
             IllegalComposition: a draw that reached no operator as it is, so that the graph would draw the same in every step.
         """
+        if not self._given:
+            return
         last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
         inputs: dict[int, torch.fx.Node] = {}
         for number in reversed(range(len(self.draws))):  # each goes in front of those before it
@@ -81,7 +86,7 @@ class Stands:
             return added
 
         for node in list(graph.nodes):
-            if node.op == "call_function":
+            if any(number >= _UNKNOWN for number in _numbers([node.args, node.kwargs])):
                 with graph.inserting_before(node):
                     node.args = torch.fx.node.map_aggregate(node.args, given)
                     node.kwargs = torch.fx.node.map_aggregate(node.kwargs, given)
@@ -92,6 +97,15 @@ class Stands:
                 f"numbers drawn by rng, folded with {paths}, are computed from its seed outside of an operator, and a graph "
                 "would draw the same in every step. Draw by sl.dropout, or by sl.rng.uniform outside of the loss"
             )
+
+
+def _numbers(arguments: Any) -> Iterator[int]:
+    """The numbers among a node's arguments."""
+    for each in arguments.values() if isinstance(arguments, dict) else arguments:
+        if type(each) is int:
+            yield each
+        elif isinstance(each, tuple | list | dict):
+            yield from _numbers(each)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ def merge(graph: Graph) -> list[Link]:
     for kind in (SCATTER, SUM):
         for group in _groups(_reductions(graph, kind), limit):
             links.append(_merged_reduction(graph, group))
-    graph.lint()
     return links
 
 

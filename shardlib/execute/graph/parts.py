@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from shardlib.execute.graph.accumulate import accumulate
 from shardlib.execute.graph.nodes import changes, copied
 from shardlib.execute.graph.overlap import overlap
-from shardlib.execute.graph.trace import FORWARD, PHASE
+from shardlib.execute.graph.trace import FORWARD, PHASE, Traced
 
 Store = dict[Node, Any]  # nodes of the whole graph -> the values that later parts take
 
@@ -26,9 +26,7 @@ class Part:
         takes: the nodes of the whole graph whose values it takes from the store.
     """
 
-    def __init__(
-        self, whole: GraphModule, members: Sequence[Node], results: Sequence[Node], inputs: Sequence[Node]
-    ) -> None:
+    def __init__(self, whole: Traced, members: Sequence[Node], results: Sequence[Node], inputs: Sequence[Node]) -> None:
         own = {*members, *inputs}
         used = [each for node in members for each in node.all_input_nodes]
         self.takes = list(dict.fromkeys(node for node in (*used, *results) if node not in own))
@@ -53,8 +51,7 @@ class Part:
             overlap(graph)
         if not later:
             accumulate(graph, len(self._results) - gradients, gradients)
-        graph.lint()
-        self._run = GraphModule(self._whole, graph)
+        self._run = GraphModule(self._whole.constants, graph)
 
     @property
     def computes(self) -> bool:
@@ -71,7 +68,7 @@ class Part:
 
 
 def cut(
-    whole: GraphModule,
+    whole: Traced,
     results: Sequence[Sequence[Node]],
     inputs: Sequence[Node],
     stored: Sequence[Node],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from torch.fx import GraphModule
+
 from shardlib.collectives.buffers import Link
 from shardlib.execute.graph.accumulate import accumulate
 from shardlib.execute.graph.clean import clean
@@ -25,22 +27,22 @@ def require_known(names: Collection[str]) -> None:
         raise ValueError(f"passes {unknown}: there are {', '.join(PASSES)}")
 
 
-def optimised(
+def optimise(
     traced: Traced,
     remat: Recompute | None,
     lands: Sequence[str | None] = (),
     without: Collection[str] = (),
     summed: int = 0,
     apart: bool = False,
-) -> Traced:
-    """A trace after the passes, but for those named in ``without``, which are for tests and measurements.
+) -> None:
+    """Run the passes, but for those named in ``without``, which are for tests and measurements, and make the graph code.
 
     Args:
         lands: for each gradient that the graph returns the name that `land` calls it by; None if it stays.
         summed: the number of gradients that are added to sums in place of being returned.
         apart: whether backward does not follow on forward, so that what runs at one time is yet to be cut out and overlapped.
     """
-    graph = traced.module.graph
+    graph = traced.graph
     links: list[Link] = []
     if "clean" not in without:
         clean(graph)
@@ -56,11 +58,10 @@ def optimised(
         clean(graph)
     if "overlap" not in without and not apart:
         overlap(graph)
-    if not apart:
-        land(graph, traced.gradients, lands)
+    traced.links += links
+    if apart:
+        return
+    land(graph, traced.gradients, lands)
     if summed:
         accumulate(graph, traced.gradients, summed)
-    graph.lint()
-    traced.module.recompile()
-    traced.links += links
-    return traced
+    traced.module = GraphModule(traced.constants, graph)

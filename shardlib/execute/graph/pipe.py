@@ -70,10 +70,10 @@ class GraphPipe(Pipe):
     def graphs(self) -> Mapping[str, torch.fx.Graph]:
         """The graphs traced so far."""
         return {
-            f"stage {stage}, {name}, form {number}": part.graph
+            f"stage {stage}, {what}, {name}": part.graph
             for stage, graphs in (self._graphs.items() if self._traceable else ())
-            for number, each in enumerate(graphs.made, 1)
-            for name, part in zip(("forward", "backward", "backward of parameters"), each.parts)
+            for name, each in graphs.named()
+            for what, part in zip(("forward", "backward", "backward of parameters"), each.parts)
             if part.computes
         }
 

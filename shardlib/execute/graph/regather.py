@@ -26,14 +26,28 @@ def regather(graph: Graph, apart: bool = False) -> None:
     passing = {units[node] for node in units if node.target in GATHERS and not link_at(node).stays}
     kept: dict[Node, Node] = {}  # of what stays
     latest: OrderedDict[str, dict[Node, Node]] = OrderedDict()
+    moved: set[Node] = set()  # to their first use
+
+    def found(node: Node, known: dict[Node, Node]) -> Node:
+        return known.get(node, kept.get(node, node))
 
     def gathered(node: Node, at: Node, known: dict[Node, Node]) -> Node:
         if node in stay or units[node] not in passing:
             known = kept
         if node not in known:
-            inputs = {each: gathered(each, at, known) for each in node.all_input_nodes if each in units}
-            with graph.inserting_before(at):
-                known[node] = made = graph.node_copy(node, lambda each: inputs.get(each, each))
+            for each in node.all_input_nodes:
+                if each in units:
+                    gathered(each, at, known)
+            if node in moved:
+                with graph.inserting_before(at):
+                    made = graph.node_copy(node, lambda each: found(each, known))
+            else:
+                at.prepend(node)
+                moved.add(node)
+                made = node
+                for each in node.all_input_nodes:
+                    node.replace_input_with(each, found(each, known))
+            known[node] = made
             made.meta = node.meta | {PHASE: at.meta.get(PHASE), BLOCK: at.meta.get(BLOCK)}
         return known[node]
 

@@ -15,7 +15,7 @@ from shardlib.execute.graph.alive import order_of
 from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.forms import Graphs, agreed, form_of, require_no_reached
 from shardlib.execute.graph.land import Land
-from shardlib.execute.graph.passes import optimised
+from shardlib.execute.graph.passes import optimise
 from shardlib.execute.graph.text import described
 from shardlib.execute.graph.trace import Traced, tensors_of, trace
 from shardlib.execute.losses import Outcome
@@ -59,7 +59,7 @@ class GraphStage:
         self._fn, self._plan, self._mesh, self._with_buffers, self._without = fn, plan, mesh, with_buffers, without
         self._function = Function(fn, plan, mesh, trained)
         self._eager = OneStage(fn, plan, mesh, trained, with_buffers)  # the first step, and what cannot be traced
-        self._graphs = Graphs[Traced](lambda traced: order_of(traced.module.graph))
+        self._graphs = Graphs[Traced](lambda traced: order_of(traced.graph))
         self._first: Sequence[Any] | None = None  # the micro-batches of the first step, which may be taken again
         self._traceable = True
 
@@ -70,8 +70,7 @@ class GraphStage:
     @property
     def graphs(self) -> Mapping[str, torch.fx.Graph]:
         """The graphs traced so far."""
-        made = self._graphs.made if self._traceable else ()
-        return {f"form {number}": traced.module.graph for number, traced in enumerate(made, 1)}
+        return {name: traced.graph for name, traced in self._graphs.named()} if self._traceable else {}
 
     def __str__(self) -> str:
         return described(self.graphs, self._traceable)
@@ -175,7 +174,8 @@ class GraphStage:
                 for bucket in plan.trained
             ]
             summed = len(plan.trained) if self._adds(call) else 0
-            return optimised(found, plan.step.remat, lands, self._without, summed)
+            optimise(found, plan.step.remat, lands, self._without, summed)
+            return found
 
         return self._graphs.of(lambda: (form_of(batch), form_of(buffers), key is None, closed_over(self._fn)), traced)
 

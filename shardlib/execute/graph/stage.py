@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from shardlib.execute.graph.keys import Stands
 from shardlib.execute.graph.parts import Part, Store, cut
-from shardlib.execute.graph.passes import optimised
+from shardlib.execute.graph.passes import optimise
 from shardlib.execute.graph.trace import Form, Given, Spans, form_of_tree, recorded, require_one_mean, tensors_of
 from shardlib.execute.handles import materialise
 from shardlib.execute.losses import read_loss, require_gradient
@@ -125,10 +125,9 @@ def trace_stage(
         sizes[:] = len(results), len(loss.slots())
         return [*results, *gradients]
 
-    traced = optimised(
-        recorded(function, stored, [carry, batch], forward, backward), remat, without=without, apart=True
-    )
-    nodes = list(traced.module.graph.nodes)
+    traced = recorded(function, stored, [carry, batch], forward, backward)
+    optimise(traced, remat, without=without, apart=True)
+    nodes = list(traced.graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]
     entering = given[len(stored) :][: len(tensors_of((carry, batch)))]
     inputs = [node for node in given if node not in entering]
@@ -137,7 +136,7 @@ def trace_stage(
     there = set(nodes)
     starts = [seed if seed in there else None for seed in seeds]
     parts = cut(
-        traced.module,
+        traced,
         [results, rest, weights] if halved else [results, [*rest, *weights]],
         inputs,
         [*entering, *filter(None, starts)],

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shardlib.common._compat import graph_of, recording
+from shardlib.common._compat import without_autocast_cache
 from shardlib.common.environment import within
 from shardlib.common.once import Decision
 from shardlib.errors import IllegalComposition
 from shardlib.execute.graph.keys import Stands
-from shardlib.execute.graph.twice import Calls, require_same, without_random_numbers
+from shardlib.execute.graph.recorder import Fakes, Recorder
+from shardlib.execute.graph.twice import Repeated, without_random_numbers
 from shardlib.execute.losses import Outcome, require_gradient
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.function import Function, gradients_of
@@ -65,21 +66,25 @@ class Traced:
     """A graph and what its inputs and outputs are.
 
     Attributes:
-        module: takes this rank's buffers in the plan's order, the tensors of the batch and of the loss's buffers, what codecs
+        graph: takes this rank's buffers in the plan's order, the tensors of the batch and of the loss's buffers, what codecs
             keep, the number from which backward starts, what draws take, and what `land` calls; returns totals and weights,
-            the tensors of aux and buffers, a gradient for each trained bucket, and what codecs keep then. It runs as it is
-            traced until it is recompiled. (A pipeline's stage takes and returns others: see `shardlib.execute.graph.stage`.)
+            the tensors of aux and buffers, a gradient for each trained bucket, and what codecs keep then. (A pipeline's stage
+            takes and returns others: see `shardlib.execute.graph.stage`.)
+        constants: the tensors that the graph has by name.
         stands: of the draws.
         gradients: the number of the first gradient among what the graph returns.
         form: of the results.
         links: what the graph's exchanges go along; they live as long as it does.
+        module: the graph as code, once passes have worked on it.
     """
 
-    module: torch.fx.GraphModule
+    graph: torch.fx.Graph
+    constants: dict[str, torch.Tensor]
     stands: Stands
     gradients: int
     links: list[Any]
     form: Any = None
+    module: torch.fx.GraphModule = field(init=False)
 
 
 class Spans:
@@ -91,17 +96,17 @@ class Spans:
         decisions: the nodes after which a decision begins, and ends.
     """
 
-    def __init__(self) -> None:
-        self.turns: list[torch.fx.Node | None] = []
-        self.marks: list[tuple[torch.fx.Node | None, int | None]] = []
-        self.decisions: list[tuple[torch.fx.Node | None, torch.fx.Node | None]] = []
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.turns: list[torch.fx.Node] = []
+        self.marks: list[tuple[torch.fx.Node, int | None]] = []
+        self.decisions: list[tuple[torch.fx.Node, torch.fx.Node]] = []
         self._count, self._depth = 0, 0
 
     @property
-    def last(self) -> torch.fx.Node | None:
+    def last(self) -> torch.fx.Node:
         """The node that the trace under way made last."""
-        mode = recording()
-        return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
+        return self._recorder.last
 
     def turn(self) -> None:
         """Begin the next phase."""
@@ -229,23 +234,31 @@ def recorded(
         backward: is given what ``forward`` returns, ``more``, and what to tell that gradients are reduced from here on;
             returns gradients of all trained buckets last.
     """
-    spans, stands, calls, names = Spans(), Stands(), Calls(), list(stored)
+    recorder, stands, names = Recorder(Fakes()), Stands(), list(stored)
+    spans = Spans(recorder)
     loss = function(spans.runner)
     tensors = [*stored.values(), *(tensor for tree in trees for tensor in tensors_of(tree))]
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        with calls, spans.deciding():
+        with spans.deciding():
             found = forward(loss, Given(names, inputs, stands))
         spans.turn()
         return backward(loss, found, inputs[len(tensors) :], spans)
 
-    with torch.enable_grad(), without_random_numbers():
-        module = graph_of(run, *tensors, *more)
-    _mark(module.graph, spans)
-    require_same(calls, lambda *tensors: forward(loss, Given(names, tensors, Stands())), tensors)
-    stands.made_inputs(module.graph)
-    *_, output = module.graph.nodes
-    return Traced(module, stands, len(output.args[0]) - len(loss.trained), [loss])
+    with torch.enable_grad(), without_autocast_cache(), recorder.fakes.mode:
+        inputs = recorder.inputs([*tensors, *more])
+        with without_random_numbers(), recorder:
+            recorder.outputs(run(*inputs))
+        again = Repeated(recorder, spans.turns[0])
+        inputs = again.inputs([*tensors, *more])
+        with again:
+            forward(loss, Given(names, inputs, Stands()))
+    again.end()
+    graph = recorder.graph
+    _mark(graph, spans)
+    stands.made_inputs(graph)
+    *_, output = graph.nodes
+    return Traced(graph, recorder.constants, stands, len(output.args[0]) - len(loss.trained), [loss])
 
 
 def _mark(graph: torch.fx.Graph, spans: Spans) -> None:

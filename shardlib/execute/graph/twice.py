@@ -6,38 +6,15 @@ What it takes from no tensor is a constant of a graph: Python's and NumPy's rand
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import numpy
-import torch
+from torch.fx import Node
 
-from shardlib.common._compat import TorchDispatchMode, asks_device, other_fakes
 from shardlib.errors import IllegalComposition
-from shardlib.tree import leaves_of
-
-
-class Calls(TorchDispatchMode):
-    """A mode that notes operations: their operators, the shapes of tensors and all other arguments.
-
-    Attributes:
-        noted: what was called.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[tuple[Any, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not asks_device:
-            self.noted.append((str(func), *map(_form, leaves_of((args, kwargs or {})))))
-        return func(*args, **(kwargs or {}))
-
-
-def _form(value: Any) -> Any:
-    return str(value.shape) if isinstance(value, torch.Tensor) else repr(value)
+from shardlib.execute.graph.recorder import Recorder
 
 
 @contextmanager
@@ -69,28 +46,57 @@ def _drawn(name: str, call: str) -> str:
     )
 
 
-def require_same(first: Calls, again: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
-    """Refuse a function whose operations differ from those that it had.
+class Repeated(Recorder):
+    """A recorder of a function's second call, which refuses what differs from the first.
 
     Args:
-        first: the operations of a call.
-        again: calls the function again, on fake tensors like ``inputs``.
+        first: of the first call, and of what follows on it.
+        last: the first call's last operation.
 
     Raises:
         IllegalComposition: names the first operation that differs.
     """
-    with other_fakes() as fake, torch.enable_grad():
-        fakes = [fake.from_tensor(tensor) for tensor in inputs]
-        with Calls() as second:
-            again(*fakes)
-    for before, now in zip_longest(first.noted, second.noted):
-        if before != now:
-            raise IllegalComposition(
-                f"the loss function computes something else when it is called again on the same tensors ({_told(before)}, "
-                f"and then {_told(now)}): it reads something that changes and is no tensor, such as a count of its calls, "
-                "which would be a constant of a graph. Put it into the batch as a tensor, torch.tensor(count)"
-            )
+
+    def __init__(self, first: Recorder, last: Node) -> None:
+        super().__init__(first.fakes)
+        self._first = first
+        nodes = list(first.graph.nodes)
+        self._nodes = iter(nodes[: nodes.index(last) + 1])
+
+    def _node(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Node:
+        before = next(self._nodes, None)
+        if before is None or before.target != target or not _same([before.args, before.kwargs], [args, kwargs or {}]):
+            raise _other(_told(before), f"{target}({', '.join(map(str, args))})")
+        return before
+
+    def end(self) -> None:
+        """Refuse a call that ended before the first one, or that read other constants."""
+        if (before := next(self._nodes, None)) is not None:
+            raise _other(_told(before), "nothing")
+        for name, now in self.constants.items():
+            known = self._first.constants[name]
+            if known is not now and not (known.shape == now.shape and bool(((known == now) | (now != now)).all())):
+                raise _other(f"the constant {known}", str(now))
 
 
-def _told(call: tuple[Any, ...] | None) -> str:
-    return "nothing" if call is None else f"{call[0]}({', '.join(map(str, call[1:]))})"
+def _same(before: Any, now: Any) -> bool:
+    """Whether two arguments are the same."""
+    if isinstance(before, Node):
+        return before is now
+    if isinstance(before, dict):
+        return _same(list(before.items()), list(now.items()))
+    if isinstance(before, tuple | list):
+        return len(before) == len(now) and all(map(_same, before, now))
+    return type(before) is type(now) and (before == now or repr(before) == repr(now))
+
+
+def _told(node: Node | None) -> str:
+    return "nothing" if node is None else f"{node.target}({', '.join(map(str, node.args))})"
+
+
+def _other(before: str, now: str) -> IllegalComposition:
+    return IllegalComposition(
+        f"the loss function computes something else when it is called again on the same tensors ({before}, and then {now}): "
+        "it reads something that changes and is no tensor, such as a count of its calls, which would be a constant of a "
+        "graph. Put it into the batch as a tensor, torch.tensor(count)"
+    )
