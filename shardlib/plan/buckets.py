@@ -28,6 +28,7 @@ from shardlib.common._compat import (
     chunk_cat,
     flatten_dense_tensors,
     func_transform,
+    recording,
     unflatten_dense_tensors,
 )
 from shardlib.common.thresholds import Threshold
@@ -365,7 +366,8 @@ class Bucket:
                 columns.append(self._cut(leaf, chunk))
         if self.alone:
             return columns[0].to(dtype).contiguous().view(-1)  # the gradient of a sum has the stride 0
-        if values or any(column.dtype != columns[0].dtype for column in columns):
+        # A graph is worth more without writes: passes may move what packs a gradient.
+        if values or recording() or any(column.dtype != columns[0].dtype for column in columns):
             return torch.cat([column.to(dtype) for column in columns], dim=1).view(-1)
         out = torch.empty((self.ways, self.owned), dtype=dtype, device=columns[0].device)
         return torch.cat(columns, dim=1, out=out).view(-1)

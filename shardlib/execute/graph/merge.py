@@ -15,8 +15,8 @@ from torch.fx import Graph, Node
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, Link
 from shardlib.common.thresholds import Threshold
 from shardlib.execute.graph.nodes import (
-    EXCHANGES,
     GATHERS,
+    REDUCTIONS,
     fetched,
     given,
     link_at,
@@ -84,7 +84,7 @@ def _reductions(graph: Graph, kind: Any) -> list[Node]:
     found = []
     for node in of_kind(graph, (kind,)):
         source, users = given(node), result_of(node).users
-        chained = source.target is operator.getitem and given(source).target in EXCHANGES
+        chained = source.target is operator.getitem and given(source).target in REDUCTIONS
         if not chained and all(user.op == "output" for user in users):
             found.append(node)
     return found

@@ -106,8 +106,8 @@ class GraphStage:
         return self._eager.evaluate(params, *args)
 
     def _reduces(self, call: Call) -> bool:
-        """Whether a graph sums gradients over ranks as the optimizer holds them. An optimizer that sums over an axis itself
-        does so in some steps alone."""
+        """Whether a graph sums gradients over ranks as the optimizer holds them: not where an optimizer sums over an axis
+        itself, in some steps alone, or ranks send nodes of a tree."""
         plan = self._plan
         return len(call.microbatches) == 1 and plan.reductions.owner is None and not plan.step.tree
 
