@@ -507,12 +507,13 @@ def test_plans_that_have_no_graph(name):
         steps(layers, [BATCH], True, REFUSED[name])
 
 
-def on_a_rank(mesh, stage):
+def on_a_rank(mesh, *transforms):
     """Parameters after steps with and without a graph, and the number of graphs, on a rank of its own process."""
-    loss_fn, params = tiny_gpt(dropout=0.1)
+    moe = gpt.Experts((0, 4), sl.nn.MoEConfig(sl.nn.routers.top_k(2)), hidden=6) if len(transforms) > 1 else None
+    loss_fn, params = tiny_gpt(dropout=0.1, moe=moe)
     found = []
     for compile in (False, True):
-        sharded = sl.shard(params, mesh, sl.chain(sl.zero(stage), sl.remat()))
+        sharded = sl.shard(params, mesh, sl.chain(*transforms, sl.remat()))
         state, step = sl.make_train_step(loss_fn, sharded, sl.optim.adamw(1e-2), rng=3, compile=compile)
         for batch in token_batches(3, 8):
             state, metrics = step(state, share(batch, mesh.rank, mesh.size))
@@ -520,9 +521,11 @@ def on_a_rank(mesh, stage):
     return (*found, len(step.graph.graphs))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_in_processes(pool, stage):
-    for eager, compiled, graphs in pool.run(on_a_rank, stage, mesh={"data": 2}):
+@pytest.mark.parametrize(
+    "transforms", [(sl.zero(1),), (sl.zero(3),), (sl.zero(3), sl.experts("data"))], ids=["1", "3", "3 and experts"]
+)
+def test_in_processes(pool, transforms):
+    for eager, compiled, graphs in pool.run(on_a_rank, *transforms, mesh={"data": 2}):
         assert relative_error(compiled, eager)[0] == 0 and graphs == 1
 
 
