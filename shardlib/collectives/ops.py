@@ -3,7 +3,7 @@
 In eager an `Exchange` calls its primitive and waits. Where a function is traced (`make_fx`, `torch.compile`) tensors have no
 values, and an exchange is two operators, between which a pass may move other work::
 
-    ticket = torch.ops.shardlib.all_gather_start(x, None, mesh, axis, [], "what it is for")
+    ticket = torch.ops.shardlib.all_gather_start(x, [], mesh, axis, [], "what it is for")
     out = torch.ops.shardlib.wait(ticket, x, shape)
 
 Neither writes to an argument nor returns memory of one, so that compilers may merge equal ones and drop unused ones, alike on
@@ -116,7 +116,7 @@ class Exchange:
 
     def __init__(self, name: str, start: Callable[..., Started], shape: Callable[..., Sequence[int]]) -> None:
         def ticket(
-            x: torch.Tensor, sizes: torch.Tensor | None, mesh: int, axis: str, options: Sequence[int], about: str
+            x: torch.Tensor, sizes: Sequence[torch.Tensor], mesh: int, axis: str, options: Sequence[int], about: str
         ) -> torch.Tensor:
             number = next(_count)
             _under_way[number] = self._started(x, mesh_of(mesh), axis, options, sizes, about)
@@ -135,20 +135,20 @@ class Exchange:
         place: Place,
         axis: str,
         *options: int,
-        sizes: torch.Tensor | None = None,
+        sizes: Sequence[torch.Tensor] = (),
         about: str = ACTIVATIONS,
     ) -> Callable[[], torch.Tensor]:
         """Start it; returns a function to call once, which waits and returns the result. ``about``: for reports."""
         mesh = mesh_of(place)
         if traced(x) and not mesh.abstract:  # a plan's trace, on a mesh without ranks, counts what it sends
-            ticket = self._operator(x, sizes, number_of(place), axis, list(options), about)
+            ticket = self._operator(x, list(sizes), number_of(place), axis, list(options), about)
             return partial(_wait, ticket, x, list(self._shape(x, mesh.shape[axis], *options)))
         return partial(_ended, *self._started(x, mesh, axis, options, sizes, about))
 
     def _started(
-        self, x: torch.Tensor, mesh: Mesh, axis: str, options: Sequence[int], sizes: torch.Tensor | None, about: str
+        self, x: torch.Tensor, mesh: Mesh, axis: str, options: Sequence[int], sizes: Sequence[torch.Tensor], about: str
     ) -> Started:
-        more = {} if sizes is None else {"sizes": sizes}
+        more = {"sizes": sizes} if sizes else {}
         with mesh.traffic.by_the_loss(), naming(about):
             return self._start(mesh, axis, x, *options, **more)
 
@@ -187,12 +187,12 @@ def _reduce_scatter(mesh: Mesh, axis: str, x: torch.Tensor) -> Started:
     return out, primitives.reduce_scatter(mesh, axis, out, x), x
 
 
-def _all_to_all(mesh: Mesh, axis: str, x: torch.Tensor, *arriving: int, sizes: torch.Tensor | None = None) -> Started:
+def _all_to_all(mesh: Mesh, axis: str, x: torch.Tensor, *arriving: int, sizes: Sequence[torch.Tensor] = ()) -> Started:
     out, x = x.new_empty(_exchanged(x, mesh.shape[axis], *arriving)), x.contiguous()
-    if sizes is None:
+    if not sizes:
         return out, primitives.all_to_all(mesh, axis, out, x), x
     width = x.shape[1:].numel()
-    splits = Splits(*([rows * width for rows in way] for way in sizes.tolist()))
+    splits = Splits(*([rows * width for rows in way.tolist()] for way in sizes))
     return out, primitives.all_to_all(mesh, axis, out.view(-1), x.view(-1), splits), x
 
 
@@ -217,8 +217,8 @@ def _same(x: torch.Tensor, ranks: int, *_: int) -> Sequence[int]:
 all_reduce = Exchange("all_reduce", _all_reduce, _same)
 all_gather = Exchange("all_gather", _all_gather, lambda x, ranks: (ranks, *x.shape))  # by rank
 reduce_scatter = Exchange("reduce_scatter", _reduce_scatter, lambda x, ranks: x.shape[1:])  # of chunks by rank
-# Of chunks by rank, of rows of the first dimension. Option: none, or how many arrive. ``sizes``: None where all chunks are
-# equal; else int64 ``[2, ranks]`` in host memory, how many rows go to each rank, and how many come from each.
+# Of chunks by rank, of rows of the first dimension. Option: none, or how many arrive. ``sizes``: none where all chunks are
+# equal; else int64 in host memory, how many rows go to each rank, and how many come from each.
 all_to_all = Exchange("all_to_all", _all_to_all, _exchanged)
 permute = Exchange("permute", _permute, _same)  # options: source, destination, source, destination …
 broadcast = Exchange("broadcast", _broadcast, _same)  # option: the source

@@ -147,7 +147,7 @@ def another_fake(fake: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
 
 
 def fakes_of_unknown_sizes() -> FakeTensorMode:
-    """A mode of fake tensors, whose sizes may be known in a run alone. No code but `read_numbers` takes numbers from them."""
+    """A mode of fake tensors, whose sizes may be known in a run alone. No code but `read_sum` takes numbers from them."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(
@@ -162,21 +162,20 @@ def can_read_numbers(tensor: torch.Tensor) -> TypeGuard[FakeTensor]:
     return type(tensor) is FakeTensor and tensor.fake_mode.shape_env is not None
 
 
-def read_numbers(tensor: torch.Tensor, likely: int) -> list[int]:
-    """``tensor.tolist()`` of numbers that are not negative. In a trace they are known in a run alone, and `estimated` takes
-    each to be ``likely``."""
+def read_sum(tensor: torch.Tensor, likely: int) -> int:
+    """The sum of numbers that are not negative. In a trace it is known in a run alone, and `estimated` takes it to be
+    ``likely``."""
     if not can_read_numbers(tensor):
-        return tensor.tolist()
+        return sum(tensor.tolist())
     mode: Any = tensor.fake_mode
     before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
     try:
-        numbers = tensor.tolist()
+        number: Any = tensor.sum().item()
     finally:
         mode.allow_scalar_outputs = before
-    for number in numbers:
-        torch._check(number >= 0)
-        mode.shape_env.var_to_hint_override[number.node.expr] = likely
-    return numbers
+    torch._check(number >= 0)
+    mode.shape_env.var_to_hint_override[number.node.expr] = likely
+    return number
 
 
 def estimated(number: Any) -> int:
@@ -186,10 +185,10 @@ def estimated(number: Any) -> int:
     return int(number.node.expr.xreplace(number.node.shape_env.var_to_hint_override))
 
 
-def require(condition: Any, error: Exception) -> None:
-    """Raise ``error`` for a false condition. One that is known in a run alone a trace takes to hold."""
+def require(condition: Any, error: Callable[[], Exception]) -> None:
+    """Raise ``error()`` for a false condition. One that is known in a run alone a trace takes to hold."""
     if condition is False:
-        raise error
+        raise error()
     if condition is not True:
         torch._check(condition)
 

@@ -741,16 +741,16 @@ def test_plans_that_have_no_graph(name):
         steps(layers, [BATCH], True, REFUSED[name])
 
 
-def on_a_rank(mesh, blocks):
+def on_a_rank(mesh, *transforms):
     """Parameters after steps with and without graphs, and the number of these, on a rank of its own process."""
-    loss_fn, params = tiny_gpt(dropout=0.1)
-    chain = sl.chain(sl.zero(3), sl.remat())
+    blocks, experts = "pipe" in mesh.shape, len(transforms) > 1
+    moe = gpt.Experts((0, 4), sl.nn.MoEConfig(sl.nn.routers.top_k(2)), hidden=6) if experts else None
+    loss_fn, params = tiny_gpt(dropout=0.1, moe=moe)
     if blocks:
         loss_fn, params = gpt.make_sequential(replace(TINY, dropout=0.1)), gpt.to_blocks(params)
-        chain = sl.chain(sl.pipeline("zb-h1", 2), sl.remat())
     found = []
     for compile in (False, True):
-        sharded = sl.shard(params, mesh, chain)
+        sharded = sl.shard(params, mesh, sl.chain(*transforms, sl.remat()))
         state, step = sl.make_train_step(loss_fn, sharded, sl.optim.adamw(1e-2), rng=3, compile=compile)
         for batch in token_batches(3, 8):
             state, metrics = step(state, batch if blocks else share(batch, mesh.rank, mesh.size))
@@ -758,10 +758,18 @@ def on_a_rank(mesh, blocks):
     return (*found, len(step.graph.graphs))
 
 
-@pytest.mark.parametrize("blocks", [False, True], ids=["data", "pipeline"])
-def test_in_processes(pool, blocks):
-    for eager, compiled, graphs in pool.run(on_a_rank, blocks, mesh={"pipe" if blocks else "data": 2}):
-        assert relative_error(compiled, eager)[0] == 0 and graphs in ((2, 3) if blocks else (1,))
+IN_PROCESSES = {
+    "3": ({"data": 2}, sl.zero(3)),
+    "3 and experts": ({"data": 2}, sl.zero(3), sl.experts("data")),
+    "pipeline": ({"pipe": 2}, sl.pipeline("zb-h1", 2)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_in_processes(pool, name):
+    mesh, *transforms = IN_PROCESSES[name]
+    for eager, compiled, graphs in pool.run(on_a_rank, *transforms, mesh=mesh):
+        assert relative_error(compiled, eager)[0] == 0 and graphs in ((2, 3) if "pipe" in mesh else (1,))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "mixtral, dealt out", "bert", "vit"])

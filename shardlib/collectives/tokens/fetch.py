@@ -69,8 +69,8 @@ class Fetch:
             sizes = [[*map(len, slots[place])] for slots in (trip.leaving, trip.arriving)]
             arrived = list(itertools.chain(*trip.arriving[place]))
             with no_modes():  # a plan's trace reads them
-                ways = torch.tensor(sizes), torch.tensor(sizes[::-1])
-            hops.append(Hop(axis, ways, sum(sizes[0]), len(arrived), _sorted(arrived, rows.device)))
+                both = torch.tensor(sizes[0]), torch.tensor(sizes[1])
+            hops.append(Hop(axis, both, sum(sizes[0]), len(arrived), _sorted(arrived, rows.device)))
         ends = torch.arange(1, len(arrived) + 1, device=rows.device)
         route = Route(len(rows), tuple(hops), None, ends)
         return Travelling(rows, Journey(mesh, route, True, (None, None), "copies of experts"))

@@ -102,11 +102,9 @@ class Journey:
 
     def _send(self, hop: Hop, rows: torch.Tensor) -> None:
         """Start a hop, forwards or backwards."""
-        about, arriving = self._about, hop.received if self._outward else hop.sent
-        sizes = None if hop.sizes is None else hop.sizes[not self._outward]
-        if (
-            sizes is None
-        ):  # chunks of padded rows are equal on all ranks: where they are not, a transport says so, with sizes
+        about, sizes = self._about, hop.sizes or ()
+        sizes, arriving = (sizes, hop.received) if self._outward else (sizes[::-1], hop.sent)
+        if not sizes:  # equal chunks on all ranks: where they are not, a transport says so, with sizes
             about += f", {self.route.slots} for each expert (padded=True: equally many on all ranks)"
         self._wait = ops.all_to_all.start(rows, self._mesh, hop.axis, arriving, sizes=sizes, about=about)
 

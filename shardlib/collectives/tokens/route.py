@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
 from shardlib.collectives import ops
-from shardlib.common._compat import read_numbers, require, require_async
+from shardlib.common._compat import read_sum, require, require_async
 from shardlib.common.once import once
 from shardlib.errors import SpecError
 from shardlib.kernels.permute import permute, unpermute
@@ -42,9 +41,8 @@ class Hop:
     """An all-to-all along one axis, and the order in which a rank goes on with what arrives.
 
     Attributes:
-        sizes: int64 ``[2, ranks of the axis]`` in host memory: rows to each rank, and from each; and the same for the way
-            back. None if they are equally many.
-        sent, received: rows to all ranks, and from all.
+        sizes: rows to each rank of the axis, and from each, int64 in host memory. None if they are equally many.
+        sent, received: rows to all of them, and from all.
         order: of the rows that have arrived; None keeps theirs.
     """
 
@@ -137,18 +135,15 @@ def uneven(axes: Sequence[str], rows: int, tables: Tables, anchor: torch.Tensor 
     Raises:
         SpecError: more rows are counted than there are.
     """
-    sizes = torch.cat([table.flatten(1).sum(1) for pair in tables for table in pair]).cpu()
-    each = [part.view(2, -1) for part in sizes.split([2 * len(arrived) for _, arrived in tables])]
-    numbers = read_numbers(torch.stack([each[0][0].sum(), *(part[1].sum() for part in each)]), rows)
-    counted = SpecError(f"{numbers[0]} rows are counted and {rows} given: count the rows that are kept")
-    require(numbers[0] <= rows, counted)
-    hops = [
-        Hop(axis, (part, part.flip(0)), sent, received, _order(arrived, dims, received))
-        for axis, dims, (_, arrived), part, (sent, received) in zip(
-            axes, _turns(len(axes)), tables, each, pairwise(numbers), strict=True
-        )
-    ]
-    return Route(rows, tuple(hops), None, _ends(tables[-1][1]), anchor=anchor)
+    both = [table.flatten(1).sum(1) for pair in tables for table in pair]
+    sizes = torch.cat(both).cpu().split([len(each) for each in both])
+    here, hops = read_sum(sizes[0], rows), []  # rows on this rank, before each hop
+    require(here <= rows, lambda: SpecError(f"{here} rows are counted and {rows} given: count the rows that are kept"))
+    for k, (axis, dims, (_, arrived)) in enumerate(zip(axes, _turns(len(axes)), tables, strict=True)):
+        coming = read_sum(sizes[2 * k + 1], rows)
+        hops.append(Hop(axis, (sizes[2 * k], sizes[2 * k + 1]), here, coming, _order(arrived, dims, coming)))
+        here = coming
+    return Route(rows, tuple(hops), None, _ends(arrived), anchor=anchor)
 
 
 def even(
