@@ -30,15 +30,13 @@ def regather(graph: Graph) -> None:
             for each in node.all_input_nodes:
                 if each in units:
                     gathered(each, at, known)
-            if node in moved:
+            if node in moved or any(known.get(each, each) is not each for each in node.all_input_nodes):
                 with graph.inserting_before(at):
                     made = copied(node, known, graph)
             else:
                 at.prepend(node)
                 moved.add(node)
                 made = known[node] = node
-                for each in node.all_input_nodes:
-                    node.replace_input_with(each, known.get(each, each))
             made.meta = node.meta | {PHASE: at.meta.get(PHASE), BLOCK: at.meta.get(BLOCK)}
         return known[node]
 
