@@ -494,6 +494,7 @@ RECORDED = {
     "parts that begin further on": lambda x, weight: torch.cat([part.t() for part in (x @ weight).chunk(3, 1)][::-1]),
     "complex numbers": lambda x, weight: torch.fft.fft(x @ weight).conj().abs(),
     "a checkpoint": lambda x, weight: checkpoint(lambda x: torch.tanh(x @ weight), x, use_reentrant=False),
+    "a compiled block": sl.block(torch.compile(lambda x, weight: torch.tanh(x @ weight), backend="eager")),
     "a place in a table": lambda x, weight: torch.nn.functional.embedding(torch.tensor([0, 1, 5]), weight) * x.sum(),
     "several results": lambda x, weight: (x @ weight).topk(2).values,
 }

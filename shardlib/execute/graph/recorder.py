@@ -2,7 +2,7 @@
 
 What torch's make_fx does in a millisecond for each operation takes a tenth of that here: a fake result is looked up by the
 forms of what an operator is given, and is made by torch's fake mode for the first call of each kind alone. Sizes that are
-known in a run alone (`shardlib.common._compat.read_numbers`) are nodes; what has such a size the fake mode makes each time.
+known in a run alone (`shardlib.common._compat.read_sum`) are nodes; what has such a size the fake mode makes each time.
 """
 
 from __future__ import annotations

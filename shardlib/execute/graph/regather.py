@@ -38,15 +38,13 @@ def regather(graph: Graph, apart: bool = False) -> None:
             for each in node.all_input_nodes:
                 if each in units:
                     gathered(each, at, known)
-            if node in moved:
+            if node in moved or any(found(each, known) is not each for each in node.all_input_nodes):
                 with graph.inserting_before(at):
                     made = graph.node_copy(node, lambda each: found(each, known))
             else:
                 at.prepend(node)
                 moved.add(node)
                 made = node
-                for each in node.all_input_nodes:
-                    node.replace_input_with(each, found(each, known))
             known[node] = made
             made.meta = node.meta | {PHASE: at.meta.get(PHASE), BLOCK: at.meta.get(BLOCK)}
         return known[node]

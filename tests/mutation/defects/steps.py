@@ -165,8 +165,8 @@ DEFECTS = (
         "bytes",
         "execute/gathering.py",
         "units that are neither in use nor next stay whole",
-        "for name in [name for name in self._here if name not in names]:",
-        "for name in [name for name in self._here if not names]:",
+        "for name in [name for name in self._here if name not in names and",
+        "for name in [name for name in self._here if not names and",
         (f"{_BYTES}::test_live_gathered_bytes_are_bounded",),
     ),
     Defect(
