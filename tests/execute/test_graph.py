@@ -214,7 +214,7 @@ def test_replicas_have_no_graph():
 
 
 PIPES = {
-    "1f1b": (sl.pipeline("1f1b", 3), sl.zero(1)),
+    "1f1b": (sl.pipeline("1f1b", 3), sl.zero(1), sl.precision("fp8")),
     "1f1b, stage 3, recomputed": (sl.pipeline("1f1b", 3), sl.zero(3), sl.remat()),
     "two stages a rank": (sl.pipeline("interleaved-1f1b", 4), sl.zero(2), sl.remat("dots")),
     "zero-bubble": (sl.pipeline("zb-h1", 4), sl.zero(3)),
@@ -272,6 +272,26 @@ def test_what_passes_between_stages(schedule, frozen):
             sl.sequential([first, middle, middle, last]), params, batches, chain, {"pipe": 2, "data": 2}, rng=sl.Key(3)
         )
     )
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"),
+    [
+        (sl.quantize(gradients="int8"), "quantize(gradients=)"),
+        (sl.reproducible(4), "reproducible"),
+        (sl.offload(), "offload"),
+    ],
+)
+def test_what_a_pipeline_has_no_graph_of(transform, name):
+    def run(mesh):
+        params = sl.shard(
+            [{"w": torch.ones(4, 4)} for _ in range(2)], mesh, sl.chain(sl.pipeline("1f1b", 2), transform)
+        )
+        loss_fn = sl.sequential([lambda params, carry, batch: batch @ params["w"]] * 2)
+        sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1), compile=True)
+
+    with pytest.raises(IllegalComposition, match=rf"(?s)compile=True does not go together with.*{re.escape(name)}"):
+        sl.simulate(run, mesh={"pipe": 2, "data": 2})
 
 
 def test_a_pipeline_holds_what_it_holds_without_graphs():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import reduce
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -131,7 +130,7 @@ class Recorder(TorchDispatchMode):
         self.graph, self.constants = Graph(), dict[str, torch.Tensor]()
         self.fakes = fakes
         self._read: dict[int, Node] = {}  # identity of a constant -> its node
-        self._numbers: dict[Any, Node] = {}  # number that is known in a run alone, as an expression -> its node
+        self._numbers: dict[Any, Node | int] = {}  # number that is known in a run alone, as an expression -> its node
 
     @property
     def last(self) -> Node:
@@ -208,16 +207,16 @@ class Recorder(TorchDispatchMode):
         if expression.is_Integer:
             return int(expression)
         if expression not in self._numbers:
-            inputs = [self._number(each) for each in expression.args]
+            first, *others = [self._number(each) for each in expression.args] or [0]
             joins = operator.add if expression.is_Add else operator.mul if expression.is_Mul else None
-            if joins is None or not inputs:
+            if joins is None or not others:
                 raise IllegalComposition(
                     f"the loss computes with a number that is known in a run alone, {expression}. Pad rows to a number of "
                     "slots, sl.experts(padded=True)"
                 )
-            self._numbers[expression] = reduce(
-                lambda one, other: self._node("call_function", joins, (one, other)), inputs
-            )
+            for other in others:
+                first = self._node("call_function", joins, (first, other))
+            self._numbers[expression] = first
         return self._numbers[expression]
 
     def _constant(self, tensor: torch.Tensor) -> Node:
@@ -235,8 +234,9 @@ class Recorder(TorchDispatchMode):
             result.recorded = self, node, forms  # type: ignore[attr-defined]
             unknown = has_unknown_sizes(result)
             node.meta["val"] = result if unknown else self.fakes.value(forms)
-            for dim, size in enumerate(result.shape if unknown else ()):
-                if isinstance(size, torch.SymInt) and size.node.expr not in self._numbers:
+            sizes: Sequence[Any] = result.shape if unknown else ()
+            for dim, size in enumerate(sizes):
+                if type(size) is torch.SymInt and size.node.expr not in self._numbers:
                     self._numbers[size.node.expr] = self._node("call_function", sym_size, (node, dim))
         elif isinstance(result, torch.SymInt):
             self._numbers[result.node.expr] = node

@@ -68,7 +68,8 @@ class Function:
         self._looked = False  # whether a call was looked at, for what is wrong without a sign
         self._slices = Slices(mesh, plan.step.sequence)
         batch = WholeBatch(plan, mesh, trained, lambda: None)  # exchanges are the same on all ranks
-        scaled = {placement.path for placement in plan.placements if placement.scaled}
+        own = {path for bucket in plan.buckets for path in bucket.paths}  # of a stage
+        scaled = {placement.path for placement in plan.placements if placement.scaled and placement.path in own}
         self._scaled: dict[str, torch.Tensor | None] = dict.fromkeys(scaled)  # the leaves, in a call
         products = ScaledProducts(self._is_scaled) if scaled else None
         self._surroundings = Surroundings(
