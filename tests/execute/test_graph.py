@@ -284,9 +284,8 @@ def test_what_passes_between_stages(schedule, frozen):
 )
 def test_what_a_pipeline_has_no_graph_of(transform, name):
     def run(mesh):
-        params = sl.shard(
-            [{"w": torch.ones(4, 4)} for _ in range(2)], mesh, sl.chain(sl.pipeline("1f1b", 2), transform)
-        )
+        chain = sl.chain(sl.pipeline("1f1b", 2), sl.zero(2), transform)
+        params = sl.shard([{"w": torch.ones(4, 4)} for _ in range(2)], mesh, chain)
         loss_fn = sl.sequential([lambda params, carry, batch: batch @ params["w"]] * 2)
         sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1), compile=True)
 
