@@ -135,10 +135,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.link, ctx.alive = (
-            inputs[1],
-            link_of(inputs[1]),
-        )  # a backward may come when nobody else has the link any more
+        ctx.link = inputs[1]
+        ctx.alive = link_of(inputs[1])  # a backward may come when nobody else has the link any more
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
