@@ -15,7 +15,7 @@ from shardlib.execute.graph.trace import FORWARD, PHASE, Traced
 Store = dict[Node, Any]  # nodes of the whole graph -> the values that later parts take
 
 
-class Part:
+class GraphPart:
     """A part of a graph.
 
     Args:
@@ -32,7 +32,7 @@ class Part:
         self.takes = list(dict.fromkeys(node for node in (*used, *results) if node not in own))
         self._whole, self._members, self._results, self._inputs = whole, members, results, inputs
 
-    def finish(self, later: Sequence[Part], gradients: int, overlaps: bool) -> None:
+    def finish(self, later: Sequence[GraphPart], gradients: int, overlaps: bool) -> None:
         """Make the part's graph, once it is known what ``later`` ones take."""
         taken = {node for part in later for node in part.takes}
         self._makes = [node for node in self._members if node in taken]
@@ -74,7 +74,7 @@ def cut(
     stored: Sequence[Node],
     gradients: int,
     overlaps: bool,
-) -> list[Part]:
+) -> list[GraphPart]:
     """Forward, and backward in one part or in two: what its first results need, and the rest.
 
     Args:
@@ -89,13 +89,13 @@ def cut(
     forward, backward = (
         [node for node in nodes if (node.meta.get(PHASE) == FORWARD) is first] for first in (True, False)
     )
-    parts = [Part(whole, forward, results[0], inputs)]
+    parts = [GraphPart(whole, forward, results[0], inputs)]
     if len(results) == 3:
         # What is written to has no one value: then all of it is the first part.
         first = set(backward) if any(map(changes, backward)) else _needed(results[1], set(backward))
-        parts.append(Part(whole, [node for node in backward if node in first], results[1], inputs))
+        parts.append(GraphPart(whole, [node for node in backward if node in first], results[1], inputs))
         backward = [node for node in backward if node not in first]
-    parts.append(Part(whole, backward, results[-1], inputs))
+    parts.append(GraphPart(whole, backward, results[-1], inputs))
     for number, part in enumerate(parts):
         part.finish(parts[number + 1 :], gradients, overlaps)
     return parts

@@ -115,7 +115,7 @@ class GraphPipe(Pipe):
         outcomes: dict[int, Outcome] = {}
         views = {number: self._plan.of_stage(number) for number in self._position.stages}
         position = replace(self._position, stages={number: _Stage(view) for number, view in views.items()})
-        sums = {number: _Sums(function) for number, function in self._functions.items()}
+        sums = {number: _StageSums(function) for number, function in self._functions.items()}
         _Interpreter(
             partial(self._flight, call, outcomes),
             *(position, call.params, None, sums, lambda microbatch: call.seed(outcomes[microbatch])),
@@ -188,7 +188,7 @@ class _Flight:
             return self._graph.parts[number](self._store, [*self._inputs, *sums])
 
     def differentiate(
-        self, outputs: Any, seeds: Sequence[torch.Tensor], inputs: Any, sums: _Sums, turn: Any
+        self, outputs: Any, seeds: Sequence[torch.Tensor], inputs: Any, sums: _StageSums, turn: Any
     ) -> list[torch.Tensor]:
         if len(self._graph.parts) > 2:
             found = self.inputs_gradient(outputs, seeds, inputs)
@@ -201,7 +201,7 @@ class _Flight:
         self._start(seeds)
         return self.part(1)
 
-    def weights_gradient(self, sums: _Sums, turn: Any) -> None:
+    def weights_gradient(self, sums: _StageSums, turn: Any) -> None:
         self.part(2, sums.tensors)
 
     def _start(self, seeds: Sequence[torch.Tensor]) -> None:
@@ -211,7 +211,7 @@ class _Flight:
         self._store.clear()
 
 
-class _Sums:
+class _StageSums:
     """The sums of a stage's gradients over micro-batches, which are made when the first ones come."""
 
     def __init__(self, function: Function) -> None:

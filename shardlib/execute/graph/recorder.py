@@ -34,7 +34,7 @@ from shardlib.common._compat import (
 from shardlib.errors import IllegalComposition
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """What a tensor is, but for its values."""
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Form(NamedTuple):
     plain: bool  # neither conjugated nor known to be a constant
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form | None:
+    def of(cls, tensor: torch.Tensor) -> TensorForm | None:
         """The form of a fake tensor; None of one that is sparse, or whose sizes are known in a run alone."""
         if tensor.layout is not torch.strided or has_unknown_sizes(tensor):
             return None
@@ -61,8 +61,8 @@ class Fakes:
     def __init__(self) -> None:
         self.mode = fakes_of_unknown_sizes()
         self._known: dict[Any, Any] = {}
-        self._firsts: dict[Form, torch.Tensor] = {}
-        self._values: dict[Form, torch.Tensor] = {}
+        self._firsts: dict[TensorForm, torch.Tensor] = {}
+        self._values: dict[TensorForm, torch.Tensor] = {}
 
     def result(self, key: tuple[Any, ...] | None, call: Callable[[], Any]) -> tuple[Any, Any]:
         """What a call gives, and the same with forms in place of tensors.
@@ -74,33 +74,33 @@ class Fakes:
         if forms is not None:
             return _mapped(self.empty, forms), forms
         result = call()
-        forms = _mapped(Form.of, result)
+        forms = _mapped(TensorForm.of, result)
         if key is not None and _all_new(forms):
             self._known[key] = forms
         return result, forms
 
-    def empty(self, form: Form) -> torch.Tensor:
+    def empty(self, form: TensorForm) -> torch.Tensor:
         """A fake tensor."""
         empty, first = _without_values(form), self._firsts.get(form)
         if first is None:
             first = self._firsts[form] = FakeTensor(self.mode, empty, form.device)
         return another_fake(first, empty)
 
-    def value(self, form: Form | None) -> torch.Tensor | None:
+    def value(self, form: TensorForm | None) -> torch.Tensor | None:
         """A tensor without values of a form, for passes."""
         if form is not None and form not in self._values:
             self._values[form] = _without_values(form)
         return None if form is None else self._values[form]
 
 
-def _without_values(form: Form) -> torch.Tensor:
+def _without_values(form: TensorForm) -> torch.Tensor:
     with no_dispatch():
         return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
 
 
 def _mapped(function: Callable[[Any], Any], result: Any) -> Any:
     """``function`` of the tensors, or forms, that an operator returns."""
-    if isinstance(result, torch.Tensor | Form):
+    if isinstance(result, torch.Tensor | TensorForm):
         return function(result)
     if isinstance(result, tuple | list):
         return type(result)([_mapped(function, each) for each in result])
@@ -109,7 +109,7 @@ def _mapped(function: Callable[[Any], Any], result: Any) -> Any:
 
 def _all_new(forms: Any) -> bool:
     """Whether the forms of a result are all that there is to it."""
-    if isinstance(forms, Form):
+    if isinstance(forms, TensorForm):
         return forms.plain and not forms.offset
     return bool(forms) and isinstance(forms, tuple | list) and all(map(_all_new, forms))
 
@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
         """Fake tensors that are inputs of the graph."""
         made: list[torch.Tensor] = [self.fakes.mode.from_tensor(tensor) for tensor in tensors]
         for number, each in enumerate(made):
-            self._note(self._node("placeholder", f"input_{number}"), each, Form.of(each))
+            self._note(self._node("placeholder", f"input_{number}"), each, TensorForm.of(each))
         return made
 
     def outputs(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):
         values = [self.fakes.value(tensor.recorded[2]) for tensor in tensors]  # type: ignore[attr-defined]
         with no_dispatch():
             value = chunk_cat_operator(values, dim, ways)
-        return self.fakes.empty(Form(tuple(value.shape), value.stride(), value.dtype, tensors[0].device, 0, True))
+        return self.fakes.empty(TensorForm(tuple(value.shape), value.stride(), value.dtype, tensors[0].device, 0, True))
 
     def _node(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Node:
         """The node of a call, of an input, or of a constant."""
@@ -225,7 +225,7 @@ class Recorder(TorchDispatchMode):
             name = f"constant_{len(self.constants)}"
             node = self._read[id(tensor)] = self._node("get_attr", name)
             self.constants[name] = tensor
-            node.meta["val"] = self.fakes.value(Form.of(self.fakes.mode.from_tensor(tensor)))
+            node.meta["val"] = self.fakes.value(TensorForm.of(self.fakes.mode.from_tensor(tensor)))
         return node
 
     def _note(self, node: Node, result: Any, forms: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from shardlib.execute.graph.keys import Stands
-from shardlib.execute.graph.parts import Part, Store, cut
+from shardlib.execute.graph.parts import GraphPart, Store, cut
 from shardlib.execute.graph.passes import optimise
 from shardlib.execute.graph.trace import Form, Given, Spans, form_of_tree, recorded, require_one_mean, tensors_of
 from shardlib.execute.handles import materialise
@@ -53,7 +53,7 @@ class StageGraph:
         links: what the exchanges go along.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[GraphPart]
     entering: Sequence[Node]
     starts: Sequence[Node | None]
     form: Carry | Form
