@@ -118,6 +118,16 @@ def test_every_stage(stage):
             assert_close(result, DUE, 1e-10)
 
 
+@pytest.mark.parametrize("transform", [sl.zero(1), sl.chain(sl.zero(3), sl.accumulate(4), sl.remat())], ids=str)
+def test_in_graphs(transform, caplog):
+    """Ranks sum the weights between the graph of forward and that of backward."""
+    found = sl.simulate(trained, transform, mesh={"data": 2})
+    compiled = sl.simulate(lambda mesh: trained(mesh, transform, compile=True), mesh={"data": 2})
+    assert "cannot be traced" not in caplog.text
+    for one, other in zip(found, compiled, strict=True):
+        assert_same(other, one)
+
+
 def test_other_precisions_and_sums():
     assert_close(trained(sl.make_mesh(), sl.accumulate(2)), DUE, 1e-10)
     reproducible = sl.chain(sl.zero(2), sl.reproducible(8))

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 
-from shardlib.common._compat import storage_id
 from shardlib.execute.gradients import ReductionOptions
-from shardlib.execute.graph.alive import order_of
 from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.forms import Graphs, agreed, form_of, require_no_reached
-from shardlib.execute.graph.parts import Store
-from shardlib.execute.graph.stage import Carry, StageGraph, trace_stage
+from shardlib.execute.graph.stage import Carry, Flight, StageGraph, StageSums, trace_stage
 from shardlib.execute.graph.text import described
 from shardlib.execute.graph.trace import tensors_of
 from shardlib.execute.losses import Outcome
 from shardlib.execute.opaque import storages_of
-from shardlib.execute.stages.base import Call, detached
+from shardlib.execute.stages.base import Call
 from shardlib.execute.stages.interpreter import Compute, Interpreter, Run, differentiable
 from shardlib.execute.stages.pipe import Pipe
 from shardlib.execute.surroundings import Surroundings
@@ -61,7 +58,7 @@ class GraphPipe(Pipe):
         super().__init__(loss_fn, plan, mesh, trained, with_buffers)
         self._without = without
         self._functions = {number: self._function(number) for number in self._position.stages}
-        self._graphs = {number: Graphs[StageGraph](_order) for number in self._position.stages}
+        self._graphs = {number: Graphs[StageGraph](StageGraph.order) for number in self._position.stages}
         self._entering: dict[int, Tree] = {}  # what enters each stage in the first step, without values
         self._first: Sequence[Any] | None = None  # the micro-batches of the first step, which may be taken again
         self._traceable = True
@@ -115,7 +112,7 @@ class GraphPipe(Pipe):
         outcomes: dict[int, Outcome] = {}
         views = {number: self._plan.of_stage(number) for number in self._position.stages}
         position = replace(self._position, stages={number: _Stage(view) for number, view in views.items()})
-        sums = {number: _StageSums(function) for number, function in self._functions.items()}
+        sums = {number: StageSums(function) for number, function in self._functions.items()}
         _Interpreter(
             partial(self._flight, call, outcomes),
             *(position, call.params, None, sums, lambda microbatch: call.seed(outcomes[microbatch])),
@@ -144,6 +141,7 @@ class GraphPipe(Pipe):
                 key,
                 self._position.is_last(stage),
                 self._schedule.splits,
+                False,
                 view.step.remat,
                 self._without,
                 call.named(microbatch, self._mesh),
@@ -152,86 +150,21 @@ class GraphPipe(Pipe):
         read = self._blocks.functions[start:stop]
         return self._graphs[stage].of(lambda: (form_of(batch), form_of(carry), key is None, closed_over(read)), traced)
 
-    def _flight(self, call: Call, outcomes: dict[int, Outcome], stage: int, microbatch: int, carry: Tree) -> _Flight:
+    def _flight(self, call: Call, outcomes: dict[int, Outcome], stage: int, microbatch: int, carry: Tree) -> Flight:
         """The flight of a micro-batch through a stage, whose forward it runs."""
         graph, key = self._graph(call, stage, microbatch, carry), call.keys[microbatch]
         shards = [call.params.buffers[bucket.name] for bucket in self._plan.of_stage(stage).buckets]
         draws = [] if key is None else graph.stands.values(key)
         store = graph.stored(graph.entering, tensors_of((carry, call.microbatches[microbatch])))
-        flight = _Flight(graph, [*shards, *draws], store)
+        flight = Flight(graph, [*shards, *draws], store)
         with torch.no_grad(), seeding_torch(key and key.fold_in(stage), self._mesh.device):
             results = flight.part(0)
         if isinstance(graph.form, Carry):
             flight.result = graph.form.of(results)
-            return flight
-        means, aux, _, _ = graph.form.results(results)
-        flight.result, held = means[0].total.detach().requires_grad_(), storages_of(call.params)
-        outcome = Outcome(means, graph.form.weighted, aux, None)
-        outcomes[microbatch] = detached(outcome, lambda tensor: storage_id(tensor.untyped_storage()) in held)
+        else:
+            outcomes[microbatch] = outcome = graph.form.outcome(results, storages_of(call.params))
+            flight.result = outcome.total.detach().requires_grad_()
         return flight
-
-
-class _Flight:
-    """A micro-batch in a stage, between its forward and the end of its backward. In the place of an `Executor`.
-
-    Attributes:
-        result: of forward, until it is passed on.
-    """
-
-    def __init__(self, graph: StageGraph, inputs: Sequence[Any], store: Store) -> None:
-        self._graph, self._inputs, self._store = graph, inputs, store
-        self.result: Any = None
-
-    def part(self, number: int, sums: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """The results of one of the stage's graphs."""
-        with torch.no_grad():
-            return self._graph.parts[number](self._store, [*self._inputs, *sums])
-
-    def differentiate(
-        self, outputs: Any, seeds: Sequence[torch.Tensor], inputs: Any, sums: _StageSums, turn: Any
-    ) -> list[torch.Tensor]:
-        if len(self._graph.parts) > 2:
-            found = self.inputs_gradient(outputs, seeds, inputs)
-            self.weights_gradient(sums, turn)
-            return found
-        self._start(seeds)
-        return self.part(1, sums.tensors)
-
-    def inputs_gradient(self, outputs: Any, seeds: Sequence[torch.Tensor], inputs: Any) -> list[torch.Tensor]:
-        self._start(seeds)
-        return self.part(1)
-
-    def weights_gradient(self, sums: _StageSums, turn: Any) -> None:
-        self.part(2, sums.tensors)
-
-    def _start(self, seeds: Sequence[torch.Tensor]) -> None:
-        self._store |= self._graph.stored(self._graph.starts, seeds)
-
-    def close(self) -> None:
-        self._store.clear()
-
-
-class _StageSums:
-    """The sums of a stage's gradients over micro-batches, which are made when the first ones come."""
-
-    def __init__(self, function: Function) -> None:
-        self._function = function
-
-    @cached_property
-    def _held(self) -> dict[str, torch.Tensor]:
-        return self._function.sums()
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """The sums, for a graph to add to."""
-        return list(self._held.values())
-
-    def result(self) -> dict[str, torch.Tensor]:
-        """The sums over ranks, as the optimizer holds them."""
-        return self._function.reduced(self._held, {})
-
-    def land(self) -> None:
-        """Nothing is under way between the parts of graphs."""
 
 
 class _Stage:
@@ -258,7 +191,7 @@ class _Stage:
 class _Interpreter(Interpreter):
     """An interpreter of actions that are graphs."""
 
-    def __init__(self, flight: Callable[[int, int, Tree], _Flight], *args: Any) -> None:
+    def __init__(self, flight: Callable[[int, int, Tree], Flight], *args: Any) -> None:
         super().__init__(*args)
         self._flight = flight
 
@@ -276,7 +209,3 @@ def _like(leaf: Any) -> Any:
         return leaf
     made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
     return made.requires_grad_(leaf.requires_grad)
-
-
-def _order(graph: StageGraph) -> list[Any]:
-    return [exchange for part in graph.parts for exchange in order_of(part.graph)]

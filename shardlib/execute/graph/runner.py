@@ -16,9 +16,10 @@ from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.forms import Graphs, agreed, form_of, require_no_reached
 from shardlib.execute.graph.land import Land
 from shardlib.execute.graph.passes import optimise
+from shardlib.execute.graph.stage import Flight, StageGraph, StageSums, trace_stage
 from shardlib.execute.graph.text import described
 from shardlib.execute.graph.trace import Traced, tensors_of, trace
-from shardlib.execute.losses import Outcome
+from shardlib.execute.losses import Outcome, wants
 from shardlib.execute.opaque import storages_of
 from shardlib.execute.record import Record
 from shardlib.execute.stages.base import Call, detached
@@ -60,6 +61,8 @@ class GraphStage:
         self._function = Function(fn, plan, mesh, trained)
         self._eager = OneStage(fn, plan, mesh, trained, with_buffers)  # the first step, and what cannot be traced
         self._graphs = Graphs[Traced](lambda traced: order_of(traced.graph))
+        self._halves = Graphs[StageGraph](StageGraph.order)  # of a sum of means: forward, and backward
+        self._terms = 1  # means in the loss
         self._first: Sequence[Any] | None = None  # the micro-batches of the first step, which may be taken again
         self._traceable = True
 
@@ -70,7 +73,13 @@ class GraphStage:
     @property
     def graphs(self) -> Mapping[str, torch.fx.Graph]:
         """The graphs traced so far."""
-        return {name: traced.graph for name, traced in self._graphs.named()} if self._traceable else {}
+        if not self._traceable:
+            return {}
+        parts = ("forward", "backward")
+        halves = {
+            f"{part}, {n}": each.graph for n, graph in self._halves.named() for part, each in zip(parts, graph.parts)
+        }
+        return {name: traced.graph for name, traced in self._graphs.named()} | halves
 
     def __str__(self) -> str:
         return described(self.graphs, self._traceable)
@@ -82,10 +91,17 @@ class GraphStage:
             held = self._eager.train(call, totals, options)
             if self._first is None:
                 self._first = call.microbatches
+                self._terms = len(totals.losses) // len(call.microbatches)
                 self._traceable = agreed(self._mesh, lambda: self._order(call, self._kept(options)))
             return held
         self._first = ()
         self._graphs.begin()
+        self._halves.begin()
+        if self._halved:
+            stage = StageSums(self._function)
+            for index in range(len(call.microbatches)):
+                totals.add(self._in_halves(call, index, stage))
+            return stage.result()
         sums = self._function.sums() if self._adds(call) else {}
         gradients, kept = _Gradients(self._plan, self._mesh, options.landing), self._kept(options)
         for index in range(len(call.microbatches)):
@@ -104,6 +120,54 @@ class GraphStage:
 
     def evaluate(self, params: Any, *args: Any) -> Any:
         return self._eager.evaluate(params, *args)
+
+    @property
+    def _halved(self) -> bool:
+        """Whether forward and backward are graphs of their own, as ranks sum the weights of several means in between."""
+        plan, moves = self._plan, any(set(bucket.memory) != {"device"} for bucket in self._plan.buckets)
+        plain = not (plan.channels or plan.reductions.owner or plan.step.tree or moves or self._with_buffers)
+        return self._terms > 1 and plain
+
+    def _in_halves(self, call: Call, index: int, sums: StageSums) -> Outcome:
+        """The outcome of a micro-batch, whose gradients are added to ``sums``."""
+        graph, key = self._half(call, index), call.keys[index]
+        shards = [call.params.buffers[bucket.name] for bucket in self._plan.buckets]
+        draws = [] if key is None else graph.stands.values(key)
+        flight = Flight(graph, [*shards, *draws], graph.stored(graph.entering, tensors_of(call.microbatches[index])))
+        with seeding_torch(key, self._mesh.device):
+            results = flight.part(0)
+        outcome = graph.form.outcome(results, storages_of(call.params))
+        if len(call.microbatches) == 1:
+            call.weighing.meet(outcome)
+        seeds = (call.seed(outcome) * call.weighing.factors(outcome)).unbind()
+        started = [seed.to(mean.total.dtype) for seed, mean in zip(seeds, outcome.means)]
+        flight.differentiate((), started, (), sums, None)
+        return outcome
+
+    def _half(self, call: Call, index: int) -> StageGraph:
+        """The graphs of forward and of backward of a micro-batch of this form."""
+        plan, mesh, fn, wanted = self._plan, self._mesh, self._fn, wants(self._fn, "rng")
+        batch, key = call.microbatches[index], call.keys[index]
+
+        def run(params: Any, _: Any, batch: Any, rng: Any = None) -> Any:
+            return fn(params, batch, **({"rng": rng} if wanted and rng is not None else {}))
+
+        def traced() -> StageGraph:
+            return trace_stage(
+                lambda blocks: Function(run, plan, mesh, True, blocks),
+                {bucket.name: call.params.buffers[bucket.name] for bucket in plan.buckets},
+                None,
+                batch,
+                key,
+                True,
+                False,
+                True,
+                plan.step.remat,
+                self._without,
+                call.named(index, mesh),
+            )
+
+        return self._halves.of(lambda: (form_of(batch), key is None, closed_over(fn)), traced)
 
     def _reduces(self, call: Call) -> bool:
         """Whether a graph sums gradients over ranks as the optimizer holds them: not where an optimizer sums over an axis
@@ -149,6 +213,9 @@ class GraphStage:
 
     def _order(self, call: Call, kept: dict[str, torch.Tensor]) -> list[Any] | None:
         """The exchanges of the graph of the first micro-batch."""
+        if self._halved:
+            self._half(call, 0)
+            return self._halves.order
         self._traced(call, 0, call.buffers, kept)
         return self._graphs.order
 

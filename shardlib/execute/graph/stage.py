@@ -1,14 +1,19 @@
-"""The graphs of a pipeline's stage: of its forward, and of its backward in one part or in two."""
+"""The graphs of a pipeline's stage: of its forward, and of its backward in one part or in two.
+
+A plan without a pipeline is one stage, where something must happen between forward and backward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from shardlib.execute.graph.alive import order_of
 from shardlib.execute.graph.keys import Stands
 from shardlib.execute.graph.parts import GraphPart, Store, cut
 from shardlib.execute.graph.passes import optimise
@@ -60,10 +65,80 @@ class StageGraph:
     stands: Stands
     links: Sequence[Any]
 
+    def order(self) -> list[Any]:
+        """The exchanges, in order."""
+        return [exchange for part in self.parts for exchange in order_of(part.graph)]
+
     def stored(self, nodes: Sequence[Node | None], values: Sequence[torch.Tensor]) -> Store:
         """What the parts take of these values."""
         taken = {node for part in self.parts for node in part.takes}
         return {node: value for node, value in zip(nodes, values, strict=True) if node in taken}
+
+
+class Flight:
+    """A micro-batch in a stage, between its forward and the end of its backward. In the place of an `Executor`.
+
+    Args:
+        inputs: buffers and draws.
+
+    Attributes:
+        result: of forward, until it is passed on.
+    """
+
+    def __init__(self, graph: StageGraph, inputs: Sequence[Any], store: Store) -> None:
+        self._graph, self._inputs, self._store = graph, inputs, store
+        self.result: Any = None
+
+    def part(self, number: int, sums: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """The results of one of the stage's graphs."""
+        with torch.no_grad():
+            return self._graph.parts[number](self._store, [*self._inputs, *sums])
+
+    def differentiate(
+        self, outputs: Any, seeds: Sequence[torch.Tensor], inputs: Any, sums: StageSums, turn: Any
+    ) -> list[torch.Tensor]:
+        if len(self._graph.parts) > 2:
+            found = self.inputs_gradient(outputs, seeds, inputs)
+            self.weights_gradient(sums, turn)
+            return found
+        self._start(seeds)
+        return self.part(1, sums.tensors)
+
+    def inputs_gradient(self, outputs: Any, seeds: Sequence[torch.Tensor], inputs: Any) -> list[torch.Tensor]:
+        self._start(seeds)
+        return self.part(1)
+
+    def weights_gradient(self, sums: StageSums, turn: Any) -> None:
+        self.part(2, sums.tensors)
+
+    def _start(self, seeds: Sequence[torch.Tensor]) -> None:
+        self._store |= self._graph.stored(self._graph.starts, seeds)
+
+    def close(self) -> None:
+        self._store.clear()
+
+
+class StageSums:
+    """The sums of a stage's gradients over micro-batches, which are made when the first ones come."""
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+
+    @cached_property
+    def _held(self) -> dict[str, torch.Tensor]:
+        return self._function.sums()
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The sums, for a graph to add to."""
+        return list(self._held.values())
+
+    def result(self) -> dict[str, torch.Tensor]:
+        """The sums over ranks, as the optimizer holds them."""
+        return self._function.reduced(self._held, {})
+
+    def land(self) -> None:
+        """Nothing is under way between the parts of graphs."""
 
 
 def trace_stage(
@@ -74,6 +149,7 @@ def trace_stage(
     key: Key | None,
     last: bool,
     halved: bool,
+    several: bool,
     remat: Recompute | None,
     without: Collection[str],
     named: str,
@@ -84,6 +160,7 @@ def trace_stage(
         function: makes the stage as a function of shards, of a carry and of a batch, given how its blocks run.
         last: whether what it returns is the loss.
         halved: whether backward is in two parts.
+        several: whether it may be a sum of several means, from each of whose totals backward starts.
         named: the micro-batch, for messages.
     """
     form: list[Carry | Form] = []
@@ -105,10 +182,11 @@ def trace_stage(
         if last:
             outcome = read_loss(result, False)
             require_gradient(outcome, None, named)
-            require_one_mean(outcome)
+            if not several:
+                require_one_mean(outcome)
             made, results = Form.of(outcome)
             form.append(made)
-            return results, results[:1], wanted
+            return results, [mean.total for mean in outcome.means], wanted
         require_open(result, "what passes between pipeline stages")
         results = tensors_of(result)
         form.append(Carry(*form_of_tree(result), tuple(tensor.requires_grad for tensor in results)))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shardlib.common._compat import without_autocast_cache
+from shardlib.common._compat import storage_id, without_autocast_cache
 from shardlib.common.environment import within
 from shardlib.common.once import Decision
 from shardlib.errors import IllegalComposition
@@ -17,6 +17,7 @@ from shardlib.execute.graph.keys import Stands
 from shardlib.execute.graph.recorder import Fakes, Recorder
 from shardlib.execute.graph.twice import Repeated, without_random_numbers
 from shardlib.execute.losses import Outcome, require_gradient
+from shardlib.execute.stages.base import detached
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.nn.blocks import Runner
@@ -49,6 +50,12 @@ class Form:
         numbers = [number for mean in outcome.means for number in mean]
         made = Form(len(outcome.means), outcome.weighted, form_of_tree(outcome.aux), form_of_tree(outcome.buffers))
         return made, [*numbers, *tensors_of(outcome.aux), *tensors_of(outcome.buffers)]
+
+    def outcome(self, outputs: Sequence[torch.Tensor], held: Collection[int]) -> Outcome:
+        """The outcome of outputs that are nothing else. ``held``: the identities of the storages of parameters."""
+        means, aux, buffers, _ = self.results(outputs)
+        outcome = Outcome(means, self.weighted, aux, buffers)
+        return detached(outcome, lambda tensor: storage_id(tensor.untyped_storage()) in held)
 
     def results(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[Mean, ...], Tree, Tree, Sequence[torch.Tensor]]:
         """Means, aux and buffers, and the outputs after those."""
