@@ -18,7 +18,7 @@ from shardlib.execute.graph.land import Land
 from shardlib.execute.graph.passes import optimise
 from shardlib.execute.graph.stage import Flight, StageGraph, StageSums, trace_stage
 from shardlib.execute.graph.text import described
-from shardlib.execute.graph.trace import Traced, tensors_of, trace
+from shardlib.execute.graph.trace import Form, Traced, tensors_of, trace
 from shardlib.execute.losses import Outcome, wants
 from shardlib.execute.opaque import storages_of
 from shardlib.execute.record import Record
@@ -136,6 +136,7 @@ class GraphStage:
         flight = Flight(graph, [*shards, *draws], graph.stored(graph.entering, tensors_of(call.microbatches[index])))
         with seeding_torch(key, self._mesh.device):
             results = flight.part(0)
+        assert isinstance(graph.form, Form)
         outcome = graph.form.outcome(results, storages_of(call.params))
         if len(call.microbatches) == 1:
             call.weighing.meet(outcome)
