@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, Link, link_of
-from shardlib.common._compat import estimated, is_operator, to_copy, unsafe_view, writes
+from shardlib.common._compat import arguments_of, estimated, is_operator, to_copy, unsafe_view, writes
 from shardlib.execute.values.routes import FETCH, REDUCE
 
 GATHERS, REDUCTIONS = (GATHER, FETCH), (SCATTER, SUM, REDUCE)
@@ -95,8 +95,7 @@ def draws(node: Node) -> bool:
     """Whether a node draws from torch's own generators. Fused attention without dropout has the tag and draws nothing."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    schema: Any = node.target._schema  # type: ignore[union-attr]
-    names = [argument.name for argument in schema.arguments]
+    names = [name for name, _ in arguments_of(node.target)]
     if "dropout_p" not in names:
         return True
     given = dict(zip(names, node.args)) | node.kwargs
