@@ -98,8 +98,8 @@ def draws(node: Node) -> bool:
     names = [name for name, _ in arguments_of(node.target)]
     if "dropout_p" not in names:
         return True
-    given = dict(zip(names, node.args)) | node.kwargs
-    return given.get("dropout_p", 0.0) != 0
+    arguments: dict[str, Any] = dict(zip(names, node.args)) | node.kwargs
+    return bool(arguments.get("dropout_p", 0.0))
 
 
 def copied(node: Node, known: dict[Node, Node], graph: Graph) -> Node:

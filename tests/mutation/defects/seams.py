@@ -249,7 +249,7 @@ DEFECTS = (
         "bytes",
         "execute/graph/nodes.py",
         "remat keeps the results of fused attention in a graph",
-        'return given.get("dropout_p", 0.0) != 0',
+        'return bool(arguments.get("dropout_p", 0.0))',
         "return True",
         (f"{_GRAPH}::test_a_pipeline_holds_what_it_holds_without_graphs",),
     ),
