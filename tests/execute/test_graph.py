@@ -419,8 +419,9 @@ def test_blocks_are_recomputed():
     """Of what blocks compute backward reads what goes into the next block alone."""
     loss_fn, params = tiny_gpt(layers=3)
 
-    def kept(transform):
-        results = both(loss_fn, params, token_batches(1, 4), transform, without=("merge", "overlap"))
+    def kept(transform, loss_fn=loss_fn, params=params, batches=token_batches(1, 4)):  # noqa: B008
+        results = both(loss_fn, params, batches, transform, without=("merge", "overlap"), rng=sl.Key(3))
+        check(results)
         graphs = results[0][2]
         wholes = fetched(graphs[0])
         forward = [node for node in graphs[0].nodes if node.meta.get(PHASE) == FORWARD and node not in wholes]
@@ -432,6 +433,15 @@ def test_blocks_are_recomputed():
     )
     rows, width = 2 * TINY.sequence, TINY.width
     assert nothing == 2 * rows * width * 4 < dots < whole
+
+    def dropping(params, batch):
+        x = batch
+        for weight in params["weights"]:
+            x = sl.block(lambda weight, x: F.dropout(torch.tanh(x @ weight), 0.5))(weight, x)
+        return x.square().mean()
+
+    masks_and_inputs = kept(sl.chain(sl.zero(3), sl.remat()), dropping, PARAMS, [BATCH["x"]])
+    assert masks_and_inputs == (3 + 2) * 4 * 6 * 8
 
 
 def layers(params, batch):
@@ -812,6 +822,27 @@ def test_models_of_transformers(kind):
         experts = sl.experts("data", rules=huggingface.expert_rules(module))
         transform = sl.chain(experts, sl.zero(3), sl.precision("bf16"))
     check(both(loss_fn, params, [batch] * 2, transform), 1e-12 if tied else 0)
+
+
+def test_a_model_whose_first_call_after_a_change_is_another():
+    """A copy that takes over what was done to the module, as in eval(), detaches parameters in that call alone."""
+
+    def run(mesh, compile):
+        torch.manual_seed(0)
+        module = build("gpt2", resid_pdrop=0.2)
+        apply, params = sl.from_module(module.train())
+        loss_fn = lambda params, batch: apply(params, **batch).loss  # noqa: E731
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, stage=3), sl.optim.sgd(0.1), compile=compile)
+        x, found = torch.randint(50, (4, 6), generator=torch.Generator().manual_seed(1)), []
+        for number in range(4):
+            if number == 2:
+                module.eval()
+            state, metrics = step(state, {"input_ids": x, "labels": x})
+            found.append(metrics["loss"].item())
+        return found, str(step.graph).count("compiled in") if compile else 1
+
+    (eager, _), (compiled, graphs) = (sl.simulate(run, compile, mesh={"data": 2})[0] for compile in (False, True))
+    assert compiled == eager and graphs == 1
 
 
 def test_merged_units_are_whole_two_at_a_time(monkeypatch):

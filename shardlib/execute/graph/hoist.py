@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from shardlib.common._compat import chunk_cat_operator
 from shardlib.execute.graph.nodes import REDUCTIONS, RELAID, changes, of_kind, positions
-from shardlib.execute.graph.trace import BACKWARD, PHASE
+from shardlib.execute.graph.trace import BACKWARD, FORWARD, PHASE
 
 _aten = torch.ops.aten
 _PACKING = RELAID | {
@@ -28,14 +28,15 @@ def hoist(graph: Graph) -> None:
     for result in output.all_input_nodes:
         if result.target in _PACKING and result.meta.get(PHASE) == BACKWARD:
             moved |= _packing(result)
-    if any(map(changes, graph.nodes)):  # what is written to is not to be read before
+    # What is written to is not to be read before. (Forward writes to masks of dropout, before there are gradients.)
+    if any(changes(node) and node.meta.get(PHASE) != FORWARD for node in graph.nodes):
         return
     # A moved node has the place of the node behind which it stands, and its number among those that do.
     place = {node: (number, 0) for node, number in positions(graph).items()}
     behind: dict[int, Node] = {}
     for count, node in enumerate([node for node in graph.nodes if node in moved], 1):
         last = max(node.all_input_nodes, key=place.__getitem__, default=node)
-        if last is not node and last.op != "placeholder":
+        if last is not node and last.op != "placeholder" and last.meta.get(PHASE) != FORWARD:
             number = place[last][0]
             behind.get(number, last).append(node)
             behind[number], place[node] = node, (number, count)

@@ -22,14 +22,19 @@ DOTS = {*_PRODUCTS, *FUSED_ATTENTIONS}
 def recompute(graph: Graph, keep_dots: bool = False) -> None:
     """Compute the nodes of blocks again where backward uses them; with ``keep_dots`` not products."""
     wholes = fetched(graph)
-    written = {node.meta[BLOCK] for node in graph.nodes if changes(node)}  # what is written to has no one value
+    drawn: set[Node] = set()  # and what is written to it, as a mask of dropout is divided by what is kept
+    for node in graph.nodes:
+        if draws(node) or (changes(node) and node.all_input_nodes[0] in drawn):
+            drawn.add(node)
+    # What is written to has no one value.
+    written = {node.meta[BLOCK] for node in graph.nodes if changes(node) and node not in drawn}
     again: dict[Node, Node] = {}
 
     def recomputes(node: Node) -> bool:
         if node.op != "call_function" or node in wholes or node.meta.get(PHASE) != FORWARD:
             return False
         block = node.meta.get(BLOCK)
-        if block is None or block in written or draws(node) or node.target in EXCHANGES:
+        if block is None or block in written or node in drawn or node.target in EXCHANGES:
             return False
         if node.meta.get(DECIDED) or not isinstance(value_of(node), torch.Tensor | list | tuple):
             return False

@@ -194,6 +194,7 @@ def trace_stage(
 
     def backward(loss: Function, found: Any, _: Any, spans: Spans) -> list[torch.Tensor]:
         results, starts, wanted = found
+        seeds.clear()
         cotangents = []
         for tensor in starts:
             cotangents.append(torch.empty_like(tensor))

@@ -15,7 +15,7 @@ from shardlib.common.once import Decision
 from shardlib.errors import IllegalComposition
 from shardlib.execute.graph.keys import Stands
 from shardlib.execute.graph.recorder import Fakes, Recorder
-from shardlib.execute.graph.twice import Repeated, without_random_numbers
+from shardlib.execute.graph.twice import CallsDiffer, Repeated, without_random_numbers
 from shardlib.execute.losses import Outcome, require_gradient
 from shardlib.execute.stages.base import detached
 from shardlib.execute.surroundings import Surroundings
@@ -195,7 +195,7 @@ def trace(
     seed = torch.ones((), dtype=torch.float64, device=device)
     traced = recorded(function, stored, [batch, buffers], forward, backward, [*kept.values(), seed])
     traced.gradients -= len(kept)
-    traced.form = form[0]
+    traced.form = form[-1]
     return traced
 
 
@@ -241,6 +241,20 @@ def recorded(
         backward: is given what ``forward`` returns, ``more``, and what to tell that gradients are reduced from here on;
             returns gradients of all trained buckets last.
     """
+    try:
+        return _recorded(function, stored, trees, forward, backward, more)
+    except CallsDiffer:  # a first call may fill caches, or take over what was done to a module
+        return _recorded(function, stored, trees, forward, backward, more)
+
+
+def _recorded(
+    function: Callable[[Callable[[Surroundings], Runner]], Function],
+    stored: Mapping[str, torch.Tensor],
+    trees: Sequence[Tree],
+    forward: Callable[[Function, Given], Any],
+    backward: Callable[[Function, Any, Sequence[torch.Tensor], Spans], list[torch.Tensor]],
+    more: Sequence[torch.Tensor],
+) -> Traced:
     recorder, stands, names = Recorder(Fakes()), Stands(), list(stored)
     spans = Spans(recorder)
     loss = function(spans.runner)

@@ -17,6 +17,10 @@ from shardlib.errors import IllegalComposition
 from shardlib.execute.graph.recorder import Recorder
 
 
+class CallsDiffer(IllegalComposition):
+    """A function computed something else when it was called again."""
+
+
 @contextmanager
 def without_random_numbers() -> Iterator[None]:
     """A context for a trace.
@@ -54,7 +58,7 @@ class Repeated(Recorder):
         last: the first call's last operation.
 
     Raises:
-        IllegalComposition: names the first operation that differs.
+        CallsDiffer: names the first operation that differs.
     """
 
     def __init__(self, first: Recorder, last: Node) -> None:
@@ -94,8 +98,8 @@ def _told(node: Node | None) -> str:
     return "nothing" if node is None else f"{node.target}({', '.join(map(str, node.args))})"
 
 
-def _other(before: str, now: str) -> IllegalComposition:
-    return IllegalComposition(
+def _other(before: str, now: str) -> CallsDiffer:
+    return CallsDiffer(
         f"the loss function computes something else when it is called again on the same tensors ({before}, and then {now}): "
         "it reads something that changes and is no tensor, such as a count of its calls, which would be a constant of a "
         "graph. Put it into the batch as a tensor, torch.tensor(count)"
