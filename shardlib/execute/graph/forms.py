@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,7 @@ from shardlib.collectives import primitives
 from shardlib.common.originals import CopiedModule, called_in
 from shardlib.errors import BatchError, HandleError, IllegalComposition, RankMismatch
 from shardlib.execute.gradients import ReductionOptions
+from shardlib.execute.stages.base import Call
 from shardlib.mesh.mesh import Mesh
 from shardlib.tree import Tree, flatten
 
@@ -77,10 +78,33 @@ class Graphs(Generic[T]):
         return self._made[now][0]
 
 
-def require_no_reached(options: ReductionOptions) -> None:
-    """Refuse a step that is to tell which parameters were used. Raises `IllegalComposition`."""
-    if options.reached is not None:
-        raise IllegalComposition("compile=True does not tell which parameters were used: leave out optim.skip_unused")
+class Trial:
+    """The first step, which runs without graphs, and whether later ones have them.
+
+    Attributes:
+        passed: whether they can be traced, as far as is known.
+        ended: whether the first step is over.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self.passed, self.ended = mesh, True, False
+        self._first: Sequence[Tree] = ()  # the micro-batches of the first step, which may be taken again
+
+    def without_graphs(self, call: Call, options: ReductionOptions) -> bool:
+        """Whether a step runs without graphs. Raises `IllegalComposition` if it is to tell which parameters were used."""
+        if self.passed and options.reached is not None:
+            raise IllegalComposition(
+                "compile=True does not tell which parameters were used: leave out optim.skip_unused"
+            )
+        if self.passed and self.ended and self._first is not call.microbatches:
+            self._first = ()
+            return False
+        return True
+
+    def end(self, call: Call, trace: Callable[[], Any], alike: Any = None) -> None:
+        """End a step that ran without graphs: the first one is traced. Collective. Arguments as in `agreed`."""
+        if not self.ended:
+            self.ended, self._first, self.passed = True, call.microbatches, agreed(self._mesh, trace, alike)
 
 
 def form_of(tree: Tree) -> tuple[Any, ...]:

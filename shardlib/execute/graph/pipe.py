@@ -11,7 +11,7 @@ import torch
 
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.closed import closed_over
-from shardlib.execute.graph.forms import Graphs, agreed, form_of, require_no_reached
+from shardlib.execute.graph.forms import Graphs, Trial, form_of
 from shardlib.execute.graph.stage import Carry, Flight, StageGraph, StageSums, trace_stage
 from shardlib.execute.graph.text import described
 from shardlib.execute.graph.trace import tensors_of
@@ -60,22 +60,21 @@ class GraphPipe(Pipe):
         self._functions = {number: self._function(number) for number in self._position.stages}
         self._graphs = {number: Graphs[StageGraph](StageGraph.order) for number in self._position.stages}
         self._entering: dict[int, Tree] = {}  # what enters each stage in the first step, without values
-        self._first: Sequence[Any] | None = None  # the micro-batches of the first step, which may be taken again
-        self._traceable = True
+        self._trial = Trial(mesh)
 
     @property
     def graphs(self) -> Mapping[str, torch.fx.Graph]:
         """The graphs traced so far."""
         return {
             f"stage {stage}, {what}, {name}": part.graph
-            for stage, graphs in (self._graphs.items() if self._traceable else ())
+            for stage, graphs in (self._graphs.items() if self._trial.passed else ())
             for name, each in graphs.named()
             for what, part in zip(("forward", "backward", "backward of parameters"), each.parts)
             if part.computes
         }
 
     def __str__(self) -> str:
-        return described(self.graphs, self._traceable)
+        return described(self.graphs, self._trial.passed)
 
     def _function(self, stage: int, blocks: Callable[[Surroundings], Runner] | None = None) -> Function:
         """A stage as a function of shards, of a carry and of a batch."""
@@ -90,23 +89,18 @@ class GraphPipe(Pipe):
         compute = super()._computing(microbatches, keys)
 
         def noted(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
-            if self._first is None:
+            if not self._trial.ended:
                 self._entering.setdefault(stage, tree_map(_like, carry))
             return compute(stage, microbatch, tree, carry)
 
         return noted
 
     def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
-        if self._traceable:
-            require_no_reached(options)
-        if not self._traceable or self._first is None or self._first is call.microbatches:
+        if self._trial.without_graphs(call, options):
             gradients = super().train(call, totals, options)
-            if self._first is None:
-                self._first = call.microbatches
-                self._traceable = agreed(self._mesh, lambda: self._orders(call), self._home)
-                self._entering.clear()
+            self._trial.end(call, lambda: self._orders(call), self._home)
+            self._entering.clear()
             return gradients
-        self._first = ()
         for graphs in self._graphs.values():
             graphs.begin()
         outcomes: dict[int, Outcome] = {}
@@ -162,7 +156,8 @@ class GraphPipe(Pipe):
         if isinstance(graph.form, Carry):
             flight.result = graph.form.of(results)
         else:
-            outcomes[microbatch] = outcome = graph.form.outcome(results, storages_of(call.params))
+            outcome, _ = graph.form.outcome(results, storages_of(call.params))
+            outcomes[microbatch] = outcome
             flight.result = outcome.total.detach().requires_grad_()
         return flight
 

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from shardlib.collectives.tree_sum import Node, TreeSum, joined
-from shardlib.common._compat import storage_id
 from shardlib.execute.batches import batch_index
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.alive import order_of
 from shardlib.execute.graph.closed import closed_over
-from shardlib.execute.graph.forms import Graphs, agreed, form_of, require_no_reached
+from shardlib.execute.graph.forms import Graphs, Trial, form_of
 from shardlib.execute.graph.land import Land
 from shardlib.execute.graph.passes import optimise
 from shardlib.execute.graph.stage import Flight, StageGraph, StageSums, trace_stage
@@ -22,7 +21,7 @@ from shardlib.execute.graph.trace import Form, Traced, tensors_of, trace
 from shardlib.execute.losses import Outcome, wants
 from shardlib.execute.opaque import storages_of
 from shardlib.execute.record import Record
-from shardlib.execute.stages.base import Call, detached
+from shardlib.execute.stages.base import Call
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.totals import Totals
 from shardlib.execute.values.function import Function
@@ -63,8 +62,7 @@ class GraphStage:
         self._graphs = Graphs[Traced](lambda traced: order_of(traced.graph))
         self._halves = Graphs[StageGraph](StageGraph.order)  # of a sum of means: forward, and backward
         self._terms = 1  # means in the loss
-        self._first: Sequence[Any] | None = None  # the micro-batches of the first step, which may be taken again
-        self._traceable = True
+        self._trial = Trial(mesh)
 
     @property
     def records(self) -> Sequence[Record]:
@@ -73,7 +71,7 @@ class GraphStage:
     @property
     def graphs(self) -> Mapping[str, torch.fx.Graph]:
         """The graphs traced so far."""
-        if not self._traceable:
+        if not self._trial.passed:
             return {}
         parts = ("forward", "backward")
         halves = {
@@ -82,19 +80,14 @@ class GraphStage:
         return {name: traced.graph for name, traced in self._graphs.named()} | halves
 
     def __str__(self) -> str:
-        return described(self.graphs, self._traceable)
+        return described(self.graphs, self._trial.passed)
 
     def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
-        if self._traceable:
-            require_no_reached(options)
-        if not self._traceable or self._first is None or self._first is call.microbatches:
+        if self._trial.without_graphs(call, options):
             held = self._eager.train(call, totals, options)
-            if self._first is None:
-                self._first = call.microbatches
-                self._terms = len(totals.losses) // len(call.microbatches)
-                self._traceable = agreed(self._mesh, lambda: self._order(call, self._kept(options)))
+            self._terms = len(totals.losses) // len(call.microbatches)
+            self._trial.end(call, lambda: self._order(call, self._kept(options)))
             return held
-        self._first = ()
         self._graphs.begin()
         self._halves.begin()
         if self._halved:
@@ -137,7 +130,7 @@ class GraphStage:
         with seeding_torch(key, self._mesh.device):
             results = flight.part(0)
         assert isinstance(graph.form, Form)
-        outcome = graph.form.outcome(results, storages_of(call.params))
+        outcome, _ = graph.form.outcome(results, storages_of(call.params))
         if len(call.microbatches) == 1:
             call.weighing.meet(outcome)
         seeds = (call.seed(outcome) * call.weighing.factors(outcome)).unbind()
@@ -204,11 +197,8 @@ class GraphStage:
         draws = [] if key is None else traced.stands.values(key)
         with torch.no_grad(), seeding_torch(key, self._mesh.device):
             outputs = traced.module(*stored, *tensors, *kept.values(), seed, *draws, land, *sums.values())
-        means, aux, after, rest = traced.form.results(outputs)
-        outcome = Outcome(means, traced.form.weighted, aux, after)
+        outcome, rest = traced.form.outcome(outputs, storages_of(call.params))
         names = [] if sums else [bucket.name for bucket in self._plan.trained]
-        held = storages_of(call.params)
-        outcome = detached(outcome, lambda tensor: storage_id(tensor.untyped_storage()) in held)
         results = dict(zip((*names, *kept), rest, strict=True))
         return outcome, {name: results[name] for name in names}, {name: results[name] for name in kept}
 

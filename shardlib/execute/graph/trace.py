@@ -51,21 +51,16 @@ class Form:
         made = Form(len(outcome.means), outcome.weighted, form_of_tree(outcome.aux), form_of_tree(outcome.buffers))
         return made, [*numbers, *tensors_of(outcome.aux), *tensors_of(outcome.buffers)]
 
-    def outcome(self, outputs: Sequence[torch.Tensor], held: Collection[int]) -> Outcome:
-        """The outcome of outputs that are nothing else. ``held``: the identities of the storages of parameters."""
-        means, aux, buffers, _ = self.results(outputs)
-        outcome = Outcome(means, self.weighted, aux, buffers)
-        return detached(outcome, lambda tensor: storage_id(tensor.untyped_storage()) in held)
-
-    def results(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[Mean, ...], Tree, Tree, Sequence[torch.Tensor]]:
-        """Means, aux and buffers, and the outputs after those."""
+    def outcome(self, outputs: Sequence[torch.Tensor], held: Collection[int]) -> tuple[Outcome, Sequence[torch.Tensor]]:
+        """The outcome, and the outputs after its own. ``held``: the identities of the storages of parameters."""
         means = tuple(Mean(*outputs[2 * term : 2 * term + 2]) for term in range(self.terms))
         rest = iter(outputs[2 * self.terms :])
         trees = [
             unflatten(treedef, [next(rest) if other is None else other for other in others])
             for treedef, others in (self.aux, self.buffers)
         ]
-        return means, trees[0], trees[1], list(rest)
+        outcome = Outcome(means, self.weighted, *trees)
+        return detached(outcome, lambda tensor: storage_id(tensor.untyped_storage()) in held), list(rest)
 
 
 @dataclass
