@@ -14,7 +14,6 @@ from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.forms import Graphs, Trial, form_of
 from shardlib.execute.graph.stage import Carry, Flight, StageGraph, StageSums, trace_stage
 from shardlib.execute.graph.text import described
-from shardlib.execute.graph.trace import tensors_of
 from shardlib.execute.losses import Outcome
 from shardlib.execute.opaque import storages_of
 from shardlib.execute.stages.base import Call
@@ -148,10 +147,8 @@ class GraphPipe(Pipe):
         """The flight of a micro-batch through a stage, whose forward it runs."""
         graph, key = self._graph(call, stage, microbatch, carry), call.keys[microbatch]
         shards = [call.params.buffers[bucket.name] for bucket in self._plan.of_stage(stage).buckets]
-        draws = [] if key is None else graph.stands.values(key)
-        store = graph.stored(graph.entering, tensors_of((carry, call.microbatches[microbatch])))
-        flight = Flight(graph, [*shards, *draws], store)
-        with torch.no_grad(), seeding_torch(key and key.fold_in(stage), self._mesh.device):
+        flight = graph.flight(shards, key, (carry, call.microbatches[microbatch]))
+        with seeding_torch(key and key.fold_in(stage), self._mesh.device):
             results = flight.part(0)
         if isinstance(graph.form, Carry):
             flight.result = graph.form.of(results)

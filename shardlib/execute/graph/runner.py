@@ -15,7 +15,7 @@ from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.forms import Graphs, Trial, form_of
 from shardlib.execute.graph.land import Land
 from shardlib.execute.graph.passes import optimise
-from shardlib.execute.graph.stage import Flight, StageGraph, StageSums, trace_stage
+from shardlib.execute.graph.stage import StageGraph, StageSums, trace_stage
 from shardlib.execute.graph.text import described
 from shardlib.execute.graph.trace import Form, Traced, tensors_of, trace
 from shardlib.execute.losses import Outcome, wants
@@ -125,8 +125,7 @@ class GraphStage:
         """The outcome of a micro-batch, whose gradients are added to ``sums``."""
         graph, key = self._half(call, index), call.keys[index]
         shards = [call.params.buffers[bucket.name] for bucket in self._plan.buckets]
-        draws = [] if key is None else graph.stands.values(key)
-        flight = Flight(graph, [*shards, *draws], graph.stored(graph.entering, tensors_of(call.microbatches[index])))
+        flight = graph.flight(shards, key, call.microbatches[index])
         with seeding_torch(key, self._mesh.device):
             results = flight.part(0)
         assert isinstance(graph.form, Form)

@@ -69,6 +69,11 @@ class StageGraph:
         """The exchanges, in order."""
         return [exchange for part in self.parts for exchange in order_of(part.graph)]
 
+    def flight(self, shards: Sequence[torch.Tensor], key: Key | None, entering: Tree) -> Flight:
+        """The flight of a micro-batch, which the stage is given ``entering``, its carry and its batch."""
+        draws = [] if key is None else self.stands.values(key)
+        return Flight(self, [*shards, *draws], self.stored(self.entering, tensors_of(entering)))
+
     def stored(self, nodes: Sequence[Node | None], values: Sequence[torch.Tensor]) -> Store:
         """What the parts take of these values."""
         taken = {node for part in self.parts for node in part.takes}
