@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -156,7 +157,7 @@ def make_train_step(
     rng: Key | int = 0,
     donate: bool = True,
     nonfinite: str | None = None,
-    compile: bool = False,
+    compile: bool | Literal["inductor"] = False,
 ) -> tuple[TrainState, Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]]:
     """Make the initial state, and ``train_step(state, batch) -> (state, metrics)``.
 
@@ -188,7 +189,8 @@ def make_train_step(
         nonfinite: what to do about a loss or gradient that is not finite, or a batch of weight 0 (see `Mean`), whose loss is
             0: "raise" (the default), or "skip" the update (the default under dynamic loss scaling).
         compile: whether loss, backward and exchanges run as one graph, traced in the first step: see docs/compile.md.
-            ``train_step.graph`` prints it.
+            ``train_step.graph`` prints it. "inductor": torch's compiler fuses what stands in it between exchanges and the
+            library's kernels, which takes seconds for each kind of block, and rounds otherwise than operations one by one.
 
     Ranks that share a batch must be given the same batch, and all ranks the same optimizer, buffers, rng and state. The
     arguments of `make_train_step` are compared at once; step number, rng, loss scale, injected hyper-parameters and the
@@ -215,11 +217,13 @@ def make_train_step(
         )
     plan, mesh = with_owner(lifted.plan, optimizer), lifted.mesh
     lifted = at_rest(lifted.under(plan))
+    if compile not in (False, True, "inductor"):
+        raise ValueError(f"compile={compile!r}: use True, 'inductor', or False")
     policy = nonfinite or ("skip" if plan.step.loss_scale else "raise")
     if policy not in ("raise", "skip"):
         raise ValueError(f"nonfinite={nonfinite!r}: use 'raise' or 'skip'")
     optimizer.require_locality(lifted)
-    graphs = GraphPipe if plan.stages.axes else GraphStage
+    graphs: Any = partial(GraphPipe if plan.stages.axes else GraphStage, fuses=compile == "inductor")
     loss_step = LossStep(loss_fn, plan, mesh, buffers is not None, buffer_kinds, graphs if compile else runner_of)
     BufferKinds(buffer_kinds).require_known(buffers)
     updates = Updates(optimizer, plan, mesh, donate)

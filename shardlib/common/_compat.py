@@ -9,6 +9,7 @@ import copy
 import io
 import math
 import pickle
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -95,6 +96,7 @@ no_autocast = partial(torch._C._ExcludeDispatchKeyGuard, _AUTOCAST)
 below_autograd = torch._C._AutoDispatchBelowAutograd
 # Raises for a false condition, with a message: at once on the CPU, later on a device, for which nothing waits.
 require_async: Callable[[torch.Tensor, str], None] = torch._assert_async
+next_number = torch.autograd._get_sequence_nr  # that autograd gives to its next node, of this thread
 func_transform = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func, or None
 # Whether a tensor belongs to a level of torch.func, where it may stand for several.
 of_func: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -254,6 +256,12 @@ def transformed() -> bool:
     return not torch.compiler.is_compiling() and (func_transform() is not None or forward_level() >= 0)
 
 
+def number_of_derivative() -> int:
+    """The sequence number of autograd's node that is running; −1 if none is."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
+
+
 _FIRST = 2**63  # above every sequence number that autograd assigns
 
 
@@ -353,6 +361,59 @@ def arguments_of(operator: Any) -> list[tuple[str, bool]]:
     """
     schema = getattr(operator, "_schema", None)
     return [(a.name, a.alias_info is not None and a.alias_info.is_write) for a in schema.arguments] if schema else []
+
+
+_COMPILING = threading.Lock()
+
+
+def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with these strides, which an operator has given it that may be taken apart into others."""
+    if tensor.stride() == strides:
+        return tensor
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    places = sorted(range(tensor.dim()), key=order.__getitem__)
+    made = tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(places)
+    if any(size > 1 and got != wanted for size, got, wanted in zip(made.shape, made.stride(), strides)):
+        raise NotImplementedError(f"strides {strides} of a result of shape {tuple(tensor.shape)}")
+    return made
+
+
+def compiled_by_inductor(
+    graph: torch.fx.Graph, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor], device: torch.device
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """A graph of operators, without derivatives, as code of torch's compiler, which empties the list that it is given.
+
+    Args:
+        inputs, results: tensors of the forms of the graph's.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    with no_modes(), without_func(), mode:
+        fakes, wanted = (
+            [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device) for each in values]
+            for values in (inputs, results)
+        )
+        whole = torch.fx.GraphModule({}, graph)
+
+        def laid_out(*given: torch.Tensor) -> list[torch.Tensor]:
+            return [_laid_out(each, value.stride()) for each, value in zip(whole(*given), wanted, strict=True)]
+
+        module = make_fx(laid_out, decomposition_table=select_decomp_table())(*fakes)
+    output = next(iter(reversed(module.graph.nodes)))
+    output.meta["user_visible_output_idxs"] = list(range(len(wanted)))  # whose strides are kept
+    # Code is kept on disk where a context says what its shapes depend on: nothing. Simulated ranks compile one at a time.
+    with _COMPILING, no_modes(), torch.no_grad(), tracing(TracingContext(mode)):
+        code: Any = compile_fx_inner(module, fakes)
+
+    def run(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:  # with a name, as graphs need one
+        return code(tensors)
+
+    return run
 
 
 def is_compiled(fn: Callable[..., Any]) -> bool:

@@ -22,7 +22,7 @@ import shardlib as sl
 from shardlib.common.thresholds import Threshold
 from shardlib.errors import BatchError, IllegalComposition
 from shardlib.execute.batches import batch_index
-from shardlib.execute.graph import merge
+from shardlib.execute.graph import fuse, merge
 from shardlib.execute.graph.alive import alive, kind_of, peak_of_wholes
 from shardlib.execute.graph.land import landed
 from shardlib.execute.graph.nodes import fetched, link_at, nbytes
@@ -37,7 +37,7 @@ from shardlib.models import gpt, huggingface
 from shardlib.tree import leaves_of
 
 
-def both(loss_fn, params, batches, transform, mesh=None, without=(), rng=None, buffers=None):
+def both(loss_fn, params, batches, transform, mesh=None, without=(), rng=None, buffers=None, fuses=False):
     """Losses, norms and gradients with and without a graph, and the graphs, of rank 0."""
 
     def run(mesh):
@@ -46,7 +46,7 @@ def both(loss_fn, params, batches, transform, mesh=None, without=(), rng=None, b
 
         def graph_stage(*args, **kwargs):
             kind = GraphPipe if plan.stages.axes else GraphStage
-            graphs.append(kind(*args, **kwargs, without=without))
+            graphs.append(kind(*args, **kwargs, without=without, fuses=fuses))
             return graphs[-1]
 
         for run_by in (runner_of, graph_stage):
@@ -261,17 +261,22 @@ def last(params, carry, batch):
     return sl.Mean((x.square().sum(1) * counted).sum(), counted.sum()), {"x": x.sum(), "n": carry["n"]}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("frozen", ["[01]/*", "[23]/*"])
-def test_what_passes_between_stages(schedule, frozen):
+@pytest.mark.parametrize(
+    ("schedule", "frozen", "fuses"),
+    [
+        ("1f1b", "[01]/*", False),
+        ("1f1b", "[23]/*", False),
+        ("zb-h1", "[01]/*", False),
+        ("zb-h1", "[23]/*", False),
+        pytest.param("zb-h1", "[23]/*", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_what_passes_between_stages(schedule, frozen, fuses):
     params = [{"w": PARAMS["weights"][number % 3]} for number in range(4)]
     batches = [torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)).double() for seed in range(2)]
     chain = sl.chain(sl.pipeline(schedule, 2), sl.zero(2), sl.freeze(frozen))
-    check(
-        both(
-            sl.sequential([first, middle, middle, last]), params, batches, chain, {"pipe": 2, "data": 2}, rng=sl.Key(3)
-        )
-    )
+    loss_fn, mesh = sl.sequential([first, middle, middle, last]), {"pipe": 2, "data": 2}
+    check(both(loss_fn, params, batches, chain, mesh, rng=sl.Key(3), fuses=fuses), 1e-12 if fuses else 0.0)
 
 
 @pytest.mark.parametrize(
@@ -376,6 +381,55 @@ def test_each_pass_keeps_the_bits(without):
     loss_fn, params = tiny_gpt(layers=2)
     transform = sl.chain(sl.zero(3), sl.remat())
     check(both(loss_fn, params, token_batches(2, 4), transform, without=without))
+
+
+def plain_blocks(count=4, width=8):
+    """A loss of layers of torch's own operations, and their parameters."""
+    shapes = {"scale": (width,), "qkv": (3 * width, width), "out": (width, width)}
+    draw = torch.Generator().manual_seed(0)
+    params = [{name: torch.randn(shape, generator=draw) / 3 for name, shape in shapes.items()} for _ in range(count)]
+
+    @sl.block
+    def block(layer, x):
+        parts = F.linear(F.layer_norm(x, x.shape[-1:], layer["scale"]), layer["qkv"]).chunk(3, -1)
+        q, k, v = (part.view(*x.shape[:2], 2, -1).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        return x + F.gelu(F.linear(mixed, layer["out"]))
+
+    def loss_fn(params, x):
+        for layer in params:
+            x = block(layer, x)
+        return x.square().mean()
+
+    return loss_fn, params
+
+
+@pytest.mark.parametrize(
+    ("transform", "tolerance"),
+    [
+        (sl.chain(sl.zero(3), sl.remat()), 1e-5),
+        pytest.param(sl.chain(sl.zero(1), sl.precision("bf16"), sl.accumulate(2)), 2e-2, marks=pytest.mark.nightly),
+    ],
+)
+def test_runs_of_operations_are_compiled(transform, tolerance, caplog):
+    """But for the order of sums as without a graph; blocks that are alike share their code."""
+    loss_fn, params = plain_blocks()
+    batches = [torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    results = both(loss_fn, params, batches, transform, fuses=True)
+    check(results, tolerance)
+    codes, runs = map(int, re.search(r"(\d+) pieces of code for (\d+) runs", str(results[0][3])).groups())
+    assert 0 < codes < runs
+    assert not [record for record in caplog.records if record.name.startswith("shardlib")]
+
+
+def test_what_inductor_cannot_compile_runs_as_it_is(monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("no compiler is there")
+
+    monkeypatch.setattr(fuse, "compiled_by_inductor", fail)
+    loss_fn, params = plain_blocks(1)
+    check(both(loss_fn, params, [torch.ones(4, 6, 8)], sl.zero(3), fuses=True))
+    assert "no compiler is there). Install a compiler for C++" in caplog.text
 
 
 def test_two_units_are_whole_at_a_time():

@@ -86,9 +86,27 @@ def nbytes(node: Node) -> int:
     return estimated(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
+def is_view(node: Node) -> bool:
+    """Whether what a node makes lies in the memory of what it is given."""
+    if node.target is operator.getitem:
+        return is_view(given(node))
+    if node.target in RELAID:
+        return node.target not in COPIES
+    return is_operator(node.target) and node.target.is_view  # type: ignore[union-attr]
+
+
 def changes(node: Node) -> bool:
     """Whether a node writes to what it is given."""
     return node.op == "call_function" and is_operator(node.target) and writes(node.target)
+
+
+def written_by(node: Node) -> list[Node]:
+    """What a node that `changes` writes to."""
+    arguments: dict[str, Any] = {name: node.kwargs.get(name) for name, _ in arguments_of(node.target)}
+    arguments |= dict(zip(arguments, node.args))
+    targets = [arguments[name] for name, is_written in arguments_of(node.target) if is_written]
+    flat = [each for target in targets for each in (target if isinstance(target, tuple | list) else [target])]
+    return [each for each in flat if isinstance(each, Node)]
 
 
 def draws(node: Node) -> bool:

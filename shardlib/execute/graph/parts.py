@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from shardlib.execute.graph.accumulate import accumulate
+from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.nodes import changes, copied
 from shardlib.execute.graph.overlap import overlap
 from shardlib.execute.graph.trace import FORWARD, PHASE, Traced
@@ -32,7 +33,7 @@ class GraphPart:
         self.takes = list(dict.fromkeys(node for node in (*used, *results) if node not in own))
         self._whole, self._members, self._results, self._inputs = whole, members, results, inputs
 
-    def finish(self, later: Sequence[GraphPart], gradients: int, overlaps: bool) -> None:
+    def finish(self, later: Sequence[GraphPart], gradients: int, overlaps: bool, inductor: Inductor | None) -> None:
         """Make the part's graph, once it is known what ``later`` ones take."""
         taken = {node for part in later for node in part.takes}
         self._makes = [node for node in self._members if node in taken]
@@ -51,7 +52,7 @@ class GraphPart:
             overlap(graph)
         if not later:
             accumulate(graph, len(self._results) - gradients, gradients)
-        self._run = GraphModule(self._whole.constants, graph)
+        self._run = GraphModule(self._whole.constants, graph if inductor is None else inductor.fused(graph))
 
     @property
     def computes(self) -> bool:
@@ -74,6 +75,7 @@ def cut(
     stored: Sequence[Node],
     gradients: int,
     overlaps: bool,
+    inductor: Inductor | None,
 ) -> list[GraphPart]:
     """Forward, and backward in one part or in two: what its first results need, and the rest.
 
@@ -83,6 +85,7 @@ def cut(
         inputs: what each part is given.
         stored: nodes whose values the caller stores.
         overlaps: whether exchanges start before they are waited for.
+        inductor: see `optimise`.
     """
     outside = {*inputs, *stored}
     nodes = [node for node in whole.graph.nodes if node.op != "output" and node not in outside]
@@ -97,7 +100,7 @@ def cut(
         backward = [node for node in backward if node not in first]
     parts.append(GraphPart(whole, backward, results[-1], inputs))
     for number, part in enumerate(parts):
-        part.finish(parts[number + 1 :], gradients, overlaps)
+        part.finish(parts[number + 1 :], gradients, overlaps, inductor)
     return parts
 
 

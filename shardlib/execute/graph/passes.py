@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 from shardlib.collectives.buffers import Link
 from shardlib.execute.graph.accumulate import accumulate
 from shardlib.execute.graph.clean import clean
+from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.hoist import hoist
 from shardlib.execute.graph.land import land
 from shardlib.execute.graph.merge import merge
@@ -34,6 +35,7 @@ def optimise(
     without: Collection[str] = (),
     summed: int = 0,
     apart: bool = False,
+    inductor: Inductor | None = None,
 ) -> None:
     """Run the passes, but for those named in ``without``, which are for tests and measurements, and make the graph code.
 
@@ -41,6 +43,7 @@ def optimise(
         lands: for each gradient that the graph returns the name that `land` calls it by; None if it stays.
         summed: the number of gradients that are added to sums in place of being returned.
         apart: whether backward does not follow on forward, so that what runs at one time is yet to be cut out and overlapped.
+        inductor: compiles runs of operations; None where each is a call.
     """
     graph = traced.graph
     links: list[Link] = []
@@ -64,4 +67,4 @@ def optimise(
     land(graph, traced.gradients, lands)
     if summed:
         accumulate(graph, traced.gradients, summed)
-    traced.module = GraphModule(traced.constants, graph)
+    traced.module = GraphModule(traced.constants, graph if inductor is None else inductor.fused(graph))

@@ -12,6 +12,7 @@ import torch
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.forms import Graphs, Trial, form_of
+from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.stage import Carry, Flight, StageGraph, StageSums, trace_stage
 from shardlib.execute.graph.text import described
 from shardlib.execute.losses import Outcome
@@ -39,6 +40,7 @@ class GraphPipe(Pipe):
 
     Args:
         without: the names of passes that are left out.
+        fuses: whether inductor compiles what stands between exchanges and the library's kernels.
 
     Raises:
         IllegalComposition: a plan with transforms that a graph does not have; and as for a `Pipe`.
@@ -52,8 +54,10 @@ class GraphPipe(Pipe):
         trained: bool = True,
         with_buffers: bool = False,
         without: Collection[str] = (),
+        fuses: bool = False,
     ) -> None:
         require_graph(plan)
+        self._inductor = Inductor(mesh.device) if fuses else None
         super().__init__(loss_fn, plan, mesh, trained, with_buffers)
         self._without = without
         self._functions = {number: self._function(number) for number in self._position.stages}
@@ -73,7 +77,7 @@ class GraphPipe(Pipe):
         }
 
     def __str__(self) -> str:
-        return described(self.graphs, self._trial.passed)
+        return described(self.graphs, self._trial.passed, self._inductor)
 
     def _function(self, stage: int, blocks: Callable[[Surroundings], Runner] | None = None) -> Function:
         """A stage as a function of shards, of a carry and of a batch."""
@@ -138,6 +142,7 @@ class GraphPipe(Pipe):
                 view.step.remat,
                 self._without,
                 call.named(microbatch, self._mesh),
+                self._inductor,
             )
 
         read = self._blocks.functions[start:stop]

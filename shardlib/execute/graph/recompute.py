@@ -27,7 +27,11 @@ def recompute(graph: Graph, keep_dots: bool = False) -> None:
         if draws(node) or (changes(node) and node.all_input_nodes[0] in drawn):
             drawn.add(node)
     # What is written to has no one value.
-    written = {node.meta[BLOCK] for node in graph.nodes if changes(node) and node not in drawn}
+    written = {
+        node.meta[BLOCK]
+        for node in graph.nodes
+        if changes(node) and node not in drawn and node.meta.get(PHASE) == FORWARD
+    }
     again: dict[Node, Node] = {}
 
     def recomputes(node: Node) -> bool:

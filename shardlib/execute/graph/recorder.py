@@ -33,6 +33,8 @@ from shardlib.common._compat import (
 )
 from shardlib.errors import IllegalComposition
 
+DEVICE = "device"  # key of a node's meta: where what it makes is
+
 
 class TensorForm(NamedTuple):
     """What a tensor is, but for its values."""
@@ -121,6 +123,7 @@ class Recorder(TorchDispatchMode):
         fakes: what it computes with.
         graph: of the operations.
         constants: tensors that operations read and that are no inputs, by the names that the graph has for them.
+        noting: is called with each node that is made; None for nothing.
     """
 
     records = True
@@ -129,6 +132,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.graph, self.constants = Graph(), dict[str, torch.Tensor]()
         self.fakes = fakes
+        self.noting: Callable[[Node], None] | None = None
         self._read: dict[int, Node] = {}  # identity of a constant -> its node
         self._numbers: dict[Any, Node | int] = {}  # number that is known in a run alone, as an expression -> its node
 
@@ -177,6 +181,8 @@ class Recorder(TorchDispatchMode):
         name = target if isinstance(target, str) else target.__name__.partition(".")[0]
         node = self.graph.create_node(op, target, name=name)
         set_arguments(node, args, kwargs or {})  # which `create_node` would search for symbolic numbers, as long again
+        if self.noting is not None:
+            self.noting(node)
         return node
 
     def _given(self, value: Any, key: list[Any]) -> Any:
@@ -234,6 +240,8 @@ class Recorder(TorchDispatchMode):
             result.recorded = self, node, forms  # type: ignore[attr-defined]
             unknown = has_unknown_sizes(result)
             node.meta["val"] = result if unknown else self.fakes.value(forms)
+            if forms is not None:
+                node.meta[DEVICE] = forms.device
             sizes: Sequence[Any] = result.shape if unknown else ()
             for dim, size in enumerate(sizes):
                 if type(size) is torch.SymInt and size.node.expr not in self._numbers:

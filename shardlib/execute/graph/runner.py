@@ -13,6 +13,7 @@ from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.alive import order_of
 from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.forms import Graphs, Trial, form_of
+from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.land import Land
 from shardlib.execute.graph.passes import optimise
 from shardlib.execute.graph.stage import StageGraph, StageSums, trace_stage
@@ -41,6 +42,7 @@ class GraphStage:
 
     Args:
         without: the names of passes that are left out.
+        fuses: whether inductor compiles what stands between exchanges and the library's kernels.
 
     Raises:
         IllegalComposition: a plan with transforms that a graph does not have.
@@ -54,8 +56,10 @@ class GraphStage:
         trained: bool = True,
         with_buffers: bool = False,
         without: Collection[str] = (),
+        fuses: bool = False,
     ) -> None:
         require_graph(plan)
+        self._inductor = Inductor(mesh.device) if fuses else None
         self._fn, self._plan, self._mesh, self._with_buffers, self._without = fn, plan, mesh, with_buffers, without
         self._function = Function(fn, plan, mesh, trained)
         self._eager = OneStage(fn, plan, mesh, trained, with_buffers)  # the first step, and what cannot be traced
@@ -80,7 +84,7 @@ class GraphStage:
         return {name: traced.graph for name, traced in self._graphs.named()} | halves
 
     def __str__(self) -> str:
-        return described(self.graphs, self._trial.passed)
+        return described(self.graphs, self._trial.passed, self._inductor)
 
     def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
         if self._trial.without_graphs(call, options):
@@ -158,6 +162,7 @@ class GraphStage:
                 plan.step.remat,
                 self._without,
                 call.named(index, mesh),
+                self._inductor,
             )
 
         return self._halves.of(lambda: (form_of(batch), key is None, closed_over(fn)), traced)
@@ -231,7 +236,7 @@ class GraphStage:
                 for bucket in plan.trained
             ]
             summed = len(plan.trained) if self._adds(call) else 0
-            optimise(found, plan.step.remat, lands, self._without, summed)
+            optimise(found, plan.step.remat, lands, self._without, summed, inductor=self._inductor)
             return found
 
         return self._graphs.of(lambda: (form_of(batch), form_of(buffers), key is None, closed_over(self._fn)), traced)

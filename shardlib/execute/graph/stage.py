@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from shardlib.execute.graph.alive import order_of
+from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.keys import Stands
 from shardlib.execute.graph.parts import GraphPart, Store, cut
 from shardlib.execute.graph.passes import optimise
@@ -158,6 +159,7 @@ def trace_stage(
     remat: Recompute | None,
     without: Collection[str],
     named: str,
+    inductor: Inductor | None,
 ) -> StageGraph:
     """Trace one micro-batch of a stage.
 
@@ -167,6 +169,7 @@ def trace_stage(
         halved: whether backward is in two parts.
         several: whether it may be a sum of several means, from each of whose totals backward starts.
         named: the micro-batch, for messages.
+        inductor: see `optimise`.
     """
     form: list[Carry | Form] = []
     seeds: list[Node | None] = []  # stand for the gradients from which backward starts
@@ -226,5 +229,6 @@ def trace_stage(
         [*entering, *filter(None, starts)],
         len(weights),
         "overlap" not in without,
+        inductor,
     )
     return StageGraph(parts, entering, starts, form[0], traced.stands, traced.links)

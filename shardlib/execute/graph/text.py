@@ -10,15 +10,19 @@ from torch.fx import Graph
 
 from shardlib.collectives.ops import STARTS
 from shardlib.execute.graph.alive import exchanges, kind_of, peak_of_wholes
+from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.nodes import link_at, nbytes, sent
 from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE, REDUCTION
 
 
-def described(graphs: Mapping[str, Graph], traceable: bool) -> str:
+def described(graphs: Mapping[str, Graph], traceable: bool, inductor: Inductor | None) -> str:
     """All graphs of a step, by name, or why there is none."""
     if not traceable:
         return "no graph: the loss function cannot be traced, and runs as without compile=True"
-    return "\n\n".join(itertools.starmap(_described, graphs.items())) or "no graph yet: take a step"
+    if not graphs:
+        return "no graph yet: take a step"
+    compiled = [] if inductor is None else [str(inductor)]
+    return "\n\n".join([*itertools.starmap(_described, graphs.items()), *compiled])
 
 
 def _described(name: str, graph: Graph) -> str:

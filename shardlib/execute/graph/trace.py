@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardlib.common._compat import storage_id, without_autocast_cache
+from shardlib.common._compat import next_number, number_of_derivative, storage_id, without_autocast_cache
 from shardlib.common.environment import within
 from shardlib.common.once import Decision
 from shardlib.errors import IllegalComposition
@@ -103,7 +105,10 @@ class Spans:
         self.turns: list[torch.fx.Node] = []
         self.marks: list[tuple[torch.fx.Node, int | None]] = []
         self.decisions: list[tuple[torch.fx.Node, torch.fx.Node]] = []
-        self._count, self._depth = 0, 0
+        self._numbers: list[
+            tuple[int, int]
+        ] = []  # of what autograd's nodes have: each block's first, and the next one's
+        self._depth = 0
 
     @property
     def last(self) -> torch.fx.Node:
@@ -112,20 +117,29 @@ class Spans:
 
     def turn(self) -> None:
         """Begin the next phase."""
+        self._recorder.noting = None if self.turns else self._differentiating
         self.turns.append(self.last)
+
+    def _differentiating(self, node: torch.fx.Node) -> None:
+        """Note whose block's derivative a node is part of."""
+        number = number_of_derivative()
+        place = bisect(self._numbers, (number, sys.maxsize)) - 1
+        if place >= 0 and number < self._numbers[place][1]:
+            node.meta[BLOCK] = place
 
     def runner(self, surroundings: Surroundings) -> Runner:
         def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._depth:
                 return fn(*args, **kwargs)
             self._depth = 1
-            self.marks.append((self.last, self._count))
-            self._count += 1
+            first = next_number()
+            self.marks.append((self.last, len(self._numbers)))
             try:
                 return fn(*args, **kwargs)
             finally:
                 self._depth = 0
                 self.marks.append((self.last, None))
+                self._numbers.append((first, next_number()))
 
         return run
 
@@ -283,7 +297,8 @@ def _mark(graph: torch.fx.Graph, spans: Spans) -> None:
     phase, block, decided = FORWARD, None, False
     begins, ends = (set(nodes) for nodes in (zip(*spans.decisions) if spans.decisions else ((), ())))
     for node in graph.nodes:
-        node.meta[PHASE], node.meta[BLOCK], node.meta[DECIDED] = phase, block, decided
+        node.meta[PHASE], node.meta[DECIDED] = phase, decided
+        node.meta.setdefault(BLOCK, block)
         decided = node in begins or (decided and node not in ends)
         if node in spans.turns:
             for _ in range(spans.turns.count(node)):
