@@ -153,8 +153,8 @@ class Inductor:
         except Exception as error:
             line = str(error).strip().partition("\n")[0]
             _log.warning(
-                'compile="inductor": operations are not compiled, and run one by one (%s: %s). Install a compiler for C++, on a '
-                "GPU also Triton, or use compile=True",
+                'compile="inductor": operations are not compiled and run one by one (%s: %s). Install a compiler for C++, on '
+                "a GPU also Triton, or use compile=True",
                 type(error).__name__,
                 line,
             )
