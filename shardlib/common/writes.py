@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from shardlib.common._compat import (
     taken_apart,
 )
 from shardlib.errors import HandleError
+
+T = TypeVar("T")
 
 
 class Observer(TorchDispatchMode):
@@ -58,12 +60,12 @@ class Observer(TorchDispatchMode):
                 for each in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(each, torch.Tensor):
                         self._reads(each)
-        for tensor in _targets(func, args, kwargs):
+        for tensor in targets(func, args, kwargs, torch.Tensor):
             self._writes(tensor, func.__name__.partition(".")[0])
 
 
-def _targets(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The operands that an operator writes to."""
+def targets(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kind: type[T]) -> Iterator[T]:
+    """The operands that an operator writes to, where they are tensors, or what stands for them."""
     positions, names, training = _writes_to(func)
     if not names:
         return
@@ -75,7 +77,7 @@ def _targets(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
     for name in names:
         value = None if frozen and name in _STATISTICS else given(name)
         several = value if isinstance(value, (list, tuple)) else [value]
-        yield from (tensor for tensor in several if isinstance(tensor, torch.Tensor))
+        yield from (tensor for tensor in several if isinstance(tensor, kind))
 
 
 @cache

@@ -345,6 +345,32 @@ def test_buffers_and_aux():
     check(both(loss_fn, params, [batch, batch], transform, buffers=buffers))
 
 
+@sl.block
+def normed(params, x, mean, variance):
+    return x + F.gelu(F.batch_norm(x @ params["w"], mean, variance, training=True))
+
+
+def test_running_statistics_are_those_of_one_pass():
+    """Of blocks that backward computes again: operators of batch_norm update them without a sign."""
+
+    def loss_fn(params, buffers, x):
+        after = []
+        for layer, before in zip(params, buffers):
+            mean, variance = (before[name].clone() for name in ("running_mean", "running_var"))
+            x = normed(layer, x, mean, variance)
+            after.append({"running_mean": mean, "running_var": variance})
+        return x.square().mean(), after
+
+    params = [{"w": torch.randn(6, 6, generator=torch.Generator().manual_seed(seed))} for seed in range(3)]
+    buffers = [{"running_mean": torch.zeros(6), "running_var": torch.ones(6)} for _ in params]
+    batches = [torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    once = both(loss_fn, params, batches, sl.zero(3), buffers=buffers)
+    again = both(loss_fn, params, batches, sl.chain(sl.zero(3), sl.remat()), buffers=buffers)
+    check(once)
+    check(again)
+    check([(plain, repeated, *rest) for (plain, *_), (repeated, _, *rest) in zip(once, again)])
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_torch_differentiates_inside_a_loss(stage):
     """Per-sample gradients and a Hessian-vector product of parameters that are gathered for the loss."""

@@ -14,6 +14,7 @@ from shardlib.common._compat import FUSED_ATTENTIONS, pytree, scaled_product, tr
 from shardlib.execute.activations.decisions import decided_once
 from shardlib.execute.activations.draws import Draws
 from shardlib.execute.activations.names import RECOMPUTE_MODES, contexts, noting
+from shardlib.execute.activations.statistics import updated_once
 from shardlib.execute.handles import Handle
 from shardlib.plan.recompute import Recompute
 
@@ -37,7 +38,7 @@ def checkpointed(
         with noting(names):
             return fn(*args, **kwargs)
     compiles = torch.compiler.is_compiling()  # torch's own way to keep generators' states is known to its compiler
-    fn = fn if compiles else decided_once(draws.repeated(fn), RECOMPUTE_MODES)
+    fn = fn if compiles else decided_once(updated_once(draws.repeated(fn)), RECOMPUTE_MODES)
     leaves, shape = pytree.tree_flatten((args, kwargs))
     # A checkpoint sees the tensors among its arguments alone: those in pytrees are given to it one by one.
     seen = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, Handle) for leaf in leaves]

@@ -107,7 +107,7 @@ def _lies_in(node: Node) -> Node | None:
     if node.target is getitem:
         source = given(node)
         return source if kind_of(source) or source.target is wait or is_view(source) else None
-    return given(node) if is_view(node) or changes(node) else None
+    return given(node) if is_view(node) or given(node) in changes(node) else None
 
 
 def _bytes(made: Node) -> int:

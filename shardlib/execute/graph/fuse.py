@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.common._compat import compiled_by_inductor, has_unknown_sizes, is_operator
-from shardlib.execute.graph.nodes import changes, copied, draws, given, is_view, value_of, written_by
+from shardlib.execute.graph.nodes import changes, copied, draws, given, is_view, value_of
 from shardlib.execute.graph.recompute import DOTS
 from shardlib.execute.graph.recorder import DEVICE
 from shardlib.execute.graph.trace import BLOCK, PHASE
@@ -192,8 +192,8 @@ def _written(graph: Graph) -> set[Node]:
         if node.op != "call_function" or not node.all_input_nodes:
             continue
         first = node.all_input_nodes[0]
-        if is_view(node) or changes(node):
+        written = changes(node)
+        if is_view(node) or first in written:
             source[node] = source.get(first, first)
-        if changes(node):
-            targets |= {source.get(each, each) for each in written_by(node)}
+        targets |= {source.get(each, each) for each in written}
     return {node for node in graph.nodes if source.get(node, node) in targets}

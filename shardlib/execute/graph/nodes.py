@@ -10,7 +10,8 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, Link, link_of
-from shardlib.common._compat import arguments_of, estimated, is_operator, to_copy, unsafe_view, writes
+from shardlib.common._compat import arguments_of, estimated, is_operator, to_copy, unsafe_view
+from shardlib.common.writes import targets
 from shardlib.execute.values.routes import FETCH, REDUCE
 
 GATHERS, REDUCTIONS = (GATHER, FETCH), (SCATTER, SUM, REDUCE)
@@ -95,18 +96,11 @@ def is_view(node: Node) -> bool:
     return is_operator(node.target) and node.target.is_view  # type: ignore[union-attr]
 
 
-def changes(node: Node) -> bool:
-    """Whether a node writes to what it is given."""
-    return node.op == "call_function" and is_operator(node.target) and writes(node.target)
-
-
-def written_by(node: Node) -> list[Node]:
-    """What a node that `changes` writes to."""
-    arguments: dict[str, Any] = {name: node.kwargs.get(name) for name, _ in arguments_of(node.target)}
-    arguments |= dict(zip(arguments, node.args))
-    targets = [arguments[name] for name, is_written in arguments_of(node.target) if is_written]
-    flat = [each for target in targets for each in (target if isinstance(target, tuple | list) else [target])]
-    return [each for each in flat if isinstance(each, Node)]
+def changes(node: Node) -> list[Node]:
+    """What a node writes to."""
+    if node.op != "call_function" or not is_operator(node.target):
+        return []
+    return list(targets(node.target, node.args, node.kwargs, Node))
 
 
 def draws(node: Node) -> bool:
