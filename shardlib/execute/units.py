@@ -282,7 +282,11 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class UnitState:
-    """One unit at run time; the source of its leaves' handles."""
+    """One unit at run time; the source of its leaves' handles.
+
+    Attributes:
+        notes: what stands for each leaf where autograd saves it while it is gathered.
+    """
 
     def __init__(
         self,
@@ -298,6 +302,7 @@ class UnitState:
         self._positions = [(state, position) for state in buckets for position in range(len(state.bucket.paths))]
         for state, following in pairwise(buckets):
             following.first = state.first + len(state.bucket.paths)
+        self.notes = [(self, index) for index in range(len(self._positions))]
         self._leaves: list[torch.Tensor] | None = None
         self.gathers = any(state.gathers for state in buckets)
 
