@@ -18,13 +18,14 @@ from shardlib.collectives.styles.slices import Slice, Slices
 from shardlib.common._compat import pytree, run_first
 from shardlib.common.environment import environment
 from shardlib.errors import HandleError
-from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm, with_handles
+from shardlib.execute.handles import Handle, Present, Source, kind_of, materialise, refuse_max_norm, with_handles
 from shardlib.mesh.specs import Window
 from shardlib.nn.functional import embedding, linear_cross_entropy, local_slice, slice_of
 from shardlib.nn.moe.compute import Groups, expert_linear
 from shardlib.nn.moe.dealt import Dealt
 from shardlib.nn.scaled import scaled_linear, scaled_matmul
 from shardlib.nn.sequence import shard_sequence
+from shardlib.plan.placement import Placement
 from shardlib.sharded.tree import Sharded
 
 
@@ -38,11 +39,26 @@ class SlicedHandle(Handle):
 
     @staticmethod
     def make(
-        source: Source, index: int, path: str, shape: tuple[int, ...], like: torch.Tensor, trained: bool,
-        style: Style, window: Window, slices: Slices, scaled: bool,
-    ) -> SlicedHandle:  # fmt: skip
-        handle = SlicedHandle(source, index, path, shape, like, trained)
-        handle._style, handle._window, handle._slices, handle._scaled = style, window, slices, scaled
+        source: Source,
+        index: int,
+        placement: Placement,
+        shape: tuple[int, ...],
+        like: torch.Tensor,
+        trained: bool,
+        slices: Slices,
+    ) -> SlicedHandle:
+        handle = SlicedHandle(source, index, placement.path, shape, like, trained)
+        compute, mesh = placement.compute, slices.mesh
+        assert placement.style is not None
+        handle._style, handle._slices, handle._scaled = placement.style, slices, placement.scaled
+        handle._window = compute.spec.window(compute.shape, mesh.shape, mesh.coords)
+        return handle
+
+    def of_rows(self, leaf: torch.Tensor) -> SlicedHandle:
+        """A handle of other rows, which are there: ``leaf``, without padding."""
+        handle = SlicedHandle(Present(leaf), 0, self._path, tuple(leaf.shape), leaf, leaf.requires_grad)
+        handle._style, handle._slices, handle._scaled = self._style, self._slices, self._scaled
+        handle._window = self._window._replace(sizes=(len(leaf), *self._window.sizes[1:]))
         return handle
 
     def arrived(self) -> SlicedHandle:

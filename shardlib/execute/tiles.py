@@ -75,22 +75,20 @@ class TiledLeaf:
     @cached_property
     def handle(self) -> Handle:
         """The handle that stands for the leaf in the loss."""
-        style, compute, mesh = self._placement.style, self._placement.compute, self._slices.mesh
-        if style is None:
+        if self._placement.style is None:
             return self._of_rows
-        window = compute.spec.window(compute.shape, mesh.shape, mesh.coords)
-        return SlicedHandle.make(*self._described, style, window, self._slices, self._placement.scaled)
+        return SlicedHandle.make(self, 0, self._placement, *self._described, self._slices)
 
     @cached_property
     def _of_rows(self) -> TiledHandle:
-        handle = TiledHandle(*self._described)
+        handle = TiledHandle(self, 0, self.path, *self._described)
         handle._tiles = self
         return handle
 
     @property
-    def _described(self) -> tuple[TiledLeaf, int, str, tuple[int, ...], torch.Tensor, bool]:
-        trained = self._trained and self.bucket.trainable
-        return self, 0, self.path, self.bucket.shapes[0], self._units[0].buckets[0].like, trained
+    def _described(self) -> tuple[tuple[int, ...], torch.Tensor, bool]:
+        """What its handles are told of it: the shape, a tensor like it, and whether it wants a gradient."""
+        return self.bucket.shapes[0], self._units[0].buckets[0].like, self._trained and self.bucket.trainable
 
     # As the source of its handles. What a layer of slices computes with, and a block is given, is a handle as well.
 

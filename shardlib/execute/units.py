@@ -392,15 +392,11 @@ class UnitState:
             return made
         for index, (path, (state, position)) in enumerate(zip(self.paths, self._positions, strict=True)):
             placement = self._placements[path]
-            style, compute = placement.style, placement.compute
-            shape, wants_gradient = state.bucket.shapes[position], trained and state.bucket.trainable
-            if style is not None:
-                window = compute.spec.window(compute.shape, self._slices.mesh.shape, self._slices.mesh.coords)
-                made[path] = SlicedHandle.make(
-                    self, index, path, shape, state.like, wants_gradient, style, window, self._slices, placement.scaled
-                )
+            described = state.bucket.shapes[position], state.like, trained and state.bucket.trainable
+            if placement.style is not None:
+                made[path] = SlicedHandle.make(self, index, placement, *described, self._slices)
             elif self.gathers or placement.dealt:
-                made[path] = Handle(self, index, path, shape, state.like, wants_gradient)
+                made[path] = Handle(self, index, path, *described)
         return made
 
     def forget(self) -> None:
