@@ -87,8 +87,8 @@ class DealtHandle(Handle, Dealt):
 
 
 def as_used(leaf: Any, placement: Placement, trained: bool, slices: Slices) -> Any:
-    """A leaf that is there, a tensor or a `QuantizedMatrix`, as a function gets it: itself, or a handle of a slice or of
-    experts that are dealt out."""
+    """A leaf that is there, and need not be a tensor, as a function gets it: itself, or a handle of a slice or of experts
+    that are dealt out."""
     if placement.style is not None:
         leaf = SlicedHandle.make(Present(leaf), 0, placement, tuple(leaf.shape), leaf, trained, slices)
     return DealtHandle.make(leaf, placement.path, placement.dealt) if placement.dealt else leaf
