@@ -10,6 +10,7 @@ import io
 import math
 import pickle
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,7 +65,6 @@ flatten_dense_tensors, unflatten_dense_tensors = _flatten_dense_tensors, _unflat
 chunk_cat = (
     torch._chunk_cat
 )  # each tensor in as many chunks of its first dimension, padded: [chunks, elements of one of all]
-asks_device = torch.ops.prim.device.default  # dispatched wherever torch reads the device of a fake tensor
 lift, lift_copy = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
@@ -294,18 +294,29 @@ def without_modes(hidden: tuple[type[TorchDispatchMode], ...]) -> Iterator[None]
                 _pop_mode()
 
 
-def taken_apart(mode: TorchDispatchMode, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of a composite operator, those in which it consists given to ``mode``; NotImplemented for other operators.
+class OperatorMode(TorchDispatchMode, ABC):
+    """A mode that takes each operator which runs in it: see `_take`."""
 
-    Autograd takes composite operators apart before a mode sees them, and inference_mode leaves out autograd.
-    """
-    if not torch.is_inference_mode_enabled():
-        return NotImplemented
-    _push_mode(mode)
-    try:
-        return operator.decompose(*args, **kwargs)
-    finally:
-        _pop_mode()
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ASKS_DEVICE:  # dispatched wherever torch reads the device of a fake tensor
+            return args[0].device
+        # Autograd takes composite operators apart before a mode sees them, and inference_mode leaves out autograd.
+        if torch.is_inference_mode_enabled():
+            _push_mode(self)
+            try:
+                parts = func.decompose(*args, **(kwargs or {}))
+            finally:
+                _pop_mode()
+            if parts is not NotImplemented:
+                return parts
+        return self._take(func, args, kwargs or {})
+
+    @abstractmethod
+    def _take(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator, which is no composite one."""
+
+
+_ASKS_DEVICE = torch.ops.prim.device.default
 
 
 def version_of(tensor: torch.Tensor) -> int:

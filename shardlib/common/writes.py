@@ -15,19 +15,17 @@ import torch
 
 from shardlib.common._compat import (
     FakeTensor,
-    TorchDispatchMode,
+    OperatorMode,
     arguments_of,
-    asks_device,
     of_func,
     storage_id,
-    taken_apart,
 )
 from shardlib.errors import HandleError
 
 T = TypeVar("T")
 
 
-class Observer(TorchDispatchMode):
+class Observer(OperatorMode):
     """A mode that shows each operand that an operation is about to read, and each that it is about to write to:
     ``reads(tensor)`` and ``writes(tensor, name of the operator)``."""
 
@@ -44,14 +42,9 @@ class Observer(TorchDispatchMode):
         super().__init__()
         self._writes, self._reads = writes, reads
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is asks_device:
-            return func(*args)
-        kwargs = kwargs or {}
-        if (result := taken_apart(self, func, args, kwargs)) is not NotImplemented:
-            return result
-        self.look(func, args, kwargs)
-        return func(*args, **kwargs)
+    def _take(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        self.look(operator, args, kwargs)
+        return operator(*args, **kwargs)
 
     def look(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Look at an operation before it runs; all operations and all of their operands pass here."""

@@ -12,11 +12,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import no_torch_function, outside_of_graphs
 from shardlib.errors import HandleError
 from shardlib.execute.handles import Handle, Present, materialise
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.nn.moe.dealt import Dealt
+from shardlib.plan.placement import Placement
 
 
 class _Shut:
@@ -80,12 +82,13 @@ class DealtHandle(Handle, Dealt):
     def borrowed(self, rows: torch.Tensor) -> torch.Tensor:
         inside = self._inside
         with no_torch_function():
-            shape = (len(rows), *inside.shape[1:])
-        leaf = rows.view(shape)
-        if not isinstance(inside, SlicedHandle):
-            return leaf
-        window = inside._window._replace(sizes=(len(rows), *inside._window.sizes[1:]))
-        return SlicedHandle.make(
-            *(Present(leaf), 0, self.path, shape, leaf, leaf.requires_grad),
-            *(inside._style, window, inside._slices, inside._scaled),
-        )
+            leaf = rows.view(len(rows), *inside.shape[1:])
+        return inside.of_rows(leaf) if isinstance(inside, SlicedHandle) else leaf
+
+
+def as_used(leaf: Any, placement: Placement, trained: bool, slices: Slices) -> Any:
+    """A leaf that is there, and need not be a tensor, as a function gets it: itself, or a handle of a slice or of experts
+    that are dealt out."""
+    if placement.style is not None:
+        leaf = SlicedHandle.make(Present(leaf), 0, placement, tuple(leaf.shape), leaf, trained, slices)
+    return DealtHandle.make(leaf, placement.path, placement.dealt) if placement.dealt else leaf

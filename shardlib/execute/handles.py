@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from shardlib.common._compat import no_torch_function, pytree, read_backward_hooks, wrapper_subclass
 from shardlib.common.writes import written
 from shardlib.errors import HandleError
+from shardlib.nn.functional import embedding, linear_cross_entropy
 
 
 class Source(Protocol):
@@ -72,9 +74,25 @@ class Handle(torch.Tensor):
         return self._source.leaf(self._index)
 
     @classmethod
+    def _layer(cls, func: Any, computes: bool, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        """What a function does with a parameter of this kind, by `layers`; None for what it does with a gathered one.
+
+        Args:
+            computes: whether it reads values, and writes to no parameter.
+
+        Raises:
+            HandleError: the kind refuses it.
+        """
+        return None
+
+    @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # This runs for every use of a parameter: hence the inlined look-up, the order of cases, and the flat code.
-        kind = _KINDS.get(func) or kind_of(func)
+        kind = _KINDS.get(func) or _kind_of(func)
+        if cls is not Handle:
+            computes = kind == "operation" or (kind == "in-place" and not isinstance(args[0], Handle))
+            if (layer := cls._layer(func, computes, args, kwargs or {})) is not None:
+                return layer(*args, **(kwargs or {}))
         if kind == "operation" and not kwargs:
             real: list[Any] = []
             for value in args:
@@ -138,12 +156,62 @@ def used_elsewhere(label: str) -> HandleError:
     )
 
 
+def layers(
+    what: str,
+    linear: Callable[..., torch.Tensor],
+    product: Callable[[Any, Any, Any], torch.Tensor],
+    look_up: Callable[[Any, Any, int | None, bool, bool], torch.Tensor],
+    part_of: Callable[[Any, Any], Any],
+    cross_entropy: Callable[..., torch.Tensor],
+) -> dict[Any, Callable[..., Any]]:
+    """The layers' functions -> what they do with weights of a kind, ``what`` in messages.
+
+    Args:
+        linear: of x, weight and bias.
+        product: x @ weight + bias, of bias (or None), x and weight.
+        look_up: of ids and a table; with the padding's id, whether gradients are scaled, and whether they are sparse.
+        part_of: the ids that this rank looks up for its part of the sequence, of all ids and the table.
+        cross_entropy: as `linear_cross_entropy`.
+    """
+
+    def matmul(x: Any, weight: Any) -> torch.Tensor:
+        return product(None, x, weight)
+
+    def addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+        if beta != 1 or alpha != 1:
+            raise HandleError(f"addmm of {what} takes beta=1 and alpha=1; scale the factors instead")
+        return product(bias, x, weight)
+
+    def embed(
+        ids: torch.Tensor,
+        weight: Any,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> torch.Tensor:
+        if max_norm is not None:
+            refuse_max_norm(weight)
+        return look_up(ids, weight, padding_idx, scale_grad_by_freq, sparse)
+
+    matmuls = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+    return {
+        F.linear: linear,
+        **dict.fromkeys(matmuls, matmul),
+        torch.addmm: addmm,
+        F.embedding: embed,
+        embedding: lambda ids, weight: embed(part_of(ids, weight), weight),
+        linear_cross_entropy: cross_entropy,
+    }
+
+
 def refuse_max_norm(*values: Any) -> NoReturn:
     """Raise for a look-up with ``max_norm``, which would write to the parameter among ``values``."""
     raise written("max_norm=", *(value._path for value in values if isinstance(value, Handle)))
 
 
-_LOOK_UPS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
+_LOOK_UPS = (F.embedding, F.embedding_bag)
 
 
 def _describe(handle: Any, *_: Any, **__: Any) -> str:
@@ -186,7 +254,7 @@ _KINDS: dict[Any, str] = dict.fromkeys(_METADATA, "metadata") | dict.fromkeys(_S
 _IN_PLACE_DUNDERS = {"__setitem__", "__set__"}
 
 
-def kind_of(func: Any) -> str:
+def _kind_of(func: Any) -> str:
     """How a handle treats a function: as "metadata", "special", "in-place" or "operation"."""
     kind = _KINDS.get(func)
     if kind is None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common._compat import TorchDispatchMode, asks_device, storage_id, taken_apart
+from shardlib.common._compat import OperatorMode, storage_id
 from shardlib.execute.phases import Phase
 from shardlib.tree import leaves_of
 
@@ -27,7 +27,7 @@ class Stretch(NamedTuple):
     net: int
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(OperatorMode):
     """A mode that counts the storages that operations make, fake ones included, until they are freed. Re-entrant.
 
     Storages that existed before, and an operation's internal workspace, are not counted.
@@ -44,14 +44,10 @@ class LiveBytes(TorchDispatchMode):
         self._changes: list[tuple[int, int, Phase]] = []
         self._count = itertools.count()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is asks_device:  # most of what fake tensors dispatch
-            return func(*args)
+    def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
         for value in leaves_of((args, kwargs)):
             self._meet(value, made=False)
-        if (result := taken_apart(self, func, args, kwargs or {})) is not NotImplemented:
-            return result
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         # A constant that the function closes over is fake from its first view on, whose storage then is another one.
         for value in leaves_of(result):
             self._meet(value, made=not func.is_view)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from shardlib.common._compat import TorchDispatchMode, asks_device, graph_task, taken_apart, watch_checkpoints
+from shardlib.common._compat import OperatorMode, graph_task, watch_checkpoints
 from shardlib.common.environment import environment, within
 from shardlib.execute.flops import flops_of
 from shardlib.execute.handles import Handle
@@ -185,7 +185,7 @@ def _noted(fn: Callable[..., Any], args: Sequence[Any], _: bool) -> tuple[Callab
 watch_checkpoints(_noted)
 
 
-class Work(TorchDispatchMode):
+class Work(OperatorMode):
     """A mode that counts work by the phase in which it is done.
 
     Args:
@@ -227,12 +227,7 @@ class Work(TorchDispatchMode):
         )
         return forward, backward
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is asks_device:  # no work
-            return func(*args)
-        kwargs = kwargs or {}
-        if (result := taken_apart(self, func, args, kwargs)) is not NotImplemented:
-            return result
+    def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = self._run(func, args, kwargs)
         done = self._now()
         count = flops_of(func, args, kwargs, result)

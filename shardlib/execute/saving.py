@@ -69,34 +69,39 @@ class SavedTensors:
         self._gathered.clear()
 
     def _note(self, tensor: torch.Tensor) -> Any:
-        # These two functions run for every saved tensor: they ask first for what most of them are.
-        if type(tensor) is not torch.Tensor and isinstance(tensor, Handle):
+        # These two functions run for every saved tensor: they ask first for what most of them are, and make no tuple for
+        # it, which the garbage collector would follow: an activation at version 0 stands for itself.
+        plain = type(tensor) is torch.Tensor
+        if not plain and isinstance(tensor, Handle):
             return tensor
         # Gathered leaves are views of their buffer. Most activations are no views, and need no look-up.
         if is_view(tensor) and tensor.layout is torch.strided and tensor.numel():
             source = self.bucket_with(tensor)
             if source is not None and source[1].bucket.dtype is tensor.dtype:
-                leaf = source[1].leaf_at(tensor)
+                unit, state = source
+                leaf = state.leaf_at(tensor)
                 if leaf is not None:
-                    return source[0], source[1].first + leaf
-                return *source, tensor.size(), tensor.stride(), tensor.storage_offset()
-        return _new(Saved, (tensor, version_of(tensor)))  # at half the cost of `Saved(...)`, for every activation
+                    return unit.notes[state.first + leaf]
+                return unit, state, tensor.size(), tensor.stride(), tensor.storage_offset()
+        version = version_of(tensor)
+        return tensor if plain and not version else Saved(tensor, version)
 
     def _recall(self, note: Any) -> torch.Tensor:
         kind = type(note)
-        if kind is Saved:
-            tensor, version = note
-            if version_of(tensor) != version:
-                raise note.changed()
-            return tensor
-        if kind is not tuple:
+        if kind is torch.Tensor:
+            if version_of(note):
+                raise Saved(note, 0).changed()
             return note
-        self._touch(note[0])
-        if len(note) == 2:
-            unit, index = note
-            return unit.saved(index)
-        _, state, *layout = note
-        return state.whole.as_strided(*layout)
-
-
-_new = tuple.__new__
+        if kind is tuple:
+            self._touch(note[0])
+            if len(note) == 2:
+                unit, index = note
+                return unit.saved(index)
+            _, state, *layout = note
+            return state.whole.as_strided(*layout)
+        if kind is not Saved:
+            return note
+        tensor, version = note
+        if version_of(tensor) != version:
+            raise note.changed()
+        return tensor

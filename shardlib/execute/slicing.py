@@ -18,13 +18,14 @@ from shardlib.collectives.styles.slices import Slice, Slices
 from shardlib.common._compat import pytree, run_first
 from shardlib.common.environment import environment
 from shardlib.errors import HandleError
-from shardlib.execute.handles import Handle, Source, kind_of, materialise, refuse_max_norm, with_handles
+from shardlib.execute.handles import Handle, Present, Source, layers, materialise, with_handles
 from shardlib.mesh.specs import Window
-from shardlib.nn.functional import embedding, linear_cross_entropy, local_slice, slice_of
+from shardlib.nn.functional import local_slice, slice_of
 from shardlib.nn.moe.compute import Groups, expert_linear
 from shardlib.nn.moe.dealt import Dealt
 from shardlib.nn.scaled import scaled_linear, scaled_matmul
 from shardlib.nn.sequence import shard_sequence
+from shardlib.plan.placement import Placement
 from shardlib.sharded.tree import Sharded
 
 
@@ -38,11 +39,26 @@ class SlicedHandle(Handle):
 
     @staticmethod
     def make(
-        source: Source, index: int, path: str, shape: tuple[int, ...], like: torch.Tensor, trained: bool,
-        style: Style, window: Window, slices: Slices, scaled: bool,
-    ) -> SlicedHandle:  # fmt: skip
-        handle = SlicedHandle(source, index, path, shape, like, trained)
-        handle._style, handle._window, handle._slices, handle._scaled = style, window, slices, scaled
+        source: Source,
+        index: int,
+        placement: Placement,
+        shape: tuple[int, ...],
+        like: torch.Tensor,
+        trained: bool,
+        slices: Slices,
+    ) -> SlicedHandle:
+        handle = SlicedHandle(source, index, placement.path, shape, like, trained)
+        compute, mesh = placement.compute, slices.mesh
+        assert placement.style is not None
+        handle._style, handle._slices, handle._scaled = placement.style, slices, placement.scaled
+        handle._window = compute.spec.window(compute.shape, mesh.shape, mesh.coords)
+        return handle
+
+    def of_rows(self, leaf: torch.Tensor) -> SlicedHandle:
+        """A handle of other rows, which are there: ``leaf``, without padding."""
+        handle = SlicedHandle(Present(leaf), 0, self._path, tuple(leaf.shape), leaf, leaf.requires_grad)
+        handle._style, handle._slices, handle._scaled = self._style, self._slices, self._scaled
+        handle._window = self._window._replace(sizes=(len(leaf), *self._window.sizes[1:]))
         return handle
 
     def arrived(self) -> SlicedHandle:
@@ -50,16 +66,13 @@ class SlicedHandle(Handle):
         return self
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _layer(cls, func: Any, computes: bool, args: Any, kwargs: Any) -> Callable[..., Any] | None:
         layer = _LAYERS.get(func)
-        if layer is not None:
-            return layer(*args, **(kwargs or {}))
-        # Handle refuses writes to the parameter itself.
-        if kind_of(func) == "operation" or (kind_of(func) == "in-place" and not isinstance(args[0], Handle)):
-            values = [*args, *(kwargs or {}).values()]
+        if layer is None and computes:
+            values = [*args, *kwargs.values()]
             if func not in _ADDITIONS or not _adds_bias(*values[:2]):
                 refuse_operands(func, values)
-        return super().__torch_function__(func, types, args, kwargs)
+        return layer
 
 
 def gathered(value: Any) -> Any:
@@ -100,13 +113,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> torch.Tensor:
     return _layer(scaled_linear if _is_scaled(weight) else F.linear, False, x, weight, bias)
 
 
-def _matmul(x: Any, weight: Any) -> torch.Tensor:
-    return _addmm(None, x, weight)
-
-
-def _addmm(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    if beta != 1 or alpha != 1:
-        raise HandleError("addmm of a sliced weight takes beta=1 and alpha=1; scale the factors instead")
+def _product(bias: Any, x: Any, weight: Any) -> torch.Tensor:
     multiply = scaled_matmul if _is_scaled(weight) else torch.matmul
 
     def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -150,18 +157,8 @@ def _expert_linear(rows: Any, weight: Any, bias: Any, groups: Groups) -> torch.T
     return style.grouped(_slice(weight), materialise(rows), of_rows, compute)
 
 
-def _embedding(
-    ids: torch.Tensor,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> torch.Tensor:
-    if max_norm is not None:
-        refuse_max_norm(weight)
-    if scale_grad_by_freq:
+def _look_up(ids: torch.Tensor, weight: Any, padding_idx: int | None, scaled: bool, sparse: bool) -> torch.Tensor:
+    if scaled:
         raise HandleError(f"{weight._path}: scale_grad_by_freq needs the whole embedding; do not slice it")
     parts = environment().parts
     if parts is not None and _cuts_sequence(weight):  # ``ids`` are whole, the result is this rank's sequence part
@@ -169,8 +166,8 @@ def _embedding(
     return weight._style.embedding(_slice(weight), ids, padding_idx, sparse)
 
 
-def _embedding_of_part(ids: torch.Tensor, weight: Any) -> torch.Tensor:
-    return _embedding(ids if _cuts_sequence(weight) else shard_sequence(ids), weight)
+def _part_of(ids: torch.Tensor, weight: Any) -> torch.Tensor:
+    return ids if _cuts_sequence(weight) else shard_sequence(ids)
 
 
 def _cross_entropy(x: Any, weight: Any, targets: torch.Tensor, *, reduction: str, **options: Any) -> torch.Tensor:
@@ -235,16 +232,8 @@ def _layer_of(path: str) -> str:
     return path.rpartition("/")[0] or path
 
 
-_LAYERS: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear,
-    F.embedding: _embedding,
-    torch.matmul: _matmul,
-    torch.Tensor.matmul: _matmul,
-    torch.Tensor.__matmul__: _matmul,
-    torch.addmm: _addmm,
-    linear_cross_entropy: _cross_entropy,
+_LAYERS = layers("a sliced weight", _linear, _product, _look_up, _part_of, _cross_entropy) | {
     expert_linear: _expert_linear,
-    embedding: _embedding_of_part,
     local_slice: _held,
     slice_of: _slice_of,
 }

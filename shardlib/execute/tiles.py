@@ -19,13 +19,12 @@ from shardlib.common._compat import pytree, transformed, without_modes
 from shardlib.common.environment import environment
 from shardlib.errors import HandleError
 from shardlib.execute.activations.names import RECOMPUTE_MODES
-from shardlib.execute.handles import Handle, kind_of, materialise, refuse_max_norm
+from shardlib.execute.handles import Handle, layers, materialise
 from shardlib.execute.slicing import SlicedHandle, refuse_operands, require_whole_layer
 from shardlib.execute.units import UnitState
 from shardlib.kernels.common.operators import autocast_as_a_product
 from shardlib.kernels.common.recompute import recomputed
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_targets, widened
-from shardlib.nn.functional import embedding, linear_cross_entropy
 from shardlib.nn.sequence import shard_sequence
 from shardlib.nn.tiles import Cut, Join
 from shardlib.plan.buckets import Bucket
@@ -75,22 +74,20 @@ class TiledLeaf:
     @cached_property
     def handle(self) -> Handle:
         """The handle that stands for the leaf in the loss."""
-        style, compute, mesh = self._placement.style, self._placement.compute, self._slices.mesh
-        if style is None:
+        if self._placement.style is None:
             return self._of_rows
-        window = compute.spec.window(compute.shape, mesh.shape, mesh.coords)
-        return SlicedHandle.make(*self._described, style, window, self._slices, self._placement.scaled)
+        return SlicedHandle.make(self, 0, self._placement, *self._described, self._slices)
 
     @cached_property
     def _of_rows(self) -> TiledHandle:
-        handle = TiledHandle(*self._described)
+        handle = TiledHandle(self, 0, self.path, *self._described)
         handle._tiles = self
         return handle
 
     @property
-    def _described(self) -> tuple[TiledLeaf, int, str, tuple[int, ...], torch.Tensor, bool]:
-        trained = self._trained and self.bucket.trainable
-        return self, 0, self.path, self.bucket.shapes[0], self._units[0].buckets[0].like, trained
+    def _described(self) -> tuple[tuple[int, ...], torch.Tensor, bool]:
+        """What its handles are told of it: the shape, a tensor like it, and whether it wants a gradient."""
+        return self.bucket.shapes[0], self._units[0].buckets[0].like, self._trained and self.bucket.trainable
 
     # As the source of its handles. What a layer of slices computes with, and a block is given, is a handle as well.
 
@@ -116,15 +113,15 @@ class TiledHandle(Handle):
     _tiles: TiledLeaf
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        layer, kind = _LAYERS.get(func), kind_of(func)
+    def _layer(cls, func: Any, computes: bool, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        layer = _LAYERS.get(func)
         if layer is not None and _uses_as_weight(func, args):
-            return layer(*args, **(kwargs or {}))
-        if layer is not None or kind == "operation" or (kind == "in-place" and not isinstance(args[0], TiledHandle)):
+            return layer
+        if computes:
             handles = pytree.tree_leaves((args, kwargs))
             tiled = next(value for value in handles if isinstance(value, TiledHandle))
             tiled._tiles.refuse(getattr(func, "__name__", None) or str(func))
-        return super().__torch_function__(func, types, args, kwargs)
+        return None
 
 
 def refuse_tiles(value: Any) -> None:
@@ -144,16 +141,6 @@ def _linear(x: Any, weight: TiledHandle, bias: Any = None) -> torch.Tensor:
         del y
     assert join is not None
     return join.whole()
-
-
-def _matmul(x: Any, weight: TiledHandle) -> torch.Tensor:
-    return _sum_of_products(None, x, weight)
-
-
-def _addmm(bias: Any, x: Any, weight: TiledHandle, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    if beta != 1 or alpha != 1:
-        raise HandleError("addmm of a weight in tiles takes beta=1 and alpha=1; scale the factors instead")
-    return _sum_of_products(bias, x, weight)
 
 
 def _sum_of_products(bias: Any, x: Any, weight: TiledHandle) -> torch.Tensor:
@@ -177,19 +164,11 @@ def _flat(taken: torch.Tensor) -> torch.Tensor:
     return taken.flatten(-2)
 
 
-def _embedding(
-    ids: torch.Tensor,
-    weight: TiledHandle,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+def _look_up(
+    ids: torch.Tensor, weight: TiledHandle, padding_idx: int | None, scaled: bool, sparse: bool
 ) -> torch.Tensor:
     tiles = weight._tiles
-    if max_norm is not None:
-        refuse_max_norm(weight)
-    if scale_grad_by_freq or sparse:
+    if scaled or sparse:
         tiles.refuse("F.embedding(scale_grad_by_freq or sparse)")
     known = (ids >= 0) & (ids < tiles.rows)
     numbers, rows = tiles.places(ids)
@@ -209,10 +188,6 @@ def _embedding(
 def _place(tiles: TiledLeaf, row: int) -> tuple[int, int]:
     number, inside = tiles.places(torch.tensor(row % tiles.rows))
     return int(number), int(inside)
-
-
-def _embedding_of_part(ids: torch.Tensor, weight: TiledHandle) -> torch.Tensor:
-    return _embedding(shard_sequence(ids), weight)
 
 
 def _cross_entropy(
@@ -268,13 +243,6 @@ def _uses_as_weight(func: Any, args: Any) -> bool:
     return tiled == [place]
 
 
-_LAYERS: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear,
-    F.embedding: _embedding,
-    torch.matmul: _matmul,
-    torch.Tensor.matmul: _matmul,
-    torch.Tensor.__matmul__: _matmul,
-    torch.addmm: _addmm,
-    linear_cross_entropy: _cross_entropy,
-    embedding: _embedding_of_part,
-}
+_LAYERS = layers(
+    "a weight in tiles", _linear, _sum_of_products, _look_up, lambda ids, _: shard_sequence(ids), _cross_entropy
+)

@@ -282,7 +282,11 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class UnitState:
-    """One unit at run time; the source of its leaves' handles."""
+    """One unit at run time; the source of its leaves' handles.
+
+    Attributes:
+        notes: what stands for each leaf where autograd saves it while it is gathered.
+    """
 
     def __init__(
         self,
@@ -298,6 +302,7 @@ class UnitState:
         self._positions = [(state, position) for state in buckets for position in range(len(state.bucket.paths))]
         for state, following in pairwise(buckets):
             following.first = state.first + len(state.bucket.paths)
+        self.notes = [(self, index) for index in range(len(self._positions))]
         self._leaves: list[torch.Tensor] | None = None
         self.gathers = any(state.gathers for state in buckets)
 
@@ -387,15 +392,11 @@ class UnitState:
             return made
         for index, (path, (state, position)) in enumerate(zip(self.paths, self._positions, strict=True)):
             placement = self._placements[path]
-            style, compute = placement.style, placement.compute
-            shape, wants_gradient = state.bucket.shapes[position], trained and state.bucket.trainable
-            if style is not None:
-                window = compute.spec.window(compute.shape, self._slices.mesh.shape, self._slices.mesh.coords)
-                made[path] = SlicedHandle.make(
-                    self, index, path, shape, state.like, wants_gradient, style, window, self._slices, placement.scaled
-                )
+            described = state.bucket.shapes[position], state.like, trained and state.bucket.trainable
+            if placement.style is not None:
+                made[path] = SlicedHandle.make(self, index, placement, *described, self._slices)
             elif self.gathers or placement.dealt:
-                made[path] = Handle(self, index, path, shape, state.like, wants_gradient)
+                made[path] = Handle(self, index, path, *described)
         return made
 
     def forget(self) -> None:

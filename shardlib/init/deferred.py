@@ -19,7 +19,7 @@ from shardlib.common._compat import (
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
+    OperatorMode,
     pytree,
     storage_id,
 )
@@ -54,7 +54,7 @@ class _Call:
     generators: list[torch.Tensor] | None
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(OperatorMode):
     """Records every operation on (or creation of) fake tensors, and numbers the tensors and their storages."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -68,13 +68,11 @@ class _Recorder(TorchDispatchMode):
         self._states: list[torch.Tensor] | None = None
         self._fake = fake
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        flat, structure = pytree.tree_flatten((args, kwargs or {}))
+    def _take(self, op: Any, args: Any, kwargs: Any) -> Any:
+        flat, structure = pytree.tree_flatten((args, kwargs))
         arguments = [self._reference(value) if isinstance(value, torch.Tensor) else value for value in flat]
         with self._fake:
-            out = op(*args, **(kwargs or {}))
-        if op is torch.ops.prim.device.default:  # reads no values
-            return out
+            out = op(*args, **kwargs)
         results = [self._number(value) for value in pytree.tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
         self.calls.append(_Call(op, arguments, structure, results, self._seeded(op)))
         return out

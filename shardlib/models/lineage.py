@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardlib.common._compat import TorchDispatchMode, pytree, storage_id, to_copy, writes
+from shardlib.common._compat import OperatorMode, pytree, storage_id, to_copy, writes
 from shardlib.errors import TreeError, listing
 
 NO_VALUES = (
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
         return Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-class Lineage(TorchDispatchMode):
+class Lineage(OperatorMode):
     """A mode in which a function changes a model on the meta device.
 
     New tensors that have values keep them: moving them to the device of the model's weights, the meta device, only copies
@@ -50,8 +50,7 @@ class Lineage(TorchDispatchMode):
         self._computed: set[int] = set()
         self._kept: list[Any] = []  # storages, so that their ids are not used again
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _take(self, op: Any, args: Any, kwargs: Any) -> Any:
         if op in _COPIES and not args[0].is_meta:
             return op(*args, **{key: value for key, value in kwargs.items() if key != "device"})
         read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.is_meta]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardlib import init
-from shardlib.common._compat import TorchDispatchMode, no_modes, own_buffers, own_parameters, storage_id, writes
+from shardlib.common._compat import OperatorMode, no_modes, own_buffers, own_parameters, storage_id, writes
 from shardlib.errors import TreeError, listing
 from shardlib.models.adapted import require_no_adapters
 from shardlib.rng import Key
@@ -145,7 +145,7 @@ def _require_written(module: nn.Module, leaves: Any, counted: _Counted, what: st
         )
 
 
-class _Counted(TorchDispatchMode):
+class _Counted(OperatorMode):
     """A mode in which in-place draws from normal and uniform distributions use counter-based keys.
 
     So a rank that records an initialiser (see `shardlib.init.deferred`) draws only its shard of a parameter. The mode also
@@ -160,13 +160,13 @@ class _Counted(TorchDispatchMode):
     def wrote(self, tensor: torch.Tensor) -> bool:
         return storage_id(tensor.untyped_storage()) in self._written or tensor.numel() == 0
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _take(self, op: Any, args: Any, kwargs: Any) -> Any:
         if writes(op) and args and isinstance(args[0], torch.Tensor):
             storage = args[0].untyped_storage()
             self._written[storage_id(storage)] = storage  # kept alive, so that its id is not used again
         draw = _DRAWS.get(op)
-        if draw is None or (kwargs or {}).get("generator") is not None or not _drawn(args[0]):
-            return op(*args, **(kwargs or {}))
+        if draw is None or kwargs.get("generator") is not None or not _drawn(args[0]):
+            return op(*args, **kwargs)
         tensor, *numbers = args
         self._draws += 1
         key = self._key.fold_in(self._draws)

@@ -160,13 +160,16 @@ def test_printing_a_parameter_on_one_rank_gathers_nothing():
 # --- saved tensors ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("written", [False, True])
 @STAGES
-def test_activations_written_to_after_they_were_saved_are_refused(stage):
-    """Torch refuses them too, but cannot check tensors that are saved through hooks; gradients would be wrong."""
+def test_activations_written_to_after_they_were_saved_are_refused(stage, written):
+    """Torch refuses them too, but cannot check tensors that are saved through hooks; gradients would be wrong. They are as
+    they were made, or have been written to before they were saved."""
 
     def loss_fn(params, batch):
         first, last = params["layers"]
-        x = torch.sigmoid(layer(first, batch[0]))  # its backward needs what it gave
+        x = layer(first, batch[0])
+        x = x.mul_(2).sigmoid_() if written else x.sigmoid()  # its backward needs what it gave
         x += 1
         return (layer(last, x) - batch[1]).square().mean()
 

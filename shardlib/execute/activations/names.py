@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common._compat import SELECTIVE_MODES, TorchDispatchMode, pytree, storage_id, version_of, without_top_mode
+from shardlib.common._compat import SELECTIVE_MODES, OperatorMode, pytree, storage_id, version_of, without_top_mode
 from shardlib.common.environment import within
 from shardlib.errors import HandleError
 
@@ -46,7 +46,7 @@ class _Kept(NamedTuple):
     version: int
 
 
-class _Numbering(TorchDispatchMode):
+class _Numbering(OperatorMode):
     """Numbers operations, and meets names."""
 
     def __init__(self) -> None:
@@ -62,6 +62,16 @@ class _Numbering(TorchDispatchMode):
     def __exit__(self, *error: Any) -> Any:
         self._within.__exit__(*error)
         return super().__exit__(*error)
+
+    def _take(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        if operator in _UNCOUNTED:
+            return operator(*args, **kwargs)
+        number, self._next = self._next, self._next + 1
+        return self._numbered(number, operator, args, kwargs)
+
+    @abstractmethod
+    def _numbered(self, number: int, operator: Any, args: Any, kwargs: Any) -> Any:
+        """The result of the operation of this number."""
 
     @abstractmethod
     def _meet(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -88,17 +98,14 @@ class Forward(_Numbering):
         self.kept: dict[int, _Kept] = {}
         self.copied: set[int] = set()  # numbers of the names whose values were copied
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _UNCOUNTED:
-            return func(*args, **(kwargs or {}))
+    def _numbered(self, number: int, operator: Any, args: Any, kwargs: Any) -> Any:
         given = {storage_id(t.untyped_storage()) for t in pytree.tree_leaves((args, kwargs)) if _is_plain(t)}
-        result = func(*args, **(kwargs or {}))
+        result = operator(*args, **kwargs)
         # Of several results each would have to be kept.
         if _is_plain(result) and (key := storage_id(result.untyped_storage())) not in given:
             layout = tuple(result.size()), tuple(result.stride()), result.storage_offset(), result.dtype
-            self._made[key] = _Made(weakref.ref(result.untyped_storage()), version_of(result), self._next, layout)
-        self.functions.append(func)
-        self._next += 1
+            self._made[key] = _Made(weakref.ref(result.untyped_storage()), version_of(result), number, layout)
+        self.functions.append(operator)
         return result
 
     def _meet(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -131,19 +138,16 @@ class Again(_Numbering):
         super().__init__()
         self._first = first
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _UNCOUNTED:
-            return func(*args, **(kwargs or {}))
-        number, self._next = self._next, self._next + 1
+    def _numbered(self, number: int, operator: Any, args: Any, kwargs: Any) -> Any:
         earlier = self._first.functions[number : number + 1]
-        if earlier != [func]:
+        if earlier != [operator]:
             raise HandleError(
-                f"a block with named values (sl.remat(save=)) ran {func} in backward where it had run "
+                f"a block with named values (sl.remat(save=)) ran {operator} in backward where it had run "
                 f"{earlier[0] if earlier else 'nothing'}; let it run the same operations each time, or leave out save="
             )
         kept = self._first.kept.get(number)
         if kept is None:
-            return func(*args, **(kwargs or {}))
+            return operator(*args, **kwargs)
         if version_of(kept.value) != kept.version:
             raise HandleError("a named value (sl.remat(save=)) was written to in place; name a copy, or write to one")
         return kept.value.detach()

@@ -199,6 +199,15 @@ class _Interpreter(Interpreter):
         run.outputs = differentiable(result)
         return result
 
+    def _whole(self, action: Action, run: Run) -> list[torch.Tensor]:
+        return run.executor.differentiate(run.seeds, self._gradients[action.stage])
+
+    def _first_half(self, run: Run) -> list[torch.Tensor]:
+        return run.executor.inputs_gradient(run.seeds)
+
+    def _second_half(self, action: Action, run: Run) -> None:
+        run.executor.weights_gradient(self._gradients[action.stage])
+
 
 def _like(leaf: Any) -> Any:
     """A tensor as another one, without its values."""

@@ -17,9 +17,8 @@ from torch.fx import Graph, Node
 
 from shardlib.common._compat import (
     FakeTensor,
-    TorchDispatchMode,
+    OperatorMode,
     another_fake,
-    asks_device,
     chunk_cat_operator,
     fakes_of_unknown_sizes,
     has_unknown_sizes,
@@ -28,7 +27,6 @@ from shardlib.common._compat import (
     no_dispatch,
     set_arguments,
     sym_size,
-    taken_apart,
     writes,
 )
 from shardlib.errors import IllegalComposition
@@ -116,7 +114,7 @@ def _all_new(forms: Any) -> bool:
     return bool(forms) and isinstance(forms, tuple | list) and all(map(_all_new, forms))
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperatorMode):
     """A mode that records operations.
 
     Attributes:
@@ -151,12 +149,7 @@ class Recorder(TorchDispatchMode):
     def outputs(self, tensors: Sequence[torch.Tensor]) -> None:
         self.graph.output([self._given(tensor, []) for tensor in tensors])
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is asks_device:
-            return args[0].device
-        if (result := taken_apart(self, func, args, kwargs)) is not NotImplemented:
-            return result
+    def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
         key: list[Any] = [func, torch.get_default_dtype()]
         given = tuple(self._given(each, key) for each in args)
         named = {}

@@ -138,7 +138,7 @@ class GraphStage:
             call.weighing.meet(outcome)
         seeds = (call.seed(outcome) * call.weighing.factors(outcome)).unbind()
         started = [seed.to(mean.total.dtype) for seed, mean in zip(seeds, outcome.means)]
-        flight.differentiate((), started, (), sums, None)
+        flight.differentiate(started, sums)
         return outcome
 
     def _half(self, call: Call, index: int) -> StageGraph:

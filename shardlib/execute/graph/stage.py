@@ -100,21 +100,22 @@ class Flight:
         with torch.no_grad():
             return self._graph.parts[number](self._store, [*self._inputs, *sums])
 
-    def differentiate(
-        self, outputs: Any, seeds: Sequence[torch.Tensor], inputs: Any, sums: StageSums, turn: Any
-    ) -> list[torch.Tensor]:
+    def differentiate(self, seeds: Sequence[torch.Tensor], sums: StageSums) -> list[torch.Tensor]:
+        """The gradients of the inputs; those of parameters are added to ``sums``."""
         if len(self._graph.parts) > 2:
-            found = self.inputs_gradient(outputs, seeds, inputs)
-            self.weights_gradient(sums, turn)
+            found = self.inputs_gradient(seeds)
+            self.weights_gradient(sums)
             return found
         self._start(seeds)
         return self.part(1, sums.tensors)
 
-    def inputs_gradient(self, outputs: Any, seeds: Sequence[torch.Tensor], inputs: Any) -> list[torch.Tensor]:
+    def inputs_gradient(self, seeds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of the inputs alone."""
         self._start(seeds)
         return self.part(1)
 
-    def weights_gradient(self, sums: StageSums, turn: Any) -> None:
+    def weights_gradient(self, sums: StageSums) -> None:
+        """Add the gradients of parameters to ``sums``, after `inputs_gradient`."""
         self.part(2, sums.tensors)
 
     def _start(self, seeds: Sequence[torch.Tensor]) -> None:

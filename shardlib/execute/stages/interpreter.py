@@ -136,7 +136,7 @@ class Interpreter:
     ) -> None:
         self._thinned = thinned
         self._position, self._params, self._compute = position, params, compute
-        self._gradients, self._seed = gradients, seed
+        self._gradients, self._seed = gradients or {}, seed
         self._schedule = position.schedule
         # Inputs of forwards and of backwards (values, or messages under way), and results to be sent.
         self._carries: dict[tuple[int, int], Any] = {}
@@ -188,7 +188,6 @@ class Interpreter:
         """The result of a forward, of whose run inputs and outputs are noted."""
         number, _, microbatch = action
         carry, run.inputs = entered(arrived)
-        assert self._gradients is not None
         result = run.executor.open(
             self._params,
             self._gradients[number],
@@ -235,24 +234,25 @@ class Interpreter:
 
     def _backward(self, action: Action) -> None:
         run = self._seeded(action)
-        self._return(action, run, self._differentiate(action, run, run.inputs))
+        self._return(action, run, self._whole(action, run))
+        self._position.stages[action.stage].end(action.microbatch)
 
     def _inputs_gradient(self, action: Action) -> None:
         """Run the first half of a backward. A stage without inputs runs the whole backward in the second half."""
         run = self._seeded(action)
         grads: Sequence[torch.Tensor | None] = ()
         if run.inputs and run.outputs:
-            grads = run.executor.inputs_gradient(run.outputs, run.seeds, run.inputs)
+            grads = self._first_half(run)
         self._return(action, run, grads or [None] * len(run.inputs))
         if grads:
             run.halved, run.outputs, run.seeds, run.inputs = True, [], [], []
 
     def _weights_gradient(self, action: Action) -> None:
         run = self._position.stages[action.stage].runs[action.microbatch]
-        if not run.halved:
-            self._differentiate(action, run, ())
-            return
-        run.executor.weights_gradient(*self._sums(action))
+        if run.halved:
+            self._second_half(action, run)
+        else:
+            self._whole(action, run)
         self._position.stages[action.stage].end(action.microbatch)
 
     def _seeded(self, action: Action) -> Run:
@@ -269,19 +269,25 @@ class Interpreter:
             self._let_go(self._position.acknowledged.get(Action(action.stage, Kind.RECV_B, action.microbatch), ()))
         return run
 
-    def _differentiate(self, action: Action, run: Run, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        grads = run.executor.differentiate(run.outputs, run.seeds, inputs, *self._sums(action))
-        self._position.stages[action.stage].end(action.microbatch)
-        return grads
+    def _whole(self, action: Action, run: Run) -> Sequence[torch.Tensor | None]:
+        """The gradients of a run's inputs; those of parameters are added to the stage's sums."""
+        return run.executor.differentiate(run.outputs, run.seeds, run.inputs, *self._sums(action))
+
+    def _first_half(self, run: Run) -> Sequence[torch.Tensor | None]:
+        """The gradients of a run's inputs, alone."""
+        return run.executor.inputs_gradient(run.outputs, run.seeds, run.inputs)
+
+    def _second_half(self, action: Action, run: Run) -> None:
+        """Add the gradients of parameters to the stage's sums."""
+        run.executor.weights_gradient(*self._sums(action))
 
     def _land(self) -> None:
         """Wait for the reductions of the stages' gradients: after what the stage before waits for is sent to it."""
-        for sums in (self._gradients or {}).values():
+        for sums in self._gradients.values():
             sums.land()
 
     def _sums(self, action: Action) -> tuple[Gradients, Turn]:
         """The sums of a stage's gradients, and this action's turn to add to them."""
-        assert self._gradients is not None
         last = self._last[action.stage] == action.microbatch
         return self._gradients[action.stage], Turn(action.microbatch, last)
 

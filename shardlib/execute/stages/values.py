@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardlib.common._compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    TorchDispatchMode,
+    OperatorMode,
     grouped_product,
     no_modes,
     unique,
@@ -23,7 +23,7 @@ UNKNOWN = DataDependentOutputException, DynamicOutputShapeException
 _LARGEST = 1 << 26  # bytes of a result that is computed
 
 
-class Values(TorchDispatchMode):
+class Values(OperatorMode):
     """A mode, on top of that of fake tensors, in which what is computed from a batch's integers alone has values.
 
     So a function that looks at them (whether a mask leaves out nothing, say) goes the way that it goes in a step. Where a
@@ -53,8 +53,7 @@ class Values(TorchDispatchMode):
         self._known[copy] = None
         return copy
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if tensors and all(tensor in self._known for tensor in tensors) and not _large(func, args, kwargs):
             with no_modes():

@@ -13,12 +13,10 @@ from shardlib.common._compat import without_derivatives
 from shardlib.common.environment import within
 from shardlib.common.writes import has_place, owner_of
 from shardlib.errors import HandleError
-from shardlib.execute.dealing import DealtHandle
-from shardlib.execute.handles import Present
+from shardlib.execute.dealing import as_used
 from shardlib.execute.losses import Outcome, read_loss, wants
 from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
-from shardlib.execute.slicing import SlicedHandle
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.routes import UnitSums, unit_sums
 from shardlib.execute.values.wholes import Wholes
@@ -128,24 +126,8 @@ class Function:
         return leaves
 
     def _used(self, path: str, leaf: torch.Tensor) -> torch.Tensor:
-        """A leaf as the function gets it: itself, or a handle of a slice or of experts that are dealt out."""
         placement = self.plan.placement_of[path]
-        if placement.style is not None:
-            window = placement.compute.spec.window(placement.compute.shape, self.mesh.shape, self.mesh.coords)
-            trained, style = self.plan.bucket_of[placement.bucket].trainable, placement.style
-            leaf = SlicedHandle.make(
-                Present(leaf),
-                0,
-                path,
-                tuple(leaf.shape),
-                leaf,
-                trained,
-                style,
-                window,
-                self._slices,
-                path in self._scaled,
-            )
-        return DealtHandle.make(leaf, path, placement.dealt) if placement.dealt else leaf
+        return as_used(leaf, placement, self.plan.bucket_of[placement.bucket].trainable, self._slices)
 
     def _watched(
         self, leaves: Mapping[str, torch.Tensor], wholes: Mapping[str, torch.Tensor]

@@ -19,16 +19,17 @@ class Stored:
     Attributes:
         shape, dtype: of the leaf, the experts along dimension 0.
         store: what brings the layer's experts to the device.
+        device: the device; until `to`, where the leaf was.
     """
 
     requires_grad = False
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, store: Store) -> None:
-        self.shape, self.dtype, self.store = shape, dtype, store
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, store: Store, device: torch.device) -> None:
+        self.shape, self.dtype, self.store, self.device = shape, dtype, store, device
 
     def to(self, device: torch.device) -> Stored:
-        """Itself: its experts come to the device one by one."""
-        return self
+        """The same for ``device``, to which its experts come one by one."""
+        return Stored(self.shape, self.dtype, self.store, device)
 
 
 class Store(ABC):

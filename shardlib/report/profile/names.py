@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common._compat import TorchDispatchMode, asks_device, storage_id, taken_apart
+from shardlib.common._compat import OperatorMode, storage_id
 from shardlib.mesh.transport.activity import here
 from shardlib.optim.train_state import TrainState
 from shardlib.report.profile.timeline import Part, Timeline
@@ -80,7 +80,7 @@ def tensors_of(tree: Any) -> list[tuple[str, torch.Tensor]]:
     return [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
 
 
-class Names(TorchDispatchMode):
+class Names(OperatorMode):
     """Notes storages of one device as they come and go, with names.
 
     Args:
@@ -139,14 +139,10 @@ class Names(TorchDispatchMode):
             self.changes += [self._change(before, -count, part), self._change(after, count, part)]
         return x
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is asks_device:
-            return func(*args)
-        if (result := taken_apart(self, func, args, kwargs or {})) is not NotImplemented:
-            return result
+    def _take(self, operator: Any, args: Any, kwargs: Any) -> Any:
         for value in leaves_of((args, kwargs)):
             self._meet(value, made=False)
-        result = func(*args, **(kwargs or {}))
+        result = operator(*args, **kwargs)
         for value in leaves_of(result):
             self._meet(value, made=True)
         return result

@@ -85,7 +85,7 @@ DEFECTS = (
     Defect(
         "experts that anything may use in a graph",
         "spec",
-        "execute/values/function.py",
+        "execute/dealing.py",
         "a function of values gets this rank's experts as if they were all",
         "if placement.dealt else leaf",
         "if False else leaf",
@@ -209,13 +209,13 @@ DEFECTS = (
         (f"{_GRAPH}::test_a_gpt",),
     ),
     Defect(
-        "slices in full precision in a graph",
+        "slices in full precision",
         "numerics",
-        "execute/values/function.py",
-        "products of slices are in 8 bits without a graph, and not in one",
-        "path in self._scaled,",
-        "not self._scaled,",
-        (f"{_GRAPH}::test_a_gpt_in_parts",),
+        "execute/slicing.py",
+        "products of slices are not in 8 bits where those of whole leaves are",
+        "placement.style, slices, placement.scaled",
+        "placement.style, slices, False",
+        ("tests/transforms/test_scaled_products.py::test_a_slice_has_a_scale_of_its_own",),
     ),
     Defect(
         "gradients that leave after the graph",

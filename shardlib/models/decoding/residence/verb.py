@@ -106,7 +106,7 @@ def experts_on_host(
         number = leaves[0].shape[0]
         room = Slots(leaves, min(slots, number), transfers, device)
         stores.append(LayerStore(room, 0 if local is None else _first(local, leaves[0]), number))
-        stored |= {id(leaf): Stored(leaf.shape, leaf.dtype, stores[-1]) for leaf in leaves}
+        stored |= {id(leaf): Stored(leaf.shape, leaf.dtype, stores[-1], leaf.device) for leaf in leaves}
     tree = tree_map(lambda leaf: stored[id(leaf)] if id(leaf) in stored else leaf.to(device), tree)
     if ahead:
         for (store, after), layer in zip(pairwise(stores), decoder.layers_of_experts(tree)[1:]):
