@@ -1,4 +1,8 @@
-"""Autograd's saved tensors while parameters are gathered: a tensor in gathered storage is saved as a note of its position."""
+"""Autograd's saved tensors while parameters are gathered: a tensor in gathered storage is saved as a note of its position.
+
+Storage that is freed and filled again before backward reads it would need no notes. But a function may keep a view of a
+parameter (``w = p.t()``) and use it after its unit was released, where it would read freed memory.
+"""
 
 from __future__ import annotations
 

@@ -191,6 +191,18 @@ def test_activations_written_to_in_place(stage):
 
 
 @STAGES
+def test_a_view_that_is_used_after_its_unit_was_released(stage):
+    def loss_fn(params, batch):
+        *hidden, last = params["layers"]
+        x, kept = batch[0], last["weight"].T
+        for each in hidden:
+            x = layer(each, x).tanh()
+        return (x @ kept - batch[1]).square().mean()
+
+    check(loss_fn, mlp([6, 9, 7, 5, 4])[1], stage)
+
+
+@STAGES
 def test_empty_and_sparse_saved_tensors(stage):
     params = {**network(), "empty": torch.zeros(0, 6, dtype=torch.float64), "more": [{"none": torch.zeros(3, 0)}]}
 
