@@ -879,3 +879,18 @@ def test_bytes_at_each_node_are_those_of_a_run(remat):
 
     for peak, said in sl.simulate(run, mesh={"data": 2}):
         assert said == pytest.approx(peak, rel=0.01)
+
+
+def test_sums_are_told_from_nodes_of_the_same_names():
+    """Of three layers one has a bias, whose gradient is a node ``sum_1``."""
+    generator = torch.Generator().manual_seed(0)
+    params = {name: {"w": torch.randn(4, 4, generator=generator)} for name in "abc"}
+    params["a"]["b"] = torch.zeros(4)
+
+    def loss_fn(params, batch):
+        for layer in params.values():
+            batch = torch.tanh(F.linear(batch, layer["w"], layer.get("b")))
+        return batch.square().mean()
+
+    batches = [torch.randn(8, 4, generator=generator) for _ in range(2)]
+    check(both(loss_fn, params, batches, sl.chain(sl.zero(3), sl.accumulate(2))))

@@ -109,6 +109,13 @@ def copied(node: Node, known: dict[Node, Node], graph: Graph) -> Node:
     return made
 
 
+def added_input(graph: Graph, name: str) -> Node:
+    """A further input at the graph's place of insertion, of a name that no node has: a sum is called ``sum_1`` too."""
+    made = graph.placeholder(name)
+    made.target = made.name
+    return made
+
+
 def positions(graph: Graph) -> dict[Node, int]:
     return {node: place for place, node in enumerate(graph.nodes)}
 
