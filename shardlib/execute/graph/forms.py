@@ -14,7 +14,6 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.common.originals import CopiedModule, called_in
 from shardlib.errors import BatchError, HandleError, IllegalComposition, RankMismatch
-from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.stages.base import Call
 from shardlib.mesh.mesh import Mesh
 from shardlib.tree import Tree, flatten
@@ -90,12 +89,8 @@ class Trial:
         self._mesh, self.passed, self.ended = mesh, True, False
         self._first: Sequence[Tree] = ()  # the micro-batches of the first step, which may be taken again
 
-    def without_graphs(self, call: Call, options: ReductionOptions) -> bool:
-        """Whether a step runs without graphs. Raises `IllegalComposition` if it is to tell which parameters were used."""
-        if self.passed and options.reached is not None:
-            raise IllegalComposition(
-                "compile=True does not tell which parameters were used: leave out optim.skip_unused"
-            )
+    def without_graphs(self, call: Call) -> bool:
+        """Whether a step runs without graphs."""
         if self.passed and self.ended and self._first is not call.microbatches:
             self._first = ()
             return False

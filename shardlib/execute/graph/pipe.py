@@ -95,7 +95,7 @@ class GraphPipe(Pipe):
         return noted
 
     def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
-        if self._trial.without_graphs(call, options):
+        if self._trial.without_graphs(call):
             gradients = super().train(call, totals, options)
             self._trial.end(call, lambda: self._orders(call), self._home)
             self._entering.clear()
@@ -107,7 +107,7 @@ class GraphPipe(Pipe):
         position = replace(self._position, stages={number: _Stage(view) for number, view in views.items()})
         sums = {number: StageSums(function) for number, function in self._functions.items()}
         _Interpreter(
-            partial(self._flight, call, outcomes),
+            partial(self._flight, call, options, outcomes),
             *(position, call.params, None, sums, lambda microbatch: call.seed(outcomes[microbatch])),
         ).run(self._order)
         for index in sorted(outcomes):
@@ -143,9 +143,18 @@ class GraphPipe(Pipe):
         read = self._blocks.functions[start:stop]
         return self._graphs[stage].of(lambda: (form_of(batch), form_of(carry), key is None, closed_over(read)), traced)
 
-    def _flight(self, call: Call, outcomes: dict[int, Outcome], stage: int, microbatch: int, carry: Tree) -> Flight:
+    def _flight(
+        self,
+        call: Call,
+        options: ReductionOptions,
+        outcomes: dict[int, Outcome],
+        stage: int,
+        microbatch: int,
+        carry: Tree,
+    ) -> Flight:
         """The flight of a micro-batch through a stage, whose forward it runs."""
         graph, key = self._graph(call, stage, microbatch, carry), call.keys[microbatch]
+        options.note(graph.reached)
         shards = [call.params.buffers[bucket.name] for bucket in self._plan.of_stage(stage).buckets]
         flight = graph.flight(shards, key, (carry, call.microbatches[microbatch]))
         with seeding_torch(key and key.fold_in(stage), self._mesh.device):

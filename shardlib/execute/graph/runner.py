@@ -83,7 +83,7 @@ class GraphStage:
         return described(self.graphs, self._trial.passed)
 
     def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
-        if self._trial.without_graphs(call, options):
+        if self._trial.without_graphs(call):
             held = self._eager.train(call, totals, options)
             self._terms = len(totals.losses) // len(call.microbatches)
             self._trial.end(call, lambda: self._order(call, self._kept(options)))
@@ -93,13 +93,13 @@ class GraphStage:
         if self._halved:
             stage = StageSums(self._function)
             for index in range(len(call.microbatches)):
-                totals.add(self._in_halves(call, index, stage))
+                totals.add(self._in_halves(call, index, stage, options))
             return stage.result()
         sums = self._function.sums() if self._adds(call) else {}
         gradients, kept = _Gradients(self._plan, self._mesh, options.landing), self._kept(options)
         for index in range(len(call.microbatches)):
             buffers = totals.buffers if index else call.buffers
-            outcome, new, kept = self._microbatch(call, index, buffers, kept, gradients.land, sums)
+            outcome, new, kept = self._microbatch(call, index, buffers, kept, gradients.land, sums, options)
             gradients.add(index, new)
             totals.add(outcome)
         held = gradients.sums() | sums
@@ -121,9 +121,10 @@ class GraphStage:
         plain = not (plan.channels or plan.reductions.owner or plan.step.tree or moves or self._with_buffers)
         return self._terms > 1 and plain
 
-    def _in_halves(self, call: Call, index: int, sums: StageSums) -> Outcome:
+    def _in_halves(self, call: Call, index: int, sums: StageSums, options: ReductionOptions) -> Outcome:
         """The outcome of a micro-batch, whose gradients are added to ``sums``."""
         graph, key = self._half(call, index), call.keys[index]
+        options.note(graph.reached)
         shards = [call.params.buffers[bucket.name] for bucket in self._plan.buckets]
         flight = graph.flight(shards, key, call.microbatches[index])
         with seeding_torch(key, self._mesh.device):
@@ -185,10 +186,12 @@ class GraphStage:
         kept: dict[str, torch.Tensor],
         land: Land,
         sums: Mapping[str, torch.Tensor],
+        options: ReductionOptions,
     ) -> tuple[Outcome, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The outcome of a micro-batch, its gradients if they are not added to ``sums``, and what codecs keep then."""
         batch, key = call.microbatches[index], call.keys[index]
         traced = self._traced(call, index, buffers, kept)
+        options.note(traced.reached)
         stored = [part for bucket in self._plan.buckets for part in call.params.parts(bucket)]
         start = call.loss_scale * (1.0 if traced.form.weighted else call.share)
         seed = torch.full((), start, dtype=torch.float64, device=self._mesh.device)

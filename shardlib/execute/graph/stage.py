@@ -55,6 +55,7 @@ class StageGraph:
         starts: in the store, the gradients from which backward starts; None for one that nothing needs.
         form: of what forward returns.
         stands: of the draws.
+        reached: the paths of leaves that have a gradient.
         links: what the exchanges go along.
     """
 
@@ -63,6 +64,7 @@ class StageGraph:
     starts: Sequence[Node | None]
     form: Carry | Form
     stands: Stands
+    reached: set[str]
     links: Sequence[Any]
 
     def order(self) -> list[Any]:
@@ -227,4 +229,4 @@ def trace_stage(
         len(weights),
         "overlap" not in without,
     )
-    return StageGraph(parts, entering, starts, form[0], traced.stands, traced.links)
+    return StageGraph(parts, entering, starts, form[0], traced.stands, traced.reached, traced.links)

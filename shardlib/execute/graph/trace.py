@@ -75,6 +75,7 @@ class Traced:
         constants: the tensors that the graph has by name.
         stands: of the draws.
         gradients: the number of the first gradient among what the graph returns.
+        reached: the paths of leaves that have a gradient.
         form: of the results.
         links: what the graph's exchanges go along; they live as long as it does.
         module: the graph as code, once passes have worked on it.
@@ -84,6 +85,7 @@ class Traced:
     constants: dict[str, torch.Tensor]
     stands: Stands
     gradients: int
+    reached: set[str]
     links: list[Any]
     form: Any = None
     module: torch.fx.GraphModule = field(init=False)
@@ -274,7 +276,7 @@ def _recorded(
     _mark(graph, spans)
     stands.made_inputs(graph)
     *_, output = graph.nodes
-    return Traced(graph, recorder.constants, stands, len(output.args[0]) - len(loss.trained), [loss])
+    return Traced(graph, recorder.constants, stands, len(output.args[0]) - len(loss.trained), loss.reached, [loss])
 
 
 def _mark(graph: torch.fx.Graph, spans: Spans) -> None:

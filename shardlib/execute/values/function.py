@@ -108,6 +108,11 @@ class Function:
             for whole in self.trained
         }
 
+    @property
+    def reached(self) -> set[str]:
+        """The paths of leaves that had a gradient in a backward."""
+        return {path for whole in self.trained for path in whole.reached}
+
     def accumulated(self, gradients: Buffers, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Gradients of one micro-batch, as they are summed over micro-batches. Replaces what codecs have ``kept``."""
         return dict(gradients) | _summed(self._each, gradients, kept)

@@ -316,4 +316,22 @@ DEFECTS = (
         "nullcontext() if self._looked or self.mesh else",
         ("tests/execute/test_func_around.py::test_writes_to_parameters_are_refused",),
     ),
+    Defect(
+        "an input named like a node",
+        "accumulation",
+        "execute/graph/nodes.py",
+        "a graph adds gradients to the sums of other ones, where a node has the name of a sum",
+        "made.target = made.name",
+        "pass",
+        (f"{_GRAPH}::test_sums_are_told_from_nodes_of_the_same_names",),
+    ),
+    Defect(
+        "all leaves used by a graph",
+        "choice",
+        "execute/values/wholes.py",
+        "leaves of a unit of which one is used have decay and moments of a gradient of zeros",
+        "for path, grad in zip(of.bucket.paths, grads, strict=True) if grad is not None)",
+        "for path in of.bucket.paths)",
+        ("tests/optim/test_unused_in_a_step.py::test_graphs_know_what_a_step_uses",),
+    ),
 )
