@@ -256,8 +256,10 @@ class Gradients:
         """Keep a gradient; that of a tile where the leaf's other tiles are, so that the leaf's is never there twice."""
         leaf = self._leaf_of[bucket.name]
         if leaf.tiles > 1:
-            if leaf.name not in self._joined:
-                self._joined[leaf.name] = grad.new_empty(leaf.tiles * grad.numel())
+            size = leaf.tiles * grad.numel()
+            # Sums that are whole over micro-batches are shards in the end.
+            if leaf.name not in self._joined or self._joined[leaf.name].numel() != size:
+                self._joined[leaf.name] = grad.new_empty(size)
             part = leaf.of_tiles(self._joined[leaf.name])[leaf.cut.index(bucket)]
             there = storage_id(part.untyped_storage()) == storage_id(grad.untyped_storage())
             grad = part if there else part.copy_(grad)

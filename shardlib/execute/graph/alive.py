@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, start_gather, start_scatter, start_sum
-from shardlib.common._compat import is_operator
-from shardlib.execute.graph.nodes import COPIES, RELAID, changes, given, link_at, nbytes, positions, sent, value_of
+from shardlib.execute.graph.nodes import RELAID, changes, given, is_view, link_at, nbytes, positions, sent, value_of
 from shardlib.execute.graph.overlap import wait
 from shardlib.execute.values.routes import FETCH, REDUCE, start_fetch, start_reduce
 
@@ -107,14 +106,8 @@ def _lies_in(node: Node) -> Node | None:
         return given(node)
     if node.target is getitem:
         source = given(node)
-        return source if kind_of(source) or source.target is wait or _is_view(source) else None
-    return given(node) if _is_view(node) or changes(node) else None
-
-
-def _is_view(node: Node) -> bool:
-    if node.target in RELAID:
-        return node.target not in COPIES
-    return is_operator(node.target) and node.target.is_view  # type: ignore[union-attr]
+        return source if kind_of(source) or source.target is wait or is_view(source) else None
+    return given(node) if is_view(node) or changes(node) else None
 
 
 def _bytes(made: Node) -> int:

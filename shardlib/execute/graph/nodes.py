@@ -91,6 +91,43 @@ def changes(node: Node) -> bool:
     return node.op == "call_function" and is_operator(node.target) and writes(node.target)
 
 
+def is_view(node: Node) -> bool:
+    """Whether what a node gives lies in the memory of what it is given."""
+    if node.target in RELAID:
+        return node.target not in COPIES
+    return is_operator(node.target) and node.target.is_view  # type: ignore[union-attr]
+
+
+def written(node: Node) -> list[Node]:
+    """What a node is given and writes to."""
+    if not changes(node):
+        return []
+    arguments = arguments_of(node.target)
+    given: dict[str, Any] = dict(zip((name for name, _ in arguments), node.args)) | node.kwargs
+    values = [given.get(name) for name, writes in arguments if writes]
+    return [each for value in values for each in (value if isinstance(value, list | tuple) else [value]) if each]
+
+
+def memory_of(node: Node) -> Node:
+    """The node that made the memory in which what a node gives lies, or the input that it lies in."""
+    while node.op == "call_function":
+        parts = given(node) if node.target is operator.getitem else node
+        sources = [given(parts)] if is_view(parts) else written(parts)
+        if len(sources) != 1:
+            break
+        node = sources[0]
+    return node
+
+
+def writes_of(graph: Graph) -> dict[Node, list[Node]]:
+    """The nodes that write, in order, by the node that made the memory (`memory_of`)."""
+    found: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        for each in written(node):
+            found.setdefault(memory_of(each), []).append(node)
+    return found
+
+
 def draws(node: Node) -> bool:
     """Whether a node draws from torch's own generators. Fused attention without dropout has the tag and draws nothing."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):

@@ -12,7 +12,7 @@ import torch
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.forms import Graphs, Trial, form_of
-from shardlib.execute.graph.stage import Carry, Flight, StageGraph, StageSums, trace_stage
+from shardlib.execute.graph.stage import Carry, Flight, StageGraph, StageSums, shards_of, trace_stage
 from shardlib.execute.graph.text import described
 from shardlib.execute.losses import Outcome
 from shardlib.execute.opaque import storages_of
@@ -128,7 +128,7 @@ class GraphPipe(Pipe):
         def traced() -> StageGraph:
             return trace_stage(
                 partial(self._function, stage),
-                {bucket.name: call.params.buffers[bucket.name] for bucket in view.buckets},
+                shards_of(view, call.params),
                 carry,
                 batch,
                 key,
@@ -155,8 +155,8 @@ class GraphPipe(Pipe):
         """The flight of a micro-batch through a stage, whose forward it runs."""
         graph, key = self._graph(call, stage, microbatch, carry), call.keys[microbatch]
         options.note(graph.reached)
-        shards = [call.params.buffers[bucket.name] for bucket in self._plan.of_stage(stage).buckets]
-        flight = graph.flight(shards, key, (carry, call.microbatches[microbatch]))
+        shards = shards_of(self._plan.of_stage(stage), call.params)
+        flight = graph.flight(list(shards.values()), key, (carry, call.microbatches[microbatch]))
         with seeding_torch(key and key.fold_in(stage), self._mesh.device):
             results = flight.part(0)
         if isinstance(graph.form, Carry):

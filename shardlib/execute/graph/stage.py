@@ -24,8 +24,10 @@ from shardlib.execute.opaque import require_open
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.nn.blocks import Runner
+from shardlib.plan.plan import Plan
 from shardlib.plan.recompute import Recompute
 from shardlib.rng import Key
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, TreeDef, tree_map, unflatten
 
 
@@ -125,6 +127,13 @@ class Flight:
         self._store.clear()
 
 
+def shards_of(plan: Plan, params: Sharded) -> dict[str, Any]:
+    """This rank's buffers, or what reads them from disk, by bucket as a step runs it: of each of a leaf's tiles."""
+    return {
+        tile.name: part for bucket in plan.buckets for tile, part in zip(bucket.cut, params.parts(bucket), strict=True)
+    }
+
+
 class StageSums:
     """The sums of a stage's gradients over micro-batches, which are made when the first ones come."""
 
@@ -138,11 +147,12 @@ class StageSums:
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
         """The sums, for a graph to add to."""
-        return list(self._held.values())
+        return list(self._function.in_tiles(self._held).values())
 
     def result(self) -> dict[str, torch.Tensor]:
         """The sums over ranks, as the optimizer holds them."""
-        return self._function.reduced(self._held, {})
+        function = self._function
+        return function.joined(function.reduced(function.in_tiles(self._held), {}), self._held)
 
     def land(self) -> None:
         """Nothing is under way between the parts of graphs."""

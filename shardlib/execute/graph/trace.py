@@ -14,6 +14,7 @@ from shardlib.common.environment import within
 from shardlib.common.once import Decision
 from shardlib.errors import IllegalComposition
 from shardlib.execute.graph.keys import Stands
+from shardlib.execute.graph.nodes import draws
 from shardlib.execute.graph.recorder import Fakes, Recorder
 from shardlib.execute.graph.twice import CallsDiffer, Repeated, without_random_numbers
 from shardlib.execute.losses import Outcome, require_gradient
@@ -274,6 +275,7 @@ def _recorded(
     again.end()
     graph = recorder.graph
     _mark(graph, spans)
+    _require_draws_of_forward(graph)
     stands.made_inputs(graph)
     *_, output = graph.nodes
     return Traced(graph, recorder.constants, stands, len(output.args[0]) - len(loss.trained), loss.reached, [loss])
@@ -291,6 +293,16 @@ def _mark(graph: torch.fx.Graph, spans: Spans) -> None:
             for _ in range(spans.turns.count(node)):
                 phase, block = next(phases), None
         block = blocks.get(node, block) if phase == FORWARD else None
+
+
+def _require_draws_of_forward(graph: torch.fx.Graph) -> None:
+    """Refuse what torch's generators draw in backward: a checkpoint's second call, which puts them back before it, while a
+    graph would draw on. Raises `IllegalComposition`."""
+    if any(draws(node) and node.meta[PHASE] != FORWARD for node in graph.nodes):
+        raise IllegalComposition(
+            "backward draws from torch's generators, as torch.utils.checkpoint and tiles of tokens do with torch's dropout: "
+            "a graph would draw other numbers there than forward. Use sl.dropout, or sl.remat() in the checkpoint's place"
+        )
 
 
 def form_of_tree(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:

@@ -19,7 +19,8 @@ from shardlib.execute.losses import Outcome, read_loss, wants
 from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import SlicedHandle
-from shardlib.execute.surroundings import Surroundings
+from shardlib.execute.surroundings import Surroundings, modules_of
+from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.values.routes import UnitSums, unit_sums
 from shardlib.execute.values.wholes import Wholes
 from shardlib.execute.watch import watched
@@ -57,12 +58,13 @@ class Function:
         blocks: Callable[[Surroundings], Runner] | None = None,
     ) -> None:
         self.fn, self.plan, self.mesh = fn, plan, mesh
-        self.wholes = [Wholes(b, plan.routes[b.name], mesh, b.unit in plan.kept) for b in plan.buckets]
+        run = plan.tiled
+        self.wholes = [Wholes(b, run.routes[b.name], mesh, b.unit in plan.kept) for b in run.buckets]
         self.trained = [whole for whole in self.wholes if whole.bucket.trainable]
-        codecs, routes = BoundCodecs(mesh), plan.routes
+        codecs, routes = BoundCodecs(mesh), run.routes
         coded = {whole.bucket: routes[whole.bucket.name].each for whole in self.trained if whole.coded}
         self._each = unit_sums(coded, mesh, codecs)
-        self._last = unit_sums({bucket: routes[bucket.name].last for bucket in plan.trained}, mesh, codecs)
+        self._last = unit_sums({b: routes[b.name].last for b in run.trained if routes[b.name].last}, mesh, codecs)
         self._wants_rng = wants(fn, "rng")
         self._parts = SequenceParts(plan.step.sequence, mesh, set()) if plan.step.sequence else None
         self._looked = False  # whether a call was looked at, for what is wrong without a sign
@@ -73,7 +75,7 @@ class Function:
         self._scaled: dict[str, torch.Tensor | None] = dict.fromkeys(scaled)  # the leaves, in a call
         products = ScaledProducts(self._is_scaled) if scaled else None
         self._surroundings = Surroundings(
-            mesh, batch, self._parts, None, plan.step.tokens, plan.step.autocast, products, _refuse_further
+            mesh, batch, self._parts, modules_of(plan), plan.step.tokens, plan.step.autocast, products, _refuse_further
         )
         self._blocks = None if blocks is None else blocks(self._surroundings)
 
@@ -81,8 +83,8 @@ class Function:
         """``fn(whole parameters, *args)`` at ``stored + slots``; see `Wholes.slot`."""
         extra = {"rng": key} if self._wants_rng and key is not None else {}
         with self._running():
-            wholes = self._leaves(stored, slots)
-            leaves = {path: self._used(path, leaf) for path, leaf in wholes.items()}
+            wholes, tiled = self._leaves(stored, slots)
+            leaves = {path: self._used(path, leaf) for path, leaf in wholes.items()} | tiled
             self._scaled = {path: (leaves if path in self.plan.styles else wholes)[path] for path in self._scaled}
             tree = unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
             with nullcontext() if self._looked else self._watched(leaves, wholes):
@@ -100,13 +102,32 @@ class Function:
         return {whole.bucket.name: whole.slot() for whole in self.trained}
 
     def sums(self) -> dict[str, torch.Tensor]:
-        """The sums of gradients over no micro-batches, by bucket."""
+        """The sums of gradients over no micro-batches, by bucket of the state."""
         return {
-            whole.bucket.name: torch.zeros(
-                whole.bucket.size(whole.bucket.grad_level), dtype=whole.bucket.reduce_dtype, device=self.mesh.device
-            )
-            for whole in self.trained
+            bucket.name: torch.zeros(bucket.size(bucket.grad_level), dtype=bucket.reduce_dtype, device=self.mesh.device)
+            for bucket in self.plan.trained
         }
+
+    def in_tiles(self, sums: Buffers) -> dict[str, torch.Tensor]:
+        """`sums` by trained bucket: views, of leaves in tiles."""
+        pairs = (zip(bucket.cut, bucket.of_tiles(sums[bucket.name])) for bucket in self.plan.trained if sums)
+        return {tile.name: part for pair in pairs for tile, part in pair}
+
+    def joined(self, gradients: Buffers, sums: Buffers) -> dict[str, torch.Tensor]:
+        """Gradients as the optimizer holds them, by bucket of the state: those of a leaf's tiles in one piece.
+
+        Args:
+            sums: in which gradients are that were summed over micro-batches, and had no further exchange.
+        """
+        found, routes = dict[str, torch.Tensor](), self.plan.tiled.routes
+        for bucket in self.plan.trained:
+            if bucket.name in gradients:
+                found[bucket.name] = gradients[bucket.name]
+            elif bucket.name in sums and not routes[bucket.cut[0].name].last:
+                found[bucket.name] = sums[bucket.name]
+            else:
+                found[bucket.name] = torch.cat([gradients[tile.name] for tile in bucket.cut])
+        return found
 
     @property
     def reached(self) -> set[str]:
@@ -124,13 +145,29 @@ class Function:
         optimizer holds them. Replaces what codecs have ``kept``."""
         return dict(gradients) | _summed(self._last, gradients, kept, unreduced)
 
-    def _leaves(self, stored: Buffers, slots: Buffers) -> dict[str, torch.Tensor]:
-        """The parameters by path: whole leaves, and this rank's slices and experts."""
+    def _leaves(self, stored: Buffers, slots: Buffers) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The parameters by path: whole leaves, and this rank's slices and experts; and the handles of leaves in tiles."""
         leaves: dict[str, torch.Tensor] = {}
+        tiles: dict[str, list[Present]] = {}
         for whole in self.wholes:
             name = whole.bucket.name
-            leaves.update(zip(whole.bucket.paths, whole.leaves(stored[name], slots.get(name)), strict=True))
-        return leaves
+            found = dict(zip(whole.bucket.paths, whole.leaves(stored[name], slots.get(name)), strict=True))
+            if whole.bucket.home is None:
+                leaves |= found
+            else:
+                for path, tile in found.items():
+                    tiles.setdefault(path, []).append(Present(tile))
+        handles: dict[str, torch.Tensor] = {
+            path: TiledLeaf(
+                self.plan.bucket_of[(placement := self.plan.placement_of[path]).bucket],
+                found,
+                placement,
+                self._slices,
+                True,
+            ).handle
+            for path, found in tiles.items()
+        }
+        return leaves, handles
 
     def _used(self, path: str, leaf: torch.Tensor) -> torch.Tensor:
         """A leaf as the function gets it: itself, or a handle of a slice or of experts that are dealt out."""

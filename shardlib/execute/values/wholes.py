@@ -39,7 +39,7 @@ class Wholes:
         self._gathers = [
             Fetching(mesh, bucket, exchange, not number, number < staying)
             if exchange is None or self._fetches
-            else Link(mesh, exchange.axis, bucket.label, number < staying)
+            else Link(mesh, exchange.axis, bucket.label, number < staying, bucket.home is not None)
             for number, exchange in enumerate(ways)
         ]
         # A codec keeps residuals, for which autograd's backward has no place.
