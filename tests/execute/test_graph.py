@@ -610,12 +610,15 @@ def test_a_checkpoint_that_draws_runs_as_without_a_graph(caplog):
 
 
 def in_parts(params, batch):
-    """A layer in tiles of its tokens, and one of which a product of each part is added to a sum in place."""
-    one, two, _ = params["weights"]
-    x = sl.nn.tiled(lambda x: torch.tanh(x @ one), batch["x"] @ two, 2, dim=0)
+    """A parameter in tiles, a layer of which a product of each part is added to a sum in place, and a mask with two names."""
+    one, two, three = params["weights"]
+    x = batch["x"] @ sl.nn.tiled(torch.tanh, one, 2, dim=0)
     y = x[:, :3] @ two[:3]
     y = y.addmm_(x[:, 3:], two[3:])
-    return torch.tanh(y).square().mean()
+    mask = torch.empty_like(y)
+    flat = mask.view(-1)
+    mask.bernoulli_(0.5)
+    return torch.tanh(torch.tanh(y) * flat.view_as(y) @ three).square().mean()
 
 
 def test_gradients_that_are_written_in_parts():

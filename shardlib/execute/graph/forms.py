@@ -39,6 +39,7 @@ class Graphs(Generic[T]):
         self._order_of = order_of
         self._made: dict[Any, tuple[T, float]] = {}  # and how long it took
         self._modules: set[CopiedModule] = set()  # of which copies are called in the graphs
+        self._tokens: tuple[int | None, ...] = ()
         self.order: list[Any] | None = None
 
     def named(self) -> Iterator[tuple[str, T]]:
@@ -46,9 +47,11 @@ class Graphs(Generic[T]):
         for number, (made, seconds) in enumerate(self._made.values(), 1):
             yield f"form {number}, compiled in {seconds:.2f} s", made
 
-    def begin(self) -> None:
-        """Begin a step: a graph has the modules as they were."""
-        if any(module.differs() for module in self._modules):
+    def begin(self, tokens: tuple[int | None, ...]) -> None:
+        """Begin a step: a graph has the modules as they were, and as many tokens in each layer. Those of other numbers of
+        tokens are dropped, so that a schedule may have many."""
+        if tokens != self._tokens or any(module.differs() for module in self._modules):
+            self._tokens = tokens
             self._made.clear()
             self._modules.clear()
 

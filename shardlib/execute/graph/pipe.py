@@ -101,7 +101,7 @@ class GraphPipe(Pipe):
             self._entering.clear()
             return gradients
         for graphs in self._graphs.values():
-            graphs.begin()
+            graphs.begin(call.tokens)
         outcomes: dict[int, Outcome] = {}
         views = {number: self._plan.of_stage(number) for number in self._position.stages}
         position = replace(self._position, stages={number: _Stage(view) for number, view in views.items()})
@@ -117,6 +117,7 @@ class GraphPipe(Pipe):
     def _orders(self, call: Call) -> list[Any]:
         """The exchanges of the graphs of the first micro-batch."""
         for number, carry in self._entering.items():
+            self._graphs[number].begin(call.tokens)
             self._graph(call, number, 0, carry)
         return [graphs.order for graphs in self._graphs.values()]
 
@@ -132,6 +133,7 @@ class GraphPipe(Pipe):
                 carry,
                 batch,
                 key,
+                call.thinned[microbatch],
                 self._position.is_last(stage),
                 self._schedule.splits,
                 False,
@@ -155,6 +157,7 @@ class GraphPipe(Pipe):
         """The flight of a micro-batch through a stage, whose forward it runs."""
         graph, key = self._graph(call, stage, microbatch, carry), call.keys[microbatch]
         options.note(graph.reached)
+        self.records[0].layer_tokens += graph.layer_tokens
         shards = shards_of(self._plan.of_stage(stage), call.params)
         flight = graph.flight(list(shards.values()), key, (carry, call.microbatches[microbatch]))
         with seeding_torch(key and key.fold_in(stage), self._mesh.device):

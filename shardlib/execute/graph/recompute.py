@@ -38,13 +38,15 @@ def recompute(graph: Graph, keep_dots: bool = False) -> None:
     for node in graph.nodes:
         if draws(node) or (changes(node) and node.all_input_nodes[0] in drawn):
             drawn.add(node)
-    writes = {made: nodes for made, nodes in writes_of(graph).items() if made not in drawn}
+    writes = writes_of(graph)
+    kept = {made for made, nodes in writes.items() if not drawn.isdisjoint(nodes)}
     read = _read(graph, writes)
     # What is written to has one value if all of it is written in the block before it is read.
     place = positions(graph)
     written = {
         write.meta[BLOCK]
         for made, nodes in writes.items()
+        if made not in kept
         for write in nodes
         if any(each.meta[BLOCK] != made.meta[BLOCK] or each.meta[PHASE] != FORWARD for each in nodes)
         or any(place[each] < place[nodes[-1]] for each in read[made])
@@ -60,7 +62,8 @@ def recompute(graph: Graph, keep_dots: bool = False) -> None:
             return False
         if any(user.meta.get(PHASE) == FORWARD and user.meta.get(BLOCK) != block for user in node.users):
             return False  # what a block hands on is there for the next one
-        if (made := memory_of(node)) is not node and made in writes and not recomputes(made):
+        made = memory_of(node)
+        if made in kept or (made is not node and made in writes and not recomputes(made)):
             return False
         if node.meta.get(DECIDED) or not isinstance(value_of(node), torch.Tensor | list | tuple):
             return False

@@ -88,8 +88,7 @@ class GraphStage:
             self._terms = len(totals.losses) // len(call.microbatches)
             self._trial.end(call, lambda: self._order(call, self._kept(options)))
             return held
-        self._graphs.begin()
-        self._halves.begin()
+        self._begin(call)
         if self._halved:
             stage = StageSums(self._function)
             for index in range(len(call.microbatches)):
@@ -115,6 +114,15 @@ class GraphStage:
     def evaluate(self, params: Any, *args: Any) -> Any:
         return self._eager.evaluate(params, *args)
 
+    def _begin(self, call: Call) -> None:
+        self._graphs.begin(call.tokens)
+        self._halves.begin(call.tokens)
+
+    def _note(self, graph: Traced | StageGraph, options: ReductionOptions) -> None:
+        """Note what a micro-batch of a graph uses."""
+        options.note(graph.reached)
+        self.records[0].layer_tokens += graph.layer_tokens
+
     @property
     def _halved(self) -> bool:
         """Whether forward and backward are graphs of their own, as ranks sum the weights of several means in between."""
@@ -125,7 +133,7 @@ class GraphStage:
     def _in_halves(self, call: Call, index: int, sums: StageSums, options: ReductionOptions) -> Outcome:
         """The outcome of a micro-batch, whose gradients are added to ``sums``."""
         graph, key = self._half(call, index), call.keys[index]
-        options.note(graph.reached)
+        self._note(graph, options)
         shards = shards_of(self._plan, call.params)
         flight = graph.flight(list(shards.values()), key, call.microbatches[index])
         with seeding_torch(key, self._mesh.device):
@@ -154,6 +162,7 @@ class GraphStage:
                 None,
                 batch,
                 key,
+                call.thinned[index],
                 True,
                 False,
                 True,
@@ -192,7 +201,7 @@ class GraphStage:
         """The outcome of a micro-batch, its gradients if they are not added to ``sums``, and what codecs keep then."""
         batch, key = call.microbatches[index], call.keys[index]
         traced = self._traced(call, index, buffers, kept)
-        options.note(traced.reached)
+        self._note(traced, options)
         stored = shards_of(self._plan, call.params).values()
         start = call.loss_scale * (1.0 if traced.form.weighted else call.share)
         seed = torch.full((), start, dtype=torch.float64, device=self._mesh.device)
@@ -207,6 +216,7 @@ class GraphStage:
 
     def _order(self, call: Call, kept: dict[str, torch.Tensor]) -> list[Any] | None:
         """The exchanges of the graph of the first micro-batch."""
+        self._begin(call)
         if self._halved:
             self._half(call, 0)
             return self._halves.order
@@ -227,6 +237,7 @@ class GraphStage:
                 batch,
                 buffers if self._with_buffers else None,
                 key,
+                call.thinned[index],
                 reduces,
                 call.named(index, mesh),
                 mesh.device,

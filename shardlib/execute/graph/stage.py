@@ -26,6 +26,7 @@ from shardlib.execute.values.function import Function, gradients_of
 from shardlib.nn.blocks import Runner
 from shardlib.plan.plan import Plan
 from shardlib.plan.recompute import Recompute
+from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, TreeDef, tree_map, unflatten
@@ -58,6 +59,7 @@ class StageGraph:
         form: of what forward returns.
         stands: of the draws.
         reached: the paths of leaves that have a gradient.
+        layer_tokens: tokens that layers see, where the plan leaves out some.
         links: what the exchanges go along.
     """
 
@@ -67,6 +69,7 @@ class StageGraph:
     form: Carry | Form
     stands: Stands
     reached: set[str]
+    layer_tokens: int
     links: Sequence[Any]
 
     def order(self) -> list[Any]:
@@ -164,6 +167,7 @@ def trace_stage(
     carry: Tree,
     batch: Tree,
     key: Key | None,
+    thinned: Thinned | None,
     last: bool,
     halved: bool,
     several: bool,
@@ -175,6 +179,7 @@ def trace_stage(
 
     Args:
         function: makes the stage as a function of shards, of a carry and of a batch, given how its blocks run.
+        thinned: what the step leaves out.
         last: whether what it returns is the loss.
         halved: whether backward is in two parts.
         several: whether it may be a sum of several means, from each of whose totals backward starts.
@@ -194,7 +199,9 @@ def trace_stage(
             return wanted.setdefault(f"input {len(wanted)}", now.detach().requires_grad_())
 
         entering = tree_map(enter, given.tree(carry), carry)
-        result = materialise(loss(given.stored, wanted, entering, given.tree(batch), key=given.key(key)))
+        result = materialise(
+            loss(given.stored, wanted, entering, given.tree(batch), key=given.key(key), thinned=thinned)
+        )
         form.clear()
         if last:
             outcome = read_loss(result, False)
@@ -239,4 +246,6 @@ def trace_stage(
         len(weights),
         "overlap" not in without,
     )
-    return StageGraph(parts, entering, starts, form[0], traced.stands, traced.reached, traced.links)
+    return StageGraph(
+        parts, entering, starts, form[0], traced.stands, traced.reached, traced.layer_tokens, traced.links
+    )

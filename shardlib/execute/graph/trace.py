@@ -23,6 +23,7 @@ from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.nn.blocks import Runner
 from shardlib.nn.functional import Mean
+from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
 from shardlib.tree import Tree, TreeDef, flatten, unflatten
 
@@ -77,6 +78,7 @@ class Traced:
         stands: of the draws.
         gradients: the number of the first gradient among what the graph returns.
         reached: the paths of leaves that have a gradient.
+        layer_tokens: tokens that layers see, where the plan leaves out some.
         form: of the results.
         links: what the graph's exchanges go along; they live as long as it does.
         module: the graph as code, once passes have worked on it.
@@ -87,6 +89,7 @@ class Traced:
     stands: Stands
     gradients: int
     reached: set[str]
+    layer_tokens: int
     links: list[Any]
     form: Any = None
     module: torch.fx.GraphModule = field(init=False)
@@ -154,6 +157,7 @@ def trace(
     batch: Tree,
     buffers: Tree,
     key: Key | None,
+    thinned: Thinned | None,
     reduces: bool,
     named: str,
     device: torch.device,
@@ -165,6 +169,7 @@ def trace(
         kept: what codecs keep, by name.
         buffers: what the loss takes second, or None.
         key: the micro-batch's key.
+        thinned: what the step leaves out.
         reduces: whether gradients are summed over ranks as the optimizer holds them, or as they are accumulated.
         named: the micro-batch, for messages.
     """
@@ -173,7 +178,7 @@ def trace(
     def forward(loss: Function, given: Given) -> tuple[Outcome, dict[str, torch.Tensor]]:
         slots = {name: slot.requires_grad_() for name, slot in loss.slots().items()}
         filled, left = given.tree(batch), None if buffers is None else given.tree(buffers)
-        return loss.outcome(given.stored, slots, filled, given.key(key), left), slots
+        return loss.outcome(given.stored, slots, filled, given.key(key), left, thinned), slots
 
     def backward(loss: Function, found: Any, more: Sequence[torch.Tensor], spans: Spans) -> list[torch.Tensor]:
         outcome, slots = found
@@ -278,7 +283,8 @@ def _recorded(
     _require_draws_of_forward(graph)
     stands.made_inputs(graph)
     *_, output = graph.nodes
-    return Traced(graph, recorder.constants, stands, len(output.args[0]) - len(loss.trained), loss.reached, [loss])
+    first = len(output.args[0]) - len(loss.trained)
+    return Traced(graph, recorder.constants, stands, first, loss.reached, loss.layer_tokens, [loss])
 
 
 def _mark(graph: torch.fx.Graph, spans: Spans) -> None:

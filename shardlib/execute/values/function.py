@@ -20,6 +20,7 @@ from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import SlicedHandle
 from shardlib.execute.surroundings import Surroundings, modules_of
+from shardlib.execute.thinning import Layers
 from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.values.routes import UnitSums, unit_sums
 from shardlib.execute.values.wholes import Wholes
@@ -28,6 +29,7 @@ from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner
 from shardlib.plan.plan import Plan
+from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
 from shardlib.sharded.reduction import BoundCodecs
 from shardlib.sharded.tree import Sharded
@@ -47,6 +49,7 @@ class Function:
     Attributes:
         wholes: the exchanges of each bucket.
         trained: the same, of those that have gradients.
+        layer_tokens: tokens that layers saw in the last call, where the plan leaves out some.
     """
 
     def __init__(
@@ -78,24 +81,46 @@ class Function:
             mesh, batch, self._parts, modules_of(plan), plan.step.tokens, plan.step.autocast, products, _refuse_further
         )
         self._blocks = None if blocks is None else blocks(self._surroundings)
+        self._layers = Layers(plan, mesh.device) if plan.step.thins else None
+        self._in_block = False
+        self.layer_tokens = 0
 
-    def __call__(self, stored: Buffers, slots: Buffers, *args: Any, key: Key | None = None) -> Any:
-        """``fn(whole parameters, *args)`` at ``stored + slots``; see `Wholes.slot`."""
+    def __call__(
+        self, stored: Buffers, slots: Buffers, *args: Any, key: Key | None = None, thinned: Thinned | None = None
+    ) -> Any:
+        """``fn(whole parameters, *args)`` at ``stored + slots``; see `Wholes.slot`.
+
+        Args:
+            thinned: what layers leave out. Tokens are drawn by ``key``.
+        """
         extra = {"rng": key} if self._wants_rng and key is not None else {}
         with self._running():
             wholes, tiled = self._leaves(stored, slots)
             leaves = {path: self._used(path, leaf) for path, leaf in wholes.items()} | tiled
             self._scaled = {path: (leaves if path in self.plan.styles else wholes)[path] for path in self._scaled}
             tree = unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
+            if self._layers is not None:
+                self._layers.begin(None if thinned is None or key is None else thinned.drawn_by(key), False)
+                self._layers.know([leaves.get(leaf.path) for leaf in self.plan.leaves])
             with nullcontext() if self._looked else self._watched(leaves, wholes):
                 result = self.fn(tree, *args, **extra)
+            if self._layers is not None:
+                self.layer_tokens = self._layers.end()
         self._looked = True
         return result
 
-    def outcome(self, stored: Buffers, slots: Buffers, batch: Any, key: Key | None, buffers: Any = None) -> Outcome:
+    def outcome(
+        self,
+        stored: Buffers,
+        slots: Buffers,
+        batch: Any,
+        key: Key | None,
+        buffers: Any = None,
+        thinned: Thinned | None = None,
+    ) -> Outcome:
         """What a loss function gives for one micro-batch on this rank. Torch's own generators are the caller's to seed."""
         inputs = (batch,) if buffers is None else (buffers, batch)
-        return read_loss(self(stored, slots, *inputs, key=key), buffers is not None)
+        return read_loss(self(stored, slots, *inputs, key=key, thinned=thinned), buffers is not None)
 
     def slots(self) -> dict[str, torch.Tensor]:
         """The slot of each trained bucket's gradient."""
@@ -195,10 +220,21 @@ class Function:
         there = [(path, below) for path, leaf in wholes.items() if has_place(below := without_derivatives(leaf))]
         return watched(leaves, lambda tensor: owner_of(tensor, there), self.plan.styles, self._slices, self._parts)
 
+    def _block(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of a block, which may be a layer that leaves out tokens."""
+        assert self._layers is not None and self._blocks is not None
+        if self._in_block:
+            return self._layers.run_within(fn, args, kwargs, self._blocks)
+        self._in_block = True
+        try:
+            return self._layers.run(fn, args, kwargs, self._blocks)
+        finally:
+            self._in_block = False
+
     @contextmanager
     def _running(self) -> Iterator[None]:
         try:
-            with within(blocks=self._blocks), self._surroundings.installed():
+            with within(blocks=self._blocks if self._layers is None else self._block), self._surroundings.installed():
                 yield
         finally:
             self._slices.clear()

@@ -12,7 +12,6 @@ def missing(plan: Plan) -> list[str]:
     found = {
         "remat(blocks=): recompute all blocks": step.remat is not None and step.remat.blocks is not None,
         "remat(store=): keep inputs of blocks on the device": step.remat is not None and bool(step.remat.store),
-        "progressive_layer_drop, random_ltd: leave them out": step.thins,
     }
     return [what for what, there in found.items() if there]
 
@@ -29,6 +28,7 @@ def require_values(plan: Plan, what: str, otherwise: str) -> None:
     """
     lacks, reductions = missing(plan), plan.reductions
     found = {
+        "progressive_layer_drop, random_ltd: leave them out": plan.step.thins,
         # Whole tiles would wait together for backward.
         "tile: use remat(), or more ranks on the axis of zero": bool(plan.step.module_tiles)
         or any(bucket.tiles > 1 for bucket in plan.buckets),
@@ -50,6 +50,8 @@ def require_graph(plan: Plan) -> None:
     lacks, how = missing(plan), plan.step.remat
     if how is not None and (how.save or how.policy not in ("full", "dots")):
         lacks.append("remat(save=), policies of your own: use remat() or remat('dots')")
+    if plan.step.layer_drop is not None:
+        lacks.append("progressive_layer_drop: leave it out, or use random_ltd")
     if plan.step.tokens is not None and plan.step.tokens.spare:
         lacks.append("experts(spare=): leave spare out")
     if plan.stages.axis is not None:
