@@ -826,6 +826,10 @@ def on_a_rank(mesh, *transforms):
 IN_PROCESSES = {
     "3": ({"data": 2}, sl.zero(3)),
     "3 and experts": ({"data": 2}, sl.zero(3), sl.experts("data")),
+    "3, in tiles, of some tokens": (
+        {"data": 2},
+        sl.chain(sl.zero(3), sl.tile("*/mlp/up/*", 2), sl.random_ltd(3, ends=0, layers="blocks/*")),
+    ),
     "pipeline": ({"pipe": 2}, sl.pipeline("zb-h1", 2)),
 }
 

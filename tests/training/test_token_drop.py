@@ -478,3 +478,12 @@ def test_a_schedule_may_rise_more_often_than_there_are_graphs():
     for _ in range(11):
         state, _ = step(state, batch)
     assert len(step.graph.graphs) == 1
+
+
+def test_layers_that_are_left_out_have_no_graph():
+    with pytest.raises(
+        IllegalComposition, match=r"(?s)compile=True does not go together with.*progressive_layer_drop: "
+    ):
+        sl.make_train_step(
+            gpt.make_loss(GPT), sl.shard(gpt.init(GPT), sl.make_mesh(), DROP), sl.optim.adamw(RATE), compile=True
+        )

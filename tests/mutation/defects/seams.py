@@ -159,8 +159,8 @@ DEFECTS = (
         "stale",
         "execute/graph/forms.py",
         "a graph goes on as a module was before eval(), or another dropout.p",
-        "if any(module.differs() for module in self._modules):",
-        "if not self._modules and any(module.differs() for module in self._modules):",
+        "or any(module.differs() for module in self._modules):",
+        "or not self._modules:",
         (f"{_GRAPH}::test_what_is_done_to_a_module_is_done_in_its_graph",),
     ),
     Defect(
