@@ -43,11 +43,12 @@ class Link:
     Attributes:
         label: what is exchanged, for reports.
         stays: whether what is gathered stays from forward to backward.
+        tile: whether it is one of a leaf's tiles, which are whole one by one.
         number: stands for the link among an operator's arguments, as long as the link lives.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, label: str, stays: bool = False) -> None:
-        self.mesh, self.axis, self.label, self.stays = mesh, axis, label, stays
+    def __init__(self, mesh: Mesh, axis: str, label: str, stays: bool = False, tile: bool = False) -> None:
+        self.mesh, self.axis, self.label, self.stays, self.tile = mesh, axis, label, stays, tile
         with _registering:
             self.number = next(_numbers)
             _links[self.number] = self

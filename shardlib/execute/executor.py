@@ -33,13 +33,12 @@ from shardlib.execute.refusals import explain, refuse_autocast, refused_for_hook
 from shardlib.execute.saving import SavedTensors
 from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
-from shardlib.execute.surroundings import Surroundings
+from shardlib.execute.surroundings import Surroundings, modules_of
 from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.execute.watch import FirstRun
 from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.tiled_modules import TiledModules
 from shardlib.plan.plan import Plan
 from shardlib.plan.thinning import Thinned
 from shardlib.rng import restore_generators, states_of_generators
@@ -82,18 +81,13 @@ class Executor:
         self.record = Record(plan, mesh) if record is None else record
         parts = SequenceParts(plan.step.sequence, mesh, self.record.done) if plan.step.sequence else None
         self._slices = Slices(mesh, plan.step.sequence)
-        # In a stage, only the modules of its own parameters.
-        paths = [path for bucket in plan.buckets for path in bucket.paths]
-        modules = {m: n for m, n in plan.step.module_tiles.items() if any(path.startswith(f"{m}/") for path in paths)}
-        aliases = [path for placement in plan.placements for path in placement.aliases]
-        tiled = TiledModules(modules, {*paths, *aliases}) if modules else None
         self._scaled = frozenset(leaf.path for leaf in plan.placements if leaf.scaled)
         tokens = Meeting(plan.step.tokens, lambda: self._gathering.meet()) if plan.step.tokens else None
         self._surroundings = Surroundings(
             mesh,
             WholeBatch(plan, mesh, trained, lambda: self._gathering.meet()),
             parts,
-            tiled,
+            modules_of(plan),
             tokens,
             plan.step.autocast,
             ScaledProducts(self._is_scaled) if self._scaled else None,
@@ -105,7 +99,13 @@ class Executor:
         }
         self._buckets = [state for members in states.values() for state in members]
         self._tiles = [
-            TiledLeaf(bucket, self._units, plan.placement_of[bucket.paths[0]], self._slices, trained)
+            TiledLeaf(
+                bucket,
+                [self._units[tile.unit] for tile in bucket.cut],
+                plan.placement_of[bucket.paths[0]],
+                self._slices,
+                trained,
+            )
             for bucket in plan.buckets
             if bucket.tiles > 1
         ]

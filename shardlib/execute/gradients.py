@@ -49,6 +49,11 @@ class ReductionOptions:
     reached: set[str] | None = None
     landing: Landing | None = None
 
+    def note(self, paths: Iterable[str]) -> None:
+        """Note leaves that have a gradient."""
+        if self.reached is not None:
+            self.reached.update(paths)
+
 
 class Turn(NamedTuple):
     """The turn of one micro-batch to add its gradients to a step's sums.
@@ -105,8 +110,7 @@ class Gradients:
 
     def note(self, paths: Iterable[str], grads: Iterable[torch.Tensor | None]) -> None:
         """Note the leaves that have a gradient (not None)."""
-        if self._options.reached is not None:
-            self._options.reached.update(path for path, grad in zip(paths, grads) if grad is not None)
+        self._options.note(path for path, grad in zip(paths, grads) if grad is not None)
 
     def add_leaves(self, bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> bool:
         """Add leaves' gradients to a bucket's sum over micro-batches without packing; False if no whole sum is held yet."""
@@ -252,8 +256,10 @@ class Gradients:
         """Keep a gradient; that of a tile where the leaf's other tiles are, so that the leaf's is never there twice."""
         leaf = self._leaf_of[bucket.name]
         if leaf.tiles > 1:
-            if leaf.name not in self._joined:
-                self._joined[leaf.name] = grad.new_empty(leaf.tiles * grad.numel())
+            size = leaf.tiles * grad.numel()
+            # Sums that are whole over micro-batches are shards in the end.
+            if leaf.name not in self._joined or self._joined[leaf.name].numel() != size:
+                self._joined[leaf.name] = grad.new_empty(size)
             part = leaf.of_tiles(self._joined[leaf.name])[leaf.cut.index(bucket)]
             there = storage_id(part.untyped_storage()) == storage_id(grad.untyped_storage())
             grad = part if there else part.copy_(grad)

@@ -21,9 +21,9 @@ def drawn_tokens(key: Key, rows: int, length: int, count: int, device: torch.dev
     A row draws by its index in the global batch, so that it is the same on every mesh.
     """
     seed, first = key.stretch(rows)
-    index = torch.arange(first * length, (first + rows) * length, dtype=torch.int64, device=device)
-    bits = counter.random_bits(seed, index).view(rows, length)
-    ranked = bits * length + torch.arange(length, device=device)  # no two are equal
+    row, position = torch.arange(first, first + rows, device=device), torch.arange(length, device=device)
+    bits = counter.random_bits(seed, row[:, None] * length + position)
+    ranked = bits * length + position  # no two are equal
     return ranked.topk(count, dim=1, largest=False, sorted=False).indices.sort(dim=1).values
 
 

@@ -17,6 +17,7 @@ from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.moe.experts import Exchange
 from shardlib.nn.tiled_modules import TiledModules
+from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
 
@@ -58,6 +59,14 @@ class Surroundings:
         )
         with around, casting(self.autocast if casts else None, self.mesh.device), self.scaled or nullcontext():
             yield
+
+
+def modules_of(plan: Plan) -> TiledModules | None:
+    """The modules of a stage's own parameters that run in tiles; None if there are none."""
+    paths = [path for bucket in plan.buckets for path in bucket.paths]
+    modules = {m: n for m, n in plan.step.module_tiles.items() if any(path.startswith(f"{m}/") for path in paths)}
+    aliases = [path for placement in plan.placements for path in placement.aliases]
+    return TiledModules(modules, {*paths, *aliases}) if modules else None
 
 
 def casting(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ So the number of a row has three parts: the owner, the tile, and the row in both
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -19,9 +19,8 @@ from shardlib.common._compat import pytree, transformed, without_modes
 from shardlib.common.environment import environment
 from shardlib.errors import HandleError
 from shardlib.execute.activations.names import RECOMPUTE_MODES
-from shardlib.execute.handles import Handle, layers, materialise
+from shardlib.execute.handles import Handle, Source, layers, materialise
 from shardlib.execute.slicing import SlicedHandle, refuse_operands, require_whole_layer
-from shardlib.execute.units import UnitState
 from shardlib.kernels.common.operators import autocast_as_a_product
 from shardlib.kernels.common.recompute import recomputed
 from shardlib.kernels.linear_cross_entropy.options import check_layer, check_targets, widened
@@ -36,7 +35,7 @@ class TiledLeaf:
 
     Args:
         bucket: the leaf's bucket.
-        units: all units, by name.
+        tiles: the sources of its tiles.
         trained: whether gradients are wanted.
 
     Attributes:
@@ -45,17 +44,16 @@ class TiledLeaf:
     """
 
     def __init__(
-        self, bucket: Bucket, units: Mapping[str, UnitState], placement: Placement, slices: Slices, trained: bool
+        self, bucket: Bucket, tiles: Sequence[Source], placement: Placement, slices: Slices, trained: bool
     ) -> None:
         self.bucket, self.path, self.count, self.rows = bucket, bucket.paths[0], bucket.tiles, bucket.shapes[0][0]
-        self._units = [units[tile.unit] for tile in bucket.cut]
-        self._placement, self._slices, self._trained = placement, slices, trained
+        self._tiles, self._placement, self._slices, self._trained = tiles, placement, slices, trained
         self._index = bucket.ways, bucket.tiles, self.rows // (bucket.ways * bucket.tiles)
 
     def __getitem__(self, number: int) -> torch.Tensor:
         """The tile of this number, gathered, connected to the graph."""
         with without_modes(RECOMPUTE_MODES):  # a recompute policy must see no gathering: it may have been done before
-            return self._units[number].leaf(0)
+            return self._tiles[number].leaf(0)
 
     def view(self, x: torch.Tensor, number: int) -> torch.Tensor:
         """Elements of the last dimension of ``x``, one per row of the leaf, for the rows of a tile: (..., owners, rows)."""
@@ -87,7 +85,8 @@ class TiledLeaf:
     @property
     def _described(self) -> tuple[tuple[int, ...], torch.Tensor, bool]:
         """What its handles are told of it: the shape, a tensor like it, and whether it wants a gradient."""
-        return self.bucket.shapes[0], self._units[0].buckets[0].like, self._trained and self.bucket.trainable
+        like = torch.empty(0, dtype=self.bucket.dtype, device=self._slices.mesh.device)
+        return self.bucket.shapes[0], like, self._trained and self.bucket.trainable
 
     # As the source of its handles. What a layer of slices computes with, and a block is given, is a handle as well.
 

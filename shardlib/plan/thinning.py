@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any
@@ -144,6 +144,17 @@ class Thinned:
         """The paths of the layers that the step leaves out."""
         return tuple(path for path, visit in self.visits.items() if not visit.runs)
 
+    @property
+    def tokens(self) -> tuple[int | None, ...]:
+        """How many tokens of each sequence each layer sees; None for all."""
+        return tuple(visit.tokens for visit in self.visits.values())
+
+    def drawn_by(self, key: Key) -> Thinned:
+        """The same, with tokens that are drawn by another key of a step."""
+        draws = key.fold_in("random_ltd")
+        visits = self.visits.items()
+        return Thinned({path: replace(visit, key=draws.fold_in(n)) for n, (path, visit) in enumerate(visits)})
+
     def leaves_out(self, path: str) -> bool:
         """Whether a leaf belongs to a layer that the step leaves out."""
         return any(path.startswith(f"{layer}/") for layer in self.dropped)
@@ -157,13 +168,11 @@ def thinned(layer_drop: LayerDrop | None, token_drop: TokenDrop | None, step: in
     """
     keep, kept = ({}, {}) if layer_drop is None else (layer_drop.keep(step), layer_drop.kept(step, key))
     tokens = {} if token_drop is None else token_drop.tokens(step)
-    draws = key.fold_in("random_ltd")
-    return Thinned(
-        {
-            path: Visit(keep.get(path), kept.get(path, True), tokens.get(path), draws.fold_in(number))
-            for number, path in enumerate(layers_of_both(layer_drop, token_drop))
-        }
-    )
+    visits = {
+        path: Visit(keep.get(path), kept.get(path, True), tokens.get(path))
+        for path in layers_of_both(layer_drop, token_drop)
+    }
+    return Thinned(visits).drawn_by(key)
 
 
 def layers_of_both(layer_drop: LayerDrop | None, token_drop: TokenDrop | None) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ CASES = {
     "stage 0": ("[sl.zero(0)]", {"params": "host"}, 1),
     "stage 3": ("[sl.zero(3), sl.accumulate(2)]", {"params": "host", "gradients": "host"}, 2),
     "states": ("[sl.zero(2), sl.precision('bf16')]", {"speculate": True}, 2),
+    "tiles": ("[sl.zero(3), sl.accumulate(2), sl.tile('*', 2)]", {"params": "host", "gradients": "host"}, 2),
     "disk": ("[sl.zero(3)]", {"optimizer": "disk", "params": "disk", "gradients": "disk"}, 2),
 }
 

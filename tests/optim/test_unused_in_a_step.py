@@ -116,3 +116,51 @@ def test_what_nobody_can_know_is_refused():
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     with pytest.raises(ValueError, match="put clips before"):
         sl.optim.skip_unused(sl.optim.chain(sl.optim.clip_by_global_norm(1.0), sl.optim.adamw(0.1)))
+
+
+def loss_of_head(params, batch):
+    head = params["heads"][batch["head"]]
+    out = F.linear(torch.tanh(F.linear(batch["x"], params["body"]["w"])), **named(head))
+    terms = sl.Mean(out.square().sum(), len(out)), sl.Mean(out.abs().sum(), 2 * len(out))
+    return sum(terms) if batch["several"] else terms[0]
+
+
+STAGED = sl.sequential(
+    [
+        lambda params, carry, batch: torch.tanh(F.linear(batch["x"], params["body"]["w"])),
+        lambda params, carry, batch: F.linear(carry, **named(params["heads"][batch["head"]])).square().mean(),
+    ]
+)
+GRAPHS = {
+    "1": sl.zero(1),
+    "3, in 2 micro-batches, recomputed": sl.chain(sl.zero(3), sl.accumulate(2), sl.remat()),
+    "3, in slices": sl.chain(sl.zero(3), sl.tensor_slicing({"body/w": "colwise_gather_output"}, axis="model")),
+    "2, in bf16": sl.chain(sl.zero(2), sl.precision("bf16")),
+    "3, several means": sl.zero(3),
+    "pipeline": sl.chain(sl.zero(1), sl.pipeline("1f1b", microbatches=2, axis="model")),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_know_what_a_step_uses(name):
+    """Ranks use other heads, which are one unit, and in step 3 one of them, and no rank the last head."""
+    heads = [(0, 1), (0, 0), (1, 0), (1, 1), (0, 0)]
+
+    def run(mesh, compile):
+        params, loss = sl.tree.tree_map(torch.Tensor.float, PARAMS), loss_of_head
+        params["heads"] = {str(number): head for number, head in enumerate(params["heads"])}
+        if "pipeline" in name:
+            params, loss = [{"body": params["body"]}, {"heads": params["heads"]}], STAGED
+        params = sl.shard(params, mesh, GRAPHS[name])
+        tx = sl.optim.skip_unused(sl.optim.adamw(0.1, weight_decay=0.1))
+        state, step = sl.make_train_step(loss, params, tx, compile=compile)
+        rank = mesh.coords["data"]
+        for number, ranks in enumerate(heads):
+            rows = X[number % 4, 4 * rank : 4 * rank + 4].float()
+            state, _ = step(state, {"x": rows, "head": str(ranks[rank]), "several": "several" in name})
+        if compile:
+            assert step.graph.graphs
+        return sl.unshard(state.params), state.opt.inner.missed
+
+    mesh = {"data": 2, "model": 2} if name in ("3, in slices", "pipeline") else {"data": 2}
+    assert_close(sl.simulate(run, True, mesh=mesh), sl.simulate(run, False, mesh=mesh), 0)

@@ -431,3 +431,59 @@ def test_short_sequences_are_not_changed():
     loss_fn, params = of_layers(lambda p, x: x + x.sin() @ p["w"])
     batch = torch.ones(2, 3, 3)
     assert_close(gradients(loss_fn, params, batch, 0)[1], by_autograd(lambda p: loss_fn(p, batch), params)[1], 1e-6)
+
+
+# In graphs.
+
+GRAPHS = {
+    "0": ({"data": 1}, sl.zero(0)),
+    "3, recomputed, in 2 micro-batches": ({"data": 2}, sl.zero(3), sl.remat(), sl.accumulate(2)),
+    "2, dots kept, in bf16": ({"data": 2}, sl.zero(2), sl.remat("dots"), sl.precision("bf16")),
+    "3, in slices": ({"data": 2, "model": 2}, sl.zero(3), SLICES),
+    "pipeline": ({"data": 2, "pipe": 2}, sl.zero(1), sl.pipeline("zb-h1", microbatches=2), sl.remat()),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_are_equal(name):
+    """To the bit, with other tokens in each step, and with more of them while the schedule rises."""
+    mesh, *transforms = GRAPHS[name]
+    config = dataclasses.replace(GPT, dropout=0.1)
+    loss_fn, params = gpt.make_loss(config), gpt.init(config)
+    if name == "pipeline":
+        loss_fn, params = gpt.make_sequential(config), gpt.to_blocks(params)
+
+    def run(mesh, compile):
+        sharded = sl.shard(params, mesh, sl.chain(LTD, *transforms))
+        state, step = sl.make_train_step(loss_fn, sharded, sl.optim.adamw(RATE), rng=SEED, compile=compile)
+        found = []
+        for _ in range(6):
+            state, metrics = step(state, thinned.share(mesh, tokens()))
+            found.append((metrics["loss"].item(), metrics["grad_norm"].item(), metrics["layer_tokens"]))
+        if compile:
+            assert step.graph.graphs
+        return found, sl.unshard(state.params)
+
+    compiled, eager = (sl.simulate(run, how, mesh=mesh) for how in (True, False))
+    assert compiled[0][0] == eager[0][0] and len({seen for *_, seen in eager[0][0]}) > 2
+    assert_close(compiled[0][1], eager[0][1], 0)
+
+
+def test_a_schedule_may_rise_more_often_than_there_are_graphs():
+    config = dataclasses.replace(GPT, sequence=16)
+    drawn = torch.randint(32, (2, 17), generator=torch.Generator().manual_seed(1))
+    batch = {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
+    params = sl.shard(gpt.init(config), sl.make_mesh(), sl.random_ltd(lambda step: 1 + step))
+    state, step = sl.make_train_step(gpt.make_loss(config), params, sl.optim.adamw(RATE), compile=True)
+    for _ in range(11):
+        state, _ = step(state, batch)
+    assert len(step.graph.graphs) == 1
+
+
+def test_layers_that_are_left_out_have_no_graph():
+    with pytest.raises(
+        IllegalComposition, match=r"(?s)compile=True does not go together with.*progressive_layer_drop: "
+    ):
+        sl.make_train_step(
+            gpt.make_loss(GPT), sl.shard(gpt.init(GPT), sl.make_mesh(), DROP), sl.optim.adamw(RATE), compile=True
+        )

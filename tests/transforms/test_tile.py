@@ -11,6 +11,8 @@ from helpers.trees import assert_close, assert_same
 import shardlib as sl
 from shardlib.errors import HandleError, IllegalComposition
 from shardlib.execute.batches import batch_index
+from shardlib.execute.graph.alive import peak_of_wholes
+from shardlib.execute.live import LiveBytes
 from shardlib.models import gpt
 from shardlib.plan.memory import live_bytes
 
@@ -35,6 +37,7 @@ PLANS = {
     "recomputed": ([sl.zero(3), sl.remat(), TILES], {"data": 2}),
     "recomputed but for products": ([sl.zero(3), sl.remat("dots"), TILES], {"data": 2}),
     "accumulated": ([sl.zero(3), sl.accumulate(2), TILES], {"data": 2}),
+    "accumulated, sent at the end": ([sl.zero(3), sl.accumulate(2, sync="last"), TILES], {"data": 2}),
     "frozen": ([sl.zero(3), sl.freeze("*/mlp/up/*"), TILES], {"data": 2}),
     "reproducible": ([sl.zero(3), sl.reproducible(4), TILES], {"data": 2}),
 }  # fmt: skip
@@ -54,6 +57,75 @@ def test_a_model_in_tiles_trains_as_whole(name):
     assert found[0] == pytest.approx(wanted[0], rel=1e-12) and found[1] == pytest.approx(wanted[1], rel=1e-10)
     assert_close(found[2], wanted[2], 1e-9)  # Adam divides by roots of second moments
     assert_close(found[2]["head"], wanted[2]["head"], 1e-12)
+
+
+GRAPHS = PLANS | {
+    "host": ([sl.zero(3), sl.offload(params="host", gradients="host"), sl.accumulate(2), TILES], {"data": 2}),
+    "hybrid, accumulated": ([sl.zero(3, replicate="node"), sl.accumulate(2), TILES], {"node": 2, "data": 2}),
+    "in bf16, recomputed": ([sl.zero(3), sl.precision("bf16"), sl.remat(), TILES], {"data": 2}),
+    "in int8": ([sl.zero(3), sl.quantize("int8", "int8", feedback=False), TILES], {"data": 2}),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_are_equal(name):
+    transforms, mesh = GRAPHS[name]
+    loss_fn, params = tiny_gpt(**{**CONFIG.__dict__, "dtype": torch.float32})
+    found, wanted = (
+        training.simulate(
+            mesh, loss_fn, params, BATCHES, sl.chain(*transforms), training.optimizer(1.0), compile=compile
+        )
+        for compile in (True, False)
+    )
+    assert found[:2] == wanted[:2]
+    assert_same(found[2], wanted[2])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_graphs_of_stages_are_equal(schedule):
+    loss_fn, params = gpt.make_sequential(CONFIG), gpt.to_blocks(tiny_gpt(**CONFIG.__dict__)[1])
+    tiles = sl.tile(["*/mlp/*", "*/attn/*", "3/weight"], 2)
+    transform = sl.chain(sl.zero(3), sl.pipeline(schedule, microbatches=4), tiles)
+    found, wanted = (
+        training.simulate(
+            {"pipe": 2, "data": 2}, loss_fn, params, BATCHES, transform, training.optimizer(1.0), compile=compile
+        )
+        for compile in (True, False)
+    )
+    assert found[:2] == wanted[:2]
+    assert_same(found[2], wanted[2])
+
+
+@pytest.mark.parametrize("remat", [None, "full", "dots"])
+def test_what_a_graph_holds_is_what_a_step_without_holds(remat):
+    """Of a leaf two tiles, and of gradients one; less than without a graph, whose peak is the plan's."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"up": (512, 128), "down": (128, 512)}
+    blocks = [{k: torch.randn(*v, generator=draw) / 20 for k, v in shapes.items()} for _ in range(3)]
+    x = torch.randn(64, 128, generator=draw)
+    block = sl.block(lambda p, x: x + F.linear(F.gelu(F.linear(x, p["up"])), p["down"]))
+
+    def loss_fn(params, x):
+        for params_i in params["blocks"]:
+            x = block(params_i, x)
+        return x.square().mean()
+
+    def run(mesh, compile):
+        transform = sl.chain(sl.zero(3), sl.tile("*", 4), *([] if remat is None else [sl.remat(remat)]))
+        state, step = sl.make_train_step(
+            loss_fn, sl.shard({"blocks": blocks}, mesh, transform), sl.optim.sgd(0.1), compile=compile
+        )
+        for _ in range(2):
+            state, _ = step(state, x)
+        with LiveBytes() as live:
+            step(state, x)
+        return live.peak, step.graph
+
+    (peak, stage), *_ = sl.simulate(run, True, mesh={"data": 2})
+    (graph,) = stage.graphs.values()
+    wholes = peak_of_wholes(graph)
+    assert wholes.units == 2 and wholes.bytes == 2 * 512 * 128 * 4 // 4
+    assert peak <= sl.simulate(run, False, mesh={"data": 2})[0][0]
 
 
 def test_a_tied_table_in_tiles_is_looked_up_and_scores():

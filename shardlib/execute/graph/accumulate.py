@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph
 
+from shardlib.execute.graph.nodes import added_input
+
 
 def accumulate(graph: Graph, first: int, count: int) -> None:
     """Add gradients to further inputs of the graph, in their order, in place of returning them.
@@ -17,7 +19,7 @@ def accumulate(graph: Graph, first: int, count: int) -> None:
     (results,) = output.args
     for number, gradient in enumerate(results[first : first + count]):
         with graph.inserting_after(last):
-            last = graph.placeholder(f"sum_{number}")
+            last = added_input(graph, f"sum_{number}")
         with graph.inserting_before(output) if gradient.op == "placeholder" else graph.inserting_after(gradient):
             added = graph.call_function(torch.ops.aten.add_.Tensor, (last, gradient))
         added.meta = dict(gradient.meta)

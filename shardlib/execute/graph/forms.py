@@ -14,7 +14,6 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.common.originals import CopiedModule, called_in
 from shardlib.errors import BatchError, HandleError, IllegalComposition, RankMismatch
-from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.stages.base import Call
 from shardlib.mesh.mesh import Mesh
 from shardlib.tree import Tree, flatten
@@ -40,6 +39,7 @@ class Graphs(Generic[T]):
         self._order_of = order_of
         self._made: dict[Any, tuple[T, float]] = {}  # and how long it took
         self._modules: set[CopiedModule] = set()  # of which copies are called in the graphs
+        self._tokens: tuple[int | None, ...] = ()
         self.order: list[Any] | None = None
 
     def named(self) -> Iterator[tuple[str, T]]:
@@ -47,9 +47,11 @@ class Graphs(Generic[T]):
         for number, (made, seconds) in enumerate(self._made.values(), 1):
             yield f"form {number}, compiled in {seconds:.2f} s", made
 
-    def begin(self) -> None:
-        """Begin a step: a graph has the modules as they were."""
-        if any(module.differs() for module in self._modules):
+    def begin(self, tokens: tuple[int | None, ...]) -> None:
+        """Begin a step: a graph has the modules as they were, and as many tokens in each layer. Those of other numbers of
+        tokens are dropped, so that a schedule may have many."""
+        if tokens != self._tokens or any(module.differs() for module in self._modules):
+            self._tokens = tokens
             self._made.clear()
             self._modules.clear()
 
@@ -90,12 +92,8 @@ class Trial:
         self._mesh, self.passed, self.ended = mesh, True, False
         self._first: Sequence[Tree] = ()  # the micro-batches of the first step, which may be taken again
 
-    def without_graphs(self, call: Call, options: ReductionOptions) -> bool:
-        """Whether a step runs without graphs. Raises `IllegalComposition` if it is to tell which parameters were used."""
-        if self.passed and options.reached is not None:
-            raise IllegalComposition(
-                "compile=True does not tell which parameters were used: leave out optim.skip_unused"
-            )
+    def without_graphs(self, call: Call) -> bool:
+        """Whether a step runs without graphs."""
         if self.passed and self.ended and self._first is not call.microbatches:
             self._first = ()
             return False

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.common._compat import compiled_by_inductor, has_unknown_sizes, is_operator
-from shardlib.execute.graph.nodes import changes, copied, draws, given, is_view, value_of
+from shardlib.execute.graph.nodes import changes, copied, draws, given, is_view, memory_of, value_of, writes_of
 from shardlib.execute.graph.recompute import DOTS
 from shardlib.execute.graph.recorder import DEVICE
 from shardlib.execute.graph.trace import BLOCK, PHASE
@@ -77,7 +77,8 @@ class Inductor:
 
     def _found(self, graph: Graph) -> Iterator[list[Node]]:
         """Runs of operations that are worth compiling."""
-        written = _written(graph)
+        writes = writes_of(graph)
+        written = {node for node in graph.nodes if memory_of(node) in writes}  # equal values may get one memory
         run: list[Node] = []
         block: Any = None
 
@@ -182,18 +183,3 @@ def _taken_at_once(node: Node) -> bool:
         users.remove(behind)
         behind = behind.next
     return not users
-
-
-def _written(graph: Graph) -> set[Node]:
-    """The nodes in whose memory is written at some time: compiled code may give one memory for what has equal values."""
-    source: dict[Node, Node] = {}
-    targets: set[Node] = set()
-    for node in graph.nodes:
-        if node.op != "call_function" or not node.all_input_nodes:
-            continue
-        first = node.all_input_nodes[0]
-        written = changes(node)
-        if is_view(node) or first in written:
-            source[node] = source.get(first, first)
-        targets |= {source.get(each, each) for each in written}
-    return {node for node in graph.nodes if source.get(node, node) in targets}

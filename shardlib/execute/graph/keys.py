@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import IllegalComposition
+from shardlib.execute.graph.nodes import added_input
 from shardlib.kernels.counter.op import signed
 from shardlib.rng import Key
 
@@ -65,9 +66,9 @@ class Stands:
         inputs: dict[int, torch.fx.Node] = {}
         for number in reversed(range(len(self.draws))):  # each goes in front of those before it
             with graph.inserting_after(last):
-                inputs[_STARTS + number * _ROOM] = graph.placeholder(f"start_{number}")
+                inputs[_STARTS + number * _ROOM] = added_input(graph, f"start_{number}")
             with graph.inserting_after(last):
-                inputs[_SEEDS + number] = graph.placeholder(f"seed_{number}")
+                inputs[_SEEDS + number] = added_input(graph, f"seed_{number}")
         used: set[int] = set()
 
         def given(value: Any) -> Any:

@@ -76,7 +76,9 @@ def _gathers(graph: Graph) -> list[Node]:
         for each in node.all_input_nodes:
             if each in wholes:
                 found[sources[each]] = None
-    return [node for node in found if node.target is GATHER and given(node).op == "placeholder"]
+    return [
+        node for node in found if node.target is GATHER and given(node).op == "placeholder" and not link_at(node).tile
+    ]
 
 
 def _reductions(graph: Graph, kind: Any) -> list[Node]:
@@ -85,7 +87,7 @@ def _reductions(graph: Graph, kind: Any) -> list[Node]:
     for node in of_kind(graph, (kind,)):
         source, users = given(node), result_of(node).users
         chained = source.target is operator.getitem and given(source).target in REDUCTIONS
-        if not chained and all(user.op == "output" for user in users):
+        if not chained and not link_at(node).tile and all(user.op == "output" for user in users):
             found.append(node)
     return found
 

@@ -103,6 +103,30 @@ def changes(node: Node) -> list[Node]:
     return list(targets(node.target, node.args, node.kwargs, Node))
 
 
+def memory_of(node: Node) -> Node:
+    """The node that made the memory in which what a node gives lies, or the input that it lies in."""
+    while node.op == "call_function":
+        parts = given(node) if node.target is operator.getitem else node
+        if not is_view(parts) and not _in_place(parts):
+            break
+        node = given(parts)
+    return node
+
+
+def _in_place(node: Node) -> bool:
+    """Whether a node gives what it writes to. (Operators of batch_norm write to statistics beside their results.)"""
+    return bool(node.args) and given(node) in changes(node)
+
+
+def writes_of(graph: Graph) -> dict[Node, list[Node]]:
+    """The nodes that write, in order, by the node that made the memory (`memory_of`)."""
+    found: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        for each in changes(node):
+            found.setdefault(memory_of(each), []).append(node)
+    return found
+
+
 def draws(node: Node) -> bool:
     """Whether a node draws from torch's own generators. Fused attention without dropout has the tag and draws nothing."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
@@ -118,6 +142,13 @@ def copied(node: Node, known: dict[Node, Node], graph: Graph) -> Node:
     """A copy of a node at the graph's place of insertion, with ``known`` in the place of its inputs."""
     made = graph.node_copy(node, lambda each: known.get(each, each))
     known[node] = made
+    return made
+
+
+def added_input(graph: Graph, name: str) -> Node:
+    """A further input at the graph's place of insertion, of a name that no node has: a sum is called ``sum_1`` too."""
+    made = graph.placeholder(name)
+    made.target = made.name
     return made
 
 

@@ -60,7 +60,10 @@ def overlap(graph: Graph) -> None:
         if len(flying) == IN_FLIGHT:
             _land(graph, *flying.pop(0), before=node)
         started = _started(graph, node)
-        flying.append((node, started))
+        if link_at(node).tile:  # whose gradient must not be there beside the next tile's
+            _waited(graph, node, started)
+        else:
+            flying.append((node, started))
     end = next(node for node in graph.nodes if node.op == "output")
     for node, started in flying:
         _land(graph, node, started, before=end)

@@ -13,7 +13,7 @@ from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.forms import Graphs, Trial, form_of
 from shardlib.execute.graph.fuse import Inductor
-from shardlib.execute.graph.stage import Carry, Flight, StageGraph, StageSums, trace_stage
+from shardlib.execute.graph.stage import Carry, Flight, StageGraph, StageSums, shards_of, trace_stage
 from shardlib.execute.graph.text import described
 from shardlib.execute.losses import Outcome
 from shardlib.execute.opaque import storages_of
@@ -99,19 +99,19 @@ class GraphPipe(Pipe):
         return noted
 
     def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
-        if self._trial.without_graphs(call, options):
+        if self._trial.without_graphs(call):
             gradients = super().train(call, totals, options)
             self._trial.end(call, lambda: self._orders(call), self._home)
             self._entering.clear()
             return gradients
         for graphs in self._graphs.values():
-            graphs.begin()
+            graphs.begin(call.tokens)
         outcomes: dict[int, Outcome] = {}
         views = {number: self._plan.of_stage(number) for number in self._position.stages}
         position = replace(self._position, stages={number: _Stage(view) for number, view in views.items()})
         sums = {number: StageSums(function) for number, function in self._functions.items()}
         _Interpreter(
-            partial(self._flight, call, outcomes),
+            partial(self._flight, call, options, outcomes),
             *(position, call.params, None, sums, lambda microbatch: call.seed(outcomes[microbatch])),
         ).run(self._order)
         for index in sorted(outcomes):
@@ -121,6 +121,7 @@ class GraphPipe(Pipe):
     def _orders(self, call: Call) -> list[Any]:
         """The exchanges of the graphs of the first micro-batch."""
         for number, carry in self._entering.items():
+            self._graphs[number].begin(call.tokens)
             self._graph(call, number, 0, carry)
         return [graphs.order for graphs in self._graphs.values()]
 
@@ -132,10 +133,11 @@ class GraphPipe(Pipe):
         def traced() -> StageGraph:
             return trace_stage(
                 partial(self._function, stage),
-                {bucket.name: call.params.buffers[bucket.name] for bucket in view.buckets},
+                shards_of(view, call.params),
                 carry,
                 batch,
                 key,
+                call.thinned[microbatch],
                 self._position.is_last(stage),
                 self._schedule.splits,
                 False,
@@ -148,11 +150,21 @@ class GraphPipe(Pipe):
         read = self._blocks.functions[start:stop]
         return self._graphs[stage].of(lambda: (form_of(batch), form_of(carry), key is None, closed_over(read)), traced)
 
-    def _flight(self, call: Call, outcomes: dict[int, Outcome], stage: int, microbatch: int, carry: Tree) -> Flight:
+    def _flight(
+        self,
+        call: Call,
+        options: ReductionOptions,
+        outcomes: dict[int, Outcome],
+        stage: int,
+        microbatch: int,
+        carry: Tree,
+    ) -> Flight:
         """The flight of a micro-batch through a stage, whose forward it runs."""
         graph, key = self._graph(call, stage, microbatch, carry), call.keys[microbatch]
-        shards = [call.params.buffers[bucket.name] for bucket in self._plan.of_stage(stage).buckets]
-        flight = graph.flight(shards, key, (carry, call.microbatches[microbatch]))
+        options.note(graph.reached)
+        self.records[0].layer_tokens += graph.layer_tokens
+        shards = shards_of(self._plan.of_stage(stage), call.params)
+        flight = graph.flight(list(shards.values()), key, (carry, call.microbatches[microbatch]))
         with seeding_torch(key and key.fold_in(stage), self._mesh.device):
             results = flight.part(0)
         if isinstance(graph.form, Carry):

@@ -2,8 +2,8 @@
 
 A trace gathers all units before the first block, and backward uses what forward gathered. Here each use reads the unit's
 latest gather if at most one other unit was used since, and otherwise a gather of its own, together with the views and casts
-that it needs. What keeps a unit in memory is its last use. What stays from forward to backward, a second shard or a unit that
-the plan keeps, is gathered at the first use.
+that it needs. Of tiles one is whole, beside the units. What keeps a unit in memory is its last use. What stays from forward
+to backward, a second shard or a unit that the plan keeps, is gathered at the first use.
 
 Where backward does not follow on forward, as in a pipeline, it reads nothing else of what forward gathered.
 """
@@ -23,9 +23,11 @@ WINDOW = 2  # units whose gathers later uses may read
 def regather(graph: Graph, apart: bool = False) -> None:
     """Gather units where they are used. ``apart``: backward does not follow on forward."""
     units, stay = fetched(graph), staying(graph)
+    tiles = {units[node] for node in units if node.target in GATHERS and link_at(node).tile}
     passing = {units[node] for node in units if node.target in GATHERS and not link_at(node).stays}
     kept: dict[Node, Node] = {}  # of what stays
     latest: OrderedDict[str, dict[Node, Node]] = OrderedDict()
+    tile: OrderedDict[str, dict[Node, Node]] = OrderedDict()  # which is whole beside them
     moved: set[Node] = set()  # to their first use
 
     def found(node: Node, known: dict[Node, Node]) -> Node:
@@ -55,15 +57,17 @@ def regather(graph: Graph, apart: bool = False) -> None:
             continue
         if apart and forward and node.meta.get(PHASE) == BACKWARD:
             latest.clear()
+            tile.clear()
             forward = False
         for whole in [each for each in node.all_input_nodes if each in units]:
             unit = units[whole]
+            window, most = (tile, 1) if unit in tiles else (latest, WINDOW)
             if unit in passing:
-                latest.setdefault(unit, {})
-                latest.move_to_end(unit)
-                if len(latest) > WINDOW:
-                    latest.popitem(last=False)
-            node.replace_input_with(whole, gathered(whole, node, latest.get(unit, kept)))
+                window.setdefault(unit, {})
+                window.move_to_end(unit)
+                if len(window) > most:
+                    window.popitem(last=False)
+            node.replace_input_with(whole, gathered(whole, node, window.get(unit, kept)))
     for node in reversed(units):
         if not node.users:
             graph.erase_node(node)

@@ -16,7 +16,7 @@ from shardlib.execute.graph.forms import Graphs, Trial, form_of
 from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.land import Land
 from shardlib.execute.graph.passes import optimise
-from shardlib.execute.graph.stage import StageGraph, StageSums, trace_stage
+from shardlib.execute.graph.stage import StageGraph, StageSums, shards_of, trace_stage
 from shardlib.execute.graph.text import described
 from shardlib.execute.graph.trace import Form, Traced, tensors_of, trace
 from shardlib.execute.losses import Outcome, wants
@@ -87,36 +87,45 @@ class GraphStage:
         return described(self.graphs, self._trial.passed, self._inductor)
 
     def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
-        if self._trial.without_graphs(call, options):
+        if self._trial.without_graphs(call):
             held = self._eager.train(call, totals, options)
             self._terms = len(totals.losses) // len(call.microbatches)
             self._trial.end(call, lambda: self._order(call, self._kept(options)))
             return held
-        self._graphs.begin()
-        self._halves.begin()
+        self._begin(call)
         if self._halved:
             stage = StageSums(self._function)
             for index in range(len(call.microbatches)):
-                totals.add(self._in_halves(call, index, stage))
+                totals.add(self._in_halves(call, index, stage, options))
             return stage.result()
         sums = self._function.sums() if self._adds(call) else {}
+        tiles = self._function.in_tiles(sums)
         gradients, kept = _Gradients(self._plan, self._mesh, options.landing), self._kept(options)
         for index in range(len(call.microbatches)):
             buffers = totals.buffers if index else call.buffers
-            outcome, new, kept = self._microbatch(call, index, buffers, kept, gradients.land, sums)
+            outcome, new, kept = self._microbatch(call, index, buffers, kept, gradients.land, tiles, options)
             gradients.add(index, new)
             totals.add(outcome)
-        held = gradients.sums() | sums
+        held = gradients.sums() | tiles
         if not self._reduces(call):
             held = self._function.reduced(held, kept, options.unreduced)
         options.residuals.after |= kept
-        return held
+        return self._function.joined(held, sums)
 
     def shared_aux(self, call: Call, aux: Any, sums: Any) -> Any:
         return aux
 
     def evaluate(self, params: Any, *args: Any) -> Any:
         return self._eager.evaluate(params, *args)
+
+    def _begin(self, call: Call) -> None:
+        self._graphs.begin(call.tokens)
+        self._halves.begin(call.tokens)
+
+    def _note(self, graph: Traced | StageGraph, options: ReductionOptions) -> None:
+        """Note what a micro-batch of a graph uses."""
+        options.note(graph.reached)
+        self.records[0].layer_tokens += graph.layer_tokens
 
     @property
     def _halved(self) -> bool:
@@ -125,11 +134,12 @@ class GraphStage:
         plain = not (plan.channels or plan.reductions.owner or plan.step.tree or moves or self._with_buffers)
         return self._terms > 1 and plain
 
-    def _in_halves(self, call: Call, index: int, sums: StageSums) -> Outcome:
+    def _in_halves(self, call: Call, index: int, sums: StageSums, options: ReductionOptions) -> Outcome:
         """The outcome of a micro-batch, whose gradients are added to ``sums``."""
         graph, key = self._half(call, index), call.keys[index]
-        shards = [call.params.buffers[bucket.name] for bucket in self._plan.buckets]
-        flight = graph.flight(shards, key, call.microbatches[index])
+        self._note(graph, options)
+        shards = shards_of(self._plan, call.params)
+        flight = graph.flight(list(shards.values()), key, call.microbatches[index])
         with seeding_torch(key, self._mesh.device):
             results = flight.part(0)
         assert isinstance(graph.form, Form)
@@ -152,10 +162,11 @@ class GraphStage:
         def traced() -> StageGraph:
             return trace_stage(
                 lambda blocks: Function(run, plan, mesh, True, blocks),
-                {bucket.name: call.params.buffers[bucket.name] for bucket in plan.buckets},
+                shards_of(plan, call.params),
                 None,
                 batch,
                 key,
+                call.thinned[index],
                 True,
                 False,
                 True,
@@ -190,11 +201,13 @@ class GraphStage:
         kept: dict[str, torch.Tensor],
         land: Land,
         sums: Mapping[str, torch.Tensor],
+        options: ReductionOptions,
     ) -> tuple[Outcome, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The outcome of a micro-batch, its gradients if they are not added to ``sums``, and what codecs keep then."""
         batch, key = call.microbatches[index], call.keys[index]
         traced = self._traced(call, index, buffers, kept)
-        stored = [part for bucket in self._plan.buckets for part in call.params.parts(bucket)]
+        self._note(traced, options)
+        stored = shards_of(self._plan, call.params).values()
         start = call.loss_scale * (1.0 if traced.form.weighted else call.share)
         seed = torch.full((), start, dtype=torch.float64, device=self._mesh.device)
         tensors = tensors_of((batch, buffers))
@@ -202,12 +215,13 @@ class GraphStage:
         with torch.no_grad(), seeding_torch(key, self._mesh.device):
             outputs = traced.module(*stored, *tensors, *kept.values(), seed, *draws, land, *sums.values())
         outcome, rest = traced.form.outcome(outputs, storages_of(call.params))
-        names = [] if sums else [bucket.name for bucket in self._plan.trained]
+        names = [] if sums else [bucket.name for bucket in self._plan.tiled.trained]
         results = dict(zip((*names, *kept), rest, strict=True))
         return outcome, {name: results[name] for name in names}, {name: results[name] for name in kept}
 
     def _order(self, call: Call, kept: dict[str, torch.Tensor]) -> list[Any] | None:
         """The exchanges of the graph of the first micro-batch."""
+        self._begin(call)
         if self._halved:
             self._half(call, 0)
             return self._halves.order
@@ -217,25 +231,29 @@ class GraphStage:
     def _traced(self, call: Call, index: int, buffers: Any, kept: dict[str, torch.Tensor]) -> Traced:
         """The graph of a micro-batch of this form."""
         plan, mesh, reduces = self._plan, self._mesh, self._reduces(call)
+        shards = shards_of(plan, call.params)
         batch, key = call.microbatches[index], call.keys[index]
 
         def traced() -> Traced:
             found = trace(
                 lambda blocks: Function(self._fn, plan, mesh, True, blocks),
-                {bucket.name: _like(call.params.parts(bucket)[0], bucket) for bucket in plan.buckets},
+                {bucket.name: _like(shards[bucket.name], bucket) for bucket in plan.tiled.buckets},
                 kept,
                 batch,
                 buffers if self._with_buffers else None,
                 key,
+                call.thinned[index],
                 reduces,
                 call.named(index, mesh),
                 mesh.device,
             )
             lands = [
-                bucket.name if bucket.memory.optimizer != "device" and (reduces or plan.lands_each(bucket)) else None
+                tile.name if leaves and (reduces or plan.lands_each(bucket)) else None
                 for bucket in plan.trained
+                for leaves in [bucket.memory.optimizer != "device" or bucket.tiles > 1]
+                for tile in bucket.cut
             ]
-            summed = len(plan.trained) if self._adds(call) else 0
+            summed = len(plan.tiled.trained) if self._adds(call) else 0
             optimise(found, plan.step.remat, lands, self._without, summed, inductor=self._inductor)
             return found
 
@@ -247,34 +265,55 @@ class _Gradients:
 
     def __init__(self, plan: Plan, mesh: Mesh, landing: Landing | None) -> None:
         self._plan, self._landing = plan, landing
+        self._leaf_of = {tile.name: bucket for bucket in plan.trained for tile in bucket.cut}
         self._held: dict[str, torch.Tensor] = {}
+        self._joined: dict[str, torch.Tensor] = {}  # of leaves in tiles, whose gradient is never there twice
         self._landed: dict[str, torch.Tensor] = {}
+        self._taken: set[str] = set()  # by `land`, in this micro-batch
         leaves = plan.step.total_microbatches
-        self._trees = {} if leaves is None else {bucket.name: TreeSum[torch.Tensor](leaves) for bucket in plan.trained}
+        self._trees = (
+            {} if leaves is None else {bucket.name: TreeSum[torch.Tensor](leaves) for bucket in plan.tiled.trained}
+        )
         self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
 
     def land(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """See `shardlib.execute.graph.land`."""
-        bucket = self._plan.bucket_of[name]
-        if self._landing is None or not self._landing.takes(bucket):
-            return gradient
-        self._landed[name] = self._landing.take(bucket, gradient)
-        return self._landed[name]
+        bucket = self._leaf_of[name]
+        landing = self._landing if self._landing and self._landing.takes(bucket) else None
+        if bucket.tiles > 1 and (landing is not None or self._plan.step.microbatches == 1):
+            if bucket.name not in self._joined:
+                self._joined[bucket.name] = gradient.new_empty(bucket.tiles * gradient.numel())
+            tiles = [tile.name for tile in bucket.cut]
+            gradient = bucket.of_tiles(self._joined[bucket.name])[tiles.index(name)].copy_(gradient)
+            self._taken.add(name)
+            if landing is None or not self._taken.issuperset(tiles):
+                return gradient
+            gradient = self._joined.pop(bucket.name)
+        if landing is not None:
+            self._taken.add(name)
+            gradient = self._landed[bucket.name] = landing.take(bucket, gradient)
+        return gradient
 
     def add(self, index: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Add those of one micro-batch, whose memory may be used up."""
         for name, new in gradients.items():
-            if name in self._landed:
+            if name in self._taken:
                 continue
             if self._trees:
                 self._trees[name].add(Node(0, self._first + index), new)
             else:
                 self._held[name] = self._held[name].add_(new) if name in self._held else new
+        self._taken.clear()
 
     def sums(self) -> dict[str, torch.Tensor]:
         """Bucket name -> the sum, or as many as there are nodes of the tree in which micro-batches are added."""
         nodes = self._plan.step.nodes
-        return self._held | self._landed | {name: joined(tree.sums, nodes) for name, tree in self._trees.items()}
+        return (
+            self._held
+            | self._joined
+            | self._landed
+            | {name: joined(tree.sums, nodes) for name, tree in self._trees.items()}
+        )
 
 
 def _like(stored: torch.Tensor | BufferOnDisk, bucket: Bucket) -> torch.Tensor:

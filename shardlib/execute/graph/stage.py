@@ -25,8 +25,11 @@ from shardlib.execute.opaque import require_open
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.nn.blocks import Runner
+from shardlib.plan.plan import Plan
 from shardlib.plan.recompute import Recompute
+from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, TreeDef, tree_map, unflatten
 
 
@@ -56,6 +59,8 @@ class StageGraph:
         starts: in the store, the gradients from which backward starts; None for one that nothing needs.
         form: of what forward returns.
         stands: of the draws.
+        reached: the paths of leaves that have a gradient.
+        layer_tokens: tokens that layers see, where the plan leaves out some.
         links: what the exchanges go along.
     """
 
@@ -64,6 +69,8 @@ class StageGraph:
     starts: Sequence[Node | None]
     form: Carry | Form
     stands: Stands
+    reached: set[str]
+    layer_tokens: int
     links: Sequence[Any]
 
     def order(self) -> list[Any]:
@@ -125,6 +132,13 @@ class Flight:
         self._store.clear()
 
 
+def shards_of(plan: Plan, params: Sharded) -> dict[str, Any]:
+    """This rank's buffers, or what reads them from disk, by bucket as a step runs it: of each of a leaf's tiles."""
+    return {
+        tile.name: part for bucket in plan.buckets for tile, part in zip(bucket.cut, params.parts(bucket), strict=True)
+    }
+
+
 class StageSums:
     """The sums of a stage's gradients over micro-batches, which are made when the first ones come."""
 
@@ -138,11 +152,12 @@ class StageSums:
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
         """The sums, for a graph to add to."""
-        return list(self._held.values())
+        return list(self._function.in_tiles(self._held).values())
 
     def result(self) -> dict[str, torch.Tensor]:
         """The sums over ranks, as the optimizer holds them."""
-        return self._function.reduced(self._held, {})
+        function = self._function
+        return function.joined(function.reduced(function.in_tiles(self._held), {}), self._held)
 
     def land(self) -> None:
         """Nothing is under way between the parts of graphs."""
@@ -154,6 +169,7 @@ def trace_stage(
     carry: Tree,
     batch: Tree,
     key: Key | None,
+    thinned: Thinned | None,
     last: bool,
     halved: bool,
     several: bool,
@@ -166,6 +182,7 @@ def trace_stage(
 
     Args:
         function: makes the stage as a function of shards, of a carry and of a batch, given how its blocks run.
+        thinned: what the step leaves out.
         last: whether what it returns is the loss.
         halved: whether backward is in two parts.
         several: whether it may be a sum of several means, from each of whose totals backward starts.
@@ -186,7 +203,9 @@ def trace_stage(
             return wanted.setdefault(f"input {len(wanted)}", now.detach().requires_grad_())
 
         entering = tree_map(enter, given.tree(carry), carry)
-        result = materialise(loss(given.stored, wanted, entering, given.tree(batch), key=given.key(key)))
+        result = materialise(
+            loss(given.stored, wanted, entering, given.tree(batch), key=given.key(key), thinned=thinned)
+        )
         form.clear()
         if last:
             outcome = read_loss(result, False)
@@ -232,4 +251,6 @@ def trace_stage(
         "overlap" not in without,
         inductor,
     )
-    return StageGraph(parts, entering, starts, form[0], traced.stands, traced.links)
+    return StageGraph(
+        parts, entering, starts, form[0], traced.stands, traced.reached, traced.layer_tokens, traced.links
+    )

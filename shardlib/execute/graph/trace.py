@@ -16,6 +16,7 @@ from shardlib.common.environment import within
 from shardlib.common.once import Decision
 from shardlib.errors import IllegalComposition
 from shardlib.execute.graph.keys import Stands
+from shardlib.execute.graph.nodes import draws
 from shardlib.execute.graph.recorder import Fakes, Recorder
 from shardlib.execute.graph.twice import CallsDiffer, Repeated, without_random_numbers
 from shardlib.execute.losses import Outcome, require_gradient
@@ -24,6 +25,7 @@ from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.nn.blocks import Runner
 from shardlib.nn.functional import Mean
+from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
 from shardlib.tree import Tree, TreeDef, flatten, unflatten
 
@@ -77,6 +79,8 @@ class Traced:
         constants: the tensors that the graph has by name.
         stands: of the draws.
         gradients: the number of the first gradient among what the graph returns.
+        reached: the paths of leaves that have a gradient.
+        layer_tokens: tokens that layers see, where the plan leaves out some.
         form: of the results.
         links: what the graph's exchanges go along; they live as long as it does.
         module: the graph as code, once passes have worked on it.
@@ -86,6 +90,8 @@ class Traced:
     constants: dict[str, torch.Tensor]
     stands: Stands
     gradients: int
+    reached: set[str]
+    layer_tokens: int
     links: list[Any]
     form: Any = None
     module: torch.fx.GraphModule = field(init=False)
@@ -165,6 +171,7 @@ def trace(
     batch: Tree,
     buffers: Tree,
     key: Key | None,
+    thinned: Thinned | None,
     reduces: bool,
     named: str,
     device: torch.device,
@@ -176,6 +183,7 @@ def trace(
         kept: what codecs keep, by name.
         buffers: what the loss takes second, or None.
         key: the micro-batch's key.
+        thinned: what the step leaves out.
         reduces: whether gradients are summed over ranks as the optimizer holds them, or as they are accumulated.
         named: the micro-batch, for messages.
     """
@@ -184,7 +192,7 @@ def trace(
     def forward(loss: Function, given: Given) -> tuple[Outcome, dict[str, torch.Tensor]]:
         slots = {name: slot.requires_grad_() for name, slot in loss.slots().items()}
         filled, left = given.tree(batch), None if buffers is None else given.tree(buffers)
-        return loss.outcome(given.stored, slots, filled, given.key(key), left), slots
+        return loss.outcome(given.stored, slots, filled, given.key(key), left, thinned), slots
 
     def backward(loss: Function, found: Any, more: Sequence[torch.Tensor], spans: Spans) -> list[torch.Tensor]:
         outcome, slots = found
@@ -286,9 +294,11 @@ def _recorded(
     again.end()
     graph = recorder.graph
     _mark(graph, spans)
+    _require_draws_of_forward(graph)
     stands.made_inputs(graph)
     *_, output = graph.nodes
-    return Traced(graph, recorder.constants, stands, len(output.args[0]) - len(loss.trained), [loss])
+    first = len(output.args[0]) - len(loss.trained)
+    return Traced(graph, recorder.constants, stands, first, loss.reached, loss.layer_tokens, [loss])
 
 
 def _mark(graph: torch.fx.Graph, spans: Spans) -> None:
@@ -304,6 +314,16 @@ def _mark(graph: torch.fx.Graph, spans: Spans) -> None:
             for _ in range(spans.turns.count(node)):
                 phase, block = next(phases), None
         block = blocks.get(node, block) if phase == FORWARD else None
+
+
+def _require_draws_of_forward(graph: torch.fx.Graph) -> None:
+    """Refuse what torch's generators draw in backward: a checkpoint's second call, which puts them back before it, while a
+    graph would draw on. Raises `IllegalComposition`."""
+    if any(draws(node) and node.meta[PHASE] != FORWARD for node in graph.nodes):
+        raise IllegalComposition(
+            "backward draws from torch's generators, as torch.utils.checkpoint and tiles of tokens do with torch's dropout: "
+            "a graph would draw other numbers there than forward. Use sl.dropout, or sl.remat() in the checkpoint's place"
+        )
 
 
 def form_of_tree(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:

@@ -46,6 +46,11 @@ class Call:
     share: float
     weighing: Weighing
 
+    @property
+    def tokens(self) -> tuple[int | None, ...]:
+        """How many tokens of each sequence the layers see, in their order; nothing where all see all."""
+        return () if self.thinned[0] is None else self.thinned[0].tokens
+
     def named(self, index: int, mesh: Mesh) -> str:
         """A micro-batch of this rank, for messages."""
         count = len(self.microbatches)

@@ -14,10 +14,13 @@ from shardlib.common.environment import within
 from shardlib.common.writes import has_place, owner_of
 from shardlib.errors import HandleError
 from shardlib.execute.dealing import as_used
+from shardlib.execute.handles import Present
 from shardlib.execute.losses import Outcome, read_loss, wants
 from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
-from shardlib.execute.surroundings import Surroundings
+from shardlib.execute.surroundings import Surroundings, modules_of
+from shardlib.execute.thinning import Layers
+from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.values.routes import UnitSums, unit_sums
 from shardlib.execute.values.wholes import Wholes
 from shardlib.execute.watch import watched
@@ -25,6 +28,7 @@ from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner
 from shardlib.plan.plan import Plan
+from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
 from shardlib.sharded.reduction import BoundCodecs
 from shardlib.sharded.tree import Sharded
@@ -44,6 +48,7 @@ class Function:
     Attributes:
         wholes: the exchanges of each bucket.
         trained: the same, of those that have gradients.
+        layer_tokens: tokens that layers saw in the last call, where the plan leaves out some.
     """
 
     def __init__(
@@ -55,12 +60,13 @@ class Function:
         blocks: Callable[[Surroundings], Runner] | None = None,
     ) -> None:
         self.fn, self.plan, self.mesh = fn, plan, mesh
-        self.wholes = [Wholes(b, plan.routes[b.name], mesh, b.unit in plan.kept) for b in plan.buckets]
+        run = plan.tiled
+        self.wholes = [Wholes(b, run.routes[b.name], mesh, b.unit in plan.kept) for b in run.buckets]
         self.trained = [whole for whole in self.wholes if whole.bucket.trainable]
-        codecs, routes = BoundCodecs(mesh), plan.routes
+        codecs, routes = BoundCodecs(mesh), run.routes
         coded = {whole.bucket: routes[whole.bucket.name].each for whole in self.trained if whole.coded}
         self._each = unit_sums(coded, mesh, codecs)
-        self._last = unit_sums({bucket: routes[bucket.name].last for bucket in plan.trained}, mesh, codecs)
+        self._last = unit_sums({b: routes[b.name].last for b in run.trained if routes[b.name].last}, mesh, codecs)
         self._wants_rng = wants(fn, "rng")
         self._parts = SequenceParts(plan.step.sequence, mesh, set()) if plan.step.sequence else None
         self._looked = False  # whether a call was looked at, for what is wrong without a sign
@@ -71,40 +77,86 @@ class Function:
         self._scaled: dict[str, torch.Tensor | None] = dict.fromkeys(scaled)  # the leaves, in a call
         products = ScaledProducts(self._is_scaled) if scaled else None
         self._surroundings = Surroundings(
-            mesh, batch, self._parts, None, plan.step.tokens, plan.step.autocast, products, _refuse_further
+            mesh, batch, self._parts, modules_of(plan), plan.step.tokens, plan.step.autocast, products, _refuse_further
         )
         self._blocks = None if blocks is None else blocks(self._surroundings)
+        self._layers = Layers(plan, mesh.device) if plan.step.thins else None
+        self._in_block = False
+        self.layer_tokens = 0
 
-    def __call__(self, stored: Buffers, slots: Buffers, *args: Any, key: Key | None = None) -> Any:
-        """``fn(whole parameters, *args)`` at ``stored + slots``; see `Wholes.slot`."""
+    def __call__(
+        self, stored: Buffers, slots: Buffers, *args: Any, key: Key | None = None, thinned: Thinned | None = None
+    ) -> Any:
+        """``fn(whole parameters, *args)`` at ``stored + slots``; see `Wholes.slot`.
+
+        Args:
+            thinned: what layers leave out. Tokens are drawn by ``key``.
+        """
         extra = {"rng": key} if self._wants_rng and key is not None else {}
         with self._running():
-            wholes = self._leaves(stored, slots)
-            leaves = {path: self._used(path, leaf) for path, leaf in wholes.items()}
+            wholes, tiled = self._leaves(stored, slots)
+            leaves = {path: self._used(path, leaf) for path, leaf in wholes.items()} | tiled
             self._scaled = {path: (leaves if path in self.plan.styles else wholes)[path] for path in self._scaled}
             tree = unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
+            if self._layers is not None:
+                self._layers.begin(None if thinned is None or key is None else thinned.drawn_by(key), False)
+                self._layers.know([leaves.get(leaf.path) for leaf in self.plan.leaves])
             with nullcontext() if self._looked else self._watched(leaves, wholes):
                 result = self.fn(tree, *args, **extra)
+            if self._layers is not None:
+                self.layer_tokens = self._layers.end()
         self._looked = True
         return result
 
-    def outcome(self, stored: Buffers, slots: Buffers, batch: Any, key: Key | None, buffers: Any = None) -> Outcome:
+    def outcome(
+        self,
+        stored: Buffers,
+        slots: Buffers,
+        batch: Any,
+        key: Key | None,
+        buffers: Any = None,
+        thinned: Thinned | None = None,
+    ) -> Outcome:
         """What a loss function gives for one micro-batch on this rank. Torch's own generators are the caller's to seed."""
         inputs = (batch,) if buffers is None else (buffers, batch)
-        return read_loss(self(stored, slots, *inputs, key=key), buffers is not None)
+        return read_loss(self(stored, slots, *inputs, key=key, thinned=thinned), buffers is not None)
 
     def slots(self) -> dict[str, torch.Tensor]:
         """The slot of each trained bucket's gradient."""
         return {whole.bucket.name: whole.slot() for whole in self.trained}
 
     def sums(self) -> dict[str, torch.Tensor]:
-        """The sums of gradients over no micro-batches, by bucket."""
+        """The sums of gradients over no micro-batches, by bucket of the state."""
         return {
-            whole.bucket.name: torch.zeros(
-                whole.bucket.size(whole.bucket.grad_level), dtype=whole.bucket.reduce_dtype, device=self.mesh.device
-            )
-            for whole in self.trained
+            bucket.name: torch.zeros(bucket.size(bucket.grad_level), dtype=bucket.reduce_dtype, device=self.mesh.device)
+            for bucket in self.plan.trained
         }
+
+    def in_tiles(self, sums: Buffers) -> dict[str, torch.Tensor]:
+        """`sums` by trained bucket: views, of leaves in tiles."""
+        pairs = (zip(bucket.cut, bucket.of_tiles(sums[bucket.name])) for bucket in self.plan.trained if sums)
+        return {tile.name: part for pair in pairs for tile, part in pair}
+
+    def joined(self, gradients: Buffers, sums: Buffers) -> dict[str, torch.Tensor]:
+        """Gradients as the optimizer holds them, by bucket of the state: those of a leaf's tiles in one piece.
+
+        Args:
+            sums: in which gradients are that were summed over micro-batches, and had no further exchange.
+        """
+        found, routes = dict[str, torch.Tensor](), self.plan.tiled.routes
+        for bucket in self.plan.trained:
+            if bucket.name in gradients:
+                found[bucket.name] = gradients[bucket.name]
+            elif bucket.name in sums and not routes[bucket.cut[0].name].last:
+                found[bucket.name] = sums[bucket.name]
+            else:
+                found[bucket.name] = torch.cat([gradients[tile.name] for tile in bucket.cut])
+        return found
+
+    @property
+    def reached(self) -> set[str]:
+        """The paths of leaves that had a gradient in a backward."""
+        return {path for whole in self.trained for path in whole.reached}
 
     def accumulated(self, gradients: Buffers, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Gradients of one micro-batch, as they are summed over micro-batches. Replaces what codecs have ``kept``."""
@@ -117,13 +169,29 @@ class Function:
         optimizer holds them. Replaces what codecs have ``kept``."""
         return dict(gradients) | _summed(self._last, gradients, kept, unreduced)
 
-    def _leaves(self, stored: Buffers, slots: Buffers) -> dict[str, torch.Tensor]:
-        """The parameters by path: whole leaves, and this rank's slices and experts."""
+    def _leaves(self, stored: Buffers, slots: Buffers) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The parameters by path: whole leaves, and this rank's slices and experts; and the handles of leaves in tiles."""
         leaves: dict[str, torch.Tensor] = {}
+        tiles: dict[str, list[Present]] = {}
         for whole in self.wholes:
             name = whole.bucket.name
-            leaves.update(zip(whole.bucket.paths, whole.leaves(stored[name], slots.get(name)), strict=True))
-        return leaves
+            found = dict(zip(whole.bucket.paths, whole.leaves(stored[name], slots.get(name)), strict=True))
+            if whole.bucket.home is None:
+                leaves |= found
+            else:
+                for path, tile in found.items():
+                    tiles.setdefault(path, []).append(Present(tile))
+        handles: dict[str, torch.Tensor] = {
+            path: TiledLeaf(
+                self.plan.bucket_of[(placement := self.plan.placement_of[path]).bucket],
+                found,
+                placement,
+                self._slices,
+                True,
+            ).handle
+            for path, found in tiles.items()
+        }
+        return leaves, handles
 
     def _used(self, path: str, leaf: torch.Tensor) -> torch.Tensor:
         placement = self.plan.placement_of[path]
@@ -135,10 +203,21 @@ class Function:
         there = [(path, below) for path, leaf in wholes.items() if has_place(below := without_derivatives(leaf))]
         return watched(leaves, lambda tensor: owner_of(tensor, there), self.plan.styles, self._slices, self._parts)
 
+    def _block(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of a block, which may be a layer that leaves out tokens."""
+        assert self._layers is not None and self._blocks is not None
+        if self._in_block:
+            return self._layers.run_within(fn, args, kwargs, self._blocks)
+        self._in_block = True
+        try:
+            return self._layers.run(fn, args, kwargs, self._blocks)
+        finally:
+            self._in_block = False
+
     @contextmanager
     def _running(self) -> Iterator[None]:
         try:
-            with within(blocks=self._blocks), self._surroundings.installed():
+            with within(blocks=self._blocks if self._layers is None else self._block), self._surroundings.installed():
                 yield
         finally:
             self._slices.clear()

@@ -8,13 +8,10 @@ from shardlib.plan.plan import Plan
 
 def missing(plan: Plan) -> list[str]:
     """The transforms of a plan that a step as a function of values does not have, each with what to put in its place."""
-    step, buckets = plan.step, plan.buckets
+    step = plan.step
     found = {
         "remat(blocks=): recompute all blocks": step.remat is not None and step.remat.blocks is not None,
         "remat(store=): keep inputs of blocks on the device": step.remat is not None and bool(step.remat.store),
-        "progressive_layer_drop, random_ltd: leave them out": step.thins,
-        "tile: use remat(), or more ranks on the axis of zero": bool(step.module_tiles)
-        or any(bucket.tiles > 1 for bucket in buckets),
     }
     return [what for what, there in found.items() if there]
 
@@ -31,6 +28,10 @@ def require_values(plan: Plan, what: str, otherwise: str) -> None:
     """
     lacks, reductions = missing(plan), plan.reductions
     found = {
+        "progressive_layer_drop, random_ltd: leave them out": plan.step.thins,
+        # Whole tiles would wait together for backward.
+        "tile: use remat(), or more ranks on the axis of zero": bool(plan.step.module_tiles)
+        or any(bucket.tiles > 1 for bucket in plan.buckets),
         "pipeline: leave it out, or use more ranks on the axis of zero": plan.stages.axis is not None,
         # Parts are checked in a step's first run.
         "sequence: use tensor_slicing over that axis": plan.step.sequence is not None,
@@ -49,6 +50,8 @@ def require_graph(plan: Plan) -> None:
     lacks, how = missing(plan), plan.step.remat
     if how is not None and (how.save or how.policy not in ("full", "dots")):
         lacks.append("remat(save=), policies of your own: use remat() or remat('dots')")
+    if plan.step.layer_drop is not None:
+        lacks.append("progressive_layer_drop: leave it out, or use random_ltd")
     if plan.step.tokens is not None and plan.step.tokens.spare:
         lacks.append("experts(spare=): leave spare out")
     if plan.stages.axis is not None:

@@ -36,7 +36,7 @@ class Fetching(Link):
     """
 
     def __init__(self, mesh: Mesh, bucket: Bucket, exchange: Exchange | None, first: bool, stays: bool) -> None:
-        super().__init__(mesh, exchange.axis if exchange else "", bucket.label, stays)
+        super().__init__(mesh, exchange.axis if exchange else "", bucket.label, stays, bucket.home is not None)
         self.route = [exchange] if exchange else []
         self.elements = bucket.size(exchange.target if exchange else 0)
         self.announced = first and MEMORIES[bucket.memory.param].rests
@@ -159,7 +159,10 @@ def unit_sums(routes: Mapping[Bucket, Route], mesh: Mesh, codecs: BoundCodecs) -
 
 def bound(route: Route, mesh: Mesh) -> list[tuple[Op, Link]]:
     """Exchanges of gradients, without codecs, on a mesh."""
-    return [(each.op, Link(mesh, each.axis, f"the gradient of {each.bucket.label}")) for each in route]
+    return [
+        (each.op, Link(mesh, each.axis, f"the gradient of {each.bucket.label}", tile=each.bucket.home is not None))
+        for each in route
+    ]
 
 
 def along(route: Sequence[tuple[Op, Link]], buffer: torch.Tensor) -> torch.Tensor:

@@ -26,10 +26,12 @@ class Wholes:
     Attributes:
         bucket: the bucket.
         coded: whether gradients are summed by a codec before they are accumulated.
+        reached: the paths of leaves that had a gradient in a backward, if only zeros.
     """
 
     def __init__(self, bucket: Bucket, routes: Routes, mesh: Mesh, kept: bool) -> None:
         self.bucket, self.mesh = bucket, mesh
+        self.reached: set[str] = set()
         memory, staying = bucket.memory.param, len(routes.gather) - (0 if kept else len(routes.again))
         comes = MEMORIES[memory].rests or (mesh.transfers.apart and memory != "device")
         self._fetches = comes or any(exchange.packing for exchange in routes.gather)
@@ -37,7 +39,7 @@ class Wholes:
         self._gathers = [
             Fetching(mesh, bucket, exchange, not number, number < staying)
             if exchange is None or self._fetches
-            else Link(mesh, exchange.axis, bucket.label, number < staying)
+            else Link(mesh, exchange.axis, bucket.label, number < staying, bucket.home is not None)
             for number, exchange in enumerate(ways)
         ]
         # A codec keeps residuals, for which autograd's backward has no place.
@@ -126,6 +128,7 @@ class _Leaves(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return None, None, None
         of: Wholes = ctx.of
+        of.reached.update(path for path, grad in zip(of.bucket.paths, grads, strict=True) if grad is not None)
         to_stored, to_slot, _ = ctx.needs_input_grad
         whole = of.bucket.pack(grads, of.bucket.reduce_dtype)
         return (of.to_stored(whole) if to_stored else None), (of.each(whole) if to_slot else None), None

@@ -177,8 +177,8 @@ DEFECTS = (
         "skip",
         "execute/executor.py",
         "the plan's exchange of tokens does not reach the loss",
-        "            tiled,\n            tokens,\n",
-        "            tiled,\n            None,\n",
+        "            modules_of(plan),\n            tokens,\n",
+        "            modules_of(plan),\n            None,\n",
         (f"{_DEALT}::test_stages",),
     ),
     Defect(

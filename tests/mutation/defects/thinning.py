@@ -48,7 +48,7 @@ DEFECTS = (
         "key",
         "plan/thinning.py",
         "all layers draw tokens by one key",
-        "draws.fold_in(number))",
+        "draws.fold_in(n))",
         "draws.fold_in(0))",
         (f"{_TOKENS}::test_equal_to_a_loop_on_every_mesh",),
     ),
