@@ -15,8 +15,8 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.common._compat import compiled_by_inductor, has_unknown_sizes, is_operator
-from shardlib.execute.graph.nodes import changes, copied, draws, given, is_view, value_of
-from shardlib.execute.graph.recompute import DOTS
+from shardlib.execute.activations.checkpointing import DOTS
+from shardlib.execute.graph.nodes import changes, copied, draws, given, is_view, roots_of, value_of
 from shardlib.execute.graph.recorder import DEVICE
 from shardlib.execute.graph.trace import BLOCK, PHASE
 
@@ -186,14 +186,6 @@ def _taken_at_once(node: Node) -> bool:
 
 def _written(graph: Graph) -> set[Node]:
     """The nodes in whose memory is written at some time: compiled code may give one memory for what has equal values."""
-    source: dict[Node, Node] = {}
-    targets: set[Node] = set()
-    for node in graph.nodes:
-        if node.op != "call_function" or not node.all_input_nodes:
-            continue
-        first = node.all_input_nodes[0]
-        written = changes(node)
-        if is_view(node) or first in written:
-            source[node] = source.get(first, first)
-        targets |= {source.get(each, each) for each in written}
-    return {node for node in graph.nodes if source.get(node, node) in targets}
+    roots = roots_of(graph)
+    targets = {roots[each] for node in graph.nodes for each in changes(node)}
+    return {node for node in graph.nodes if roots[node] in targets}

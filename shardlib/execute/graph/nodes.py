@@ -103,6 +103,26 @@ def changes(node: Node) -> list[Node]:
     return list(targets(node.target, node.args, node.kwargs, Node))
 
 
+def lies_in(node: Node) -> Node | None:
+    """The node in whose memory a node's result lies; None if it makes memory of its own, or is an input."""
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        source = given(node)
+        return source if source.target in EXCHANGES or is_view(source) else None
+    written = changes(node)
+    return given(node) if is_view(node) or (written and given(node) in written) else None
+
+
+def roots_of(graph: Graph) -> dict[Node, Node]:
+    """Node -> the node that made the memory in which its result lies."""
+    roots: dict[Node, Node] = {}
+    for node in graph.nodes:
+        source = lies_in(node)
+        roots[node] = roots.get(source, node) if isinstance(source, Node) else node
+    return roots
+
+
 def draws(node: Node) -> bool:
     """Whether a node draws from torch's own generators. Fused attention without dropout has the tag and draws nothing."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):

@@ -24,8 +24,8 @@ from shardlib.execute.losses import read_loss, require_gradient
 from shardlib.execute.opaque import require_open
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.function import Function, gradients_of
+from shardlib.execute.values.keeping import Between
 from shardlib.nn.blocks import Runner
-from shardlib.plan.recompute import Recompute
 from shardlib.rng import Key
 from shardlib.tree import Tree, TreeDef, tree_map, unflatten
 
@@ -157,7 +157,7 @@ def trace_stage(
     last: bool,
     halved: bool,
     several: bool,
-    remat: Recompute | None,
+    between: Between,
     without: Collection[str],
     named: str,
     inductor: Inductor | None,
@@ -214,7 +214,7 @@ def trace_stage(
         return [*results, *gradients]
 
     traced = recorded(function, stored, [carry, batch], forward, backward)
-    optimise(traced, remat, without=without, apart=True)
+    optimise(traced, between, without=without, apart=True)
     nodes = list(traced.graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]
     entering = given[len(stored) :][: len(tensors_of((carry, batch)))]

@@ -10,8 +10,6 @@ def missing(plan: Plan) -> list[str]:
     """The transforms of a plan that a step as a function of values does not have, each with what to put in its place."""
     step, buckets = plan.step, plan.buckets
     found = {
-        "remat(blocks=): recompute all blocks": step.remat is not None and step.remat.blocks is not None,
-        "remat(store=): keep inputs of blocks on the device": step.remat is not None and bool(step.remat.store),
         "progressive_layer_drop, random_ltd: leave them out": step.thins,
         "tile: use remat(), or more ranks on the axis of zero": bool(step.module_tiles)
         or any(bucket.tiles > 1 for bucket in buckets),
@@ -29,8 +27,10 @@ def require_values(plan: Plan, what: str, otherwise: str) -> None:
     Raises:
         IllegalComposition: names the transforms, and a remedy for each.
     """
-    lacks, reductions = missing(plan), plan.reductions
+    lacks, reductions, remat = missing(plan), plan.reductions, plan.step.remat
     found = {
+        "remat(blocks=): recompute all blocks": remat is not None and remat.blocks is not None,
+        "remat(store=): keep inputs of blocks on the device": remat is not None and bool(remat.store),
         "pipeline: leave it out, or use more ranks on the axis of zero": plan.stages.axis is not None,
         # Parts are checked in a step's first run.
         "sequence: use tensor_slicing over that axis": plan.step.sequence is not None,
@@ -46,9 +46,7 @@ def require_values(plan: Plan, what: str, otherwise: str) -> None:
 
 def require_graph(plan: Plan) -> None:
     """Refuse a plan that a graph does not have. Raises `IllegalComposition`, with all transforms."""
-    lacks, how = missing(plan), plan.step.remat
-    if how is not None and (how.save or how.policy not in ("full", "dots")):
-        lacks.append("remat(save=), policies of your own: use remat() or remat('dots')")
+    lacks = missing(plan)
     if plan.step.tokens is not None and plan.step.tokens.spare:
         lacks.append("experts(spare=): leave spare out")
     if plan.stages.axis is not None:
