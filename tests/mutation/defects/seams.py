@@ -335,6 +335,15 @@ DEFECTS = (
         (f"{_GRAPH}::test_runs_of_operations_are_compiled",),
     ),
     Defect(
+        "a value from before a write, of what was written",
+        "stale",
+        "execute/graph/recompute.py",
+        "what a block computes of a tensor that it writes to later is computed again of what was written",
+        "any(last > place[node] for last in read)",
+        "False",
+        (f"{_GRAPH}::test_blocks_are_recomputed",),
+    ),
+    Defect(
         "names that a graph does not know",
         "bytes",
         "execute/graph/recompute.py",
