@@ -107,7 +107,7 @@ class Blocks:
         self.count += 1
         if not self._trained or self._how is None:
             return False
-        return self._how.blocks is None or self.count <= self._how.blocks
+        return self._how.covers(self.count - 1)
 
     @contextmanager
     def _within(self, recomputed: bool) -> Iterator[None]:

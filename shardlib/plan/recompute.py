@@ -46,6 +46,10 @@ class Recompute:
         """The names of the stores, as `shardlib.remat` takes them."""
         return ("sharded",) * self.sharded + ("host",) * self.host
 
+    def covers(self, block: int) -> bool:
+        """Whether a block is recomputed, by its number in a micro-batch, or in a stage of it."""
+        return self.blocks is None or block < self.blocks
+
     def without_blocks(self, count: int) -> str:
         """What to say of a function in which ``count`` blocks ran: that nothing is recomputed, if none did; else "".
 

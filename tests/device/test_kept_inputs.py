@@ -3,7 +3,7 @@
 import pytest
 
 
-def trained(mesh, *transforms, steps=2, layers=5, rates=0.0, **changes):
+def trained(mesh, *transforms, steps=2, layers=5, rates=0.0, compile=False, **changes):
     """Losses and parameters of a GPT after some steps on the test device, what it counted in the last one, and the plan."""
     import gc
 
@@ -19,7 +19,8 @@ def trained(mesh, *transforms, steps=2, layers=5, rates=0.0, **changes):
     drawn = torch.randint(29, (32, 17), generator=torch.Generator().manual_seed(4)).to(mesh.device)
     batch = {"tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()}
     parallel, tx, loss_fn = sl.chain(*transforms), sl.optim.sgd(0.1), gpt.make_loss(config)
-    state, step = sl.make_train_step(loss_fn, sl.shard(gpt.init(config), mesh, parallel), tx, rng=5)
+    params = sl.shard(gpt.init(config), mesh, parallel)
+    state, step = sl.make_train_step(loss_fn, params, tx, rng=5, compile=compile)
     losses = []
     for number in range(steps):
         if number == steps - 1:
@@ -72,6 +73,44 @@ def test_values_copies_and_memory(on_rig, others):
         said[1][1] < said[0][1] or others == "bf16"
     )  # whose peak is at the end of backward, when all gradients are there
     assert "in host memory, from the end of forward: inputs of blocks" in text and "inputs of blocks  down" in text
+
+
+GRAPHS = {
+    "stage 3, dropout": ("[sl.zero(3)]", "full"),
+    "accumulated": ("[sl.accumulate(2)]", "dots"),
+    "bf16": ("[sl.zero(2), sl.precision('bf16')]", "full"),
+    "parameters too": ("[sl.zero(3), sl.offload(params='host')]", "full"),
+}
+
+
+@pytest.mark.parametrize("case", GRAPHS)
+def test_in_a_graph(on_rig, case):
+    """The values, copies and pinned memory are those without a graph, and the device holds as little."""
+
+    def run(mesh, case):
+        import torch
+
+        import shardlib as sl
+
+        chain, policy = GRAPHS[case]
+        found = []
+        for compile in (False, True):
+            for store in ("device", "host"):
+                remat, dropout = sl.remat(policy, store=store, smallest=1), 0.2 * ("dropout" in case)
+                ways = {"rates": 2e6 * (store == "host"), "steps": 3, "dropout": dropout, "compile": compile}
+                found.append(trained(mesh, *eval(chain), remat, **ways)[:3])
+        same = all(all(map(torch.equal, found[0][1], other[1])) for other in found)
+        return [losses for losses, *_ in found], same, [counts for *_, counts in found]
+
+    losses, same, (stay, moved, stay_in_graph, moved_in_graph) = on_rig(run, case)
+    assert losses == losses[:1] * 4 and same
+    for way in ("down", "up"):
+        more = getattr(moved_in_graph, way) - getattr(stay_in_graph, way)
+        assert more == getattr(moved, way) - getattr(stay, way) > 0
+    assert moved_in_graph.pinned_peak == moved.pinned_peak
+    if "dropout" not in case:  # whose kernel of this device holds more than anything else
+        assert moved_in_graph.peak <= moved.peak + SCALARS
+        assert moved_in_graph.peak < stay_in_graph.peak or case == "bf16"
 
 
 def test_small_inputs_stay(on_rig):
@@ -189,10 +228,11 @@ def test_an_input_that_is_written_to_later_is_refused(on_rig):
     assert "modified by an inplace operation" in on_rig(run)
 
 
-def test_checkpoints_that_a_model_makes_itself(on_rig):
+@pytest.mark.parametrize("compile", [False, True])
+def test_checkpoints_that_a_model_makes_itself(on_rig, compile):
     """Gradient checkpointing of transformers' models keeps its inputs where the plan says."""
 
-    def run(mesh):
+    def run(mesh, compile):
         import torch
         from helpers import rig
         from helpers.architectures import ARCHITECTURES, SIZES
@@ -214,23 +254,27 @@ def test_checkpoints_that_a_model_makes_itself(on_rig):
                 lambda p, batch, apply=apply: apply(p, batch, labels=batch, use_cache=False).loss,
                 sharded,
                 sl.optim.sgd(0.1),
+                compile=compile,
             )
+            if compile:
+                state, _ = step(state, tokens)
             rig.reset()
             state, metrics = step(state, tokens)
             found[store] = metrics["loss"].item(), rig.counts(), [b.cpu() for b in state.params.buffers.values()]
         same = all(map(torch.equal, found["device"][2], found["host"][2]))
         return same, found["device"][:2], found["host"][:2], config.num_hidden_layers * 4 * 8 * config.hidden_size * 4
 
-    same, (loss, stay), (other, moved), inputs = on_rig(run)
+    same, (loss, stay), (other, moved), inputs = on_rig(run, compile)
     assert same and loss == other
     assert moved.down - stay.down == moved.up - stay.up == inputs
 
 
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 3), ("zb-h1", 0)])
-def test_pipelines(on_rig, schedule, stage):
+def test_pipelines(on_rig, schedule, stage, compile):
     """Micro-batches in flight have buffers of their own, as many as the plan says."""
 
-    def run(mesh, schedule, stage):
+    def run(mesh, schedule, stage, compile):
         import gc
 
         import torch
@@ -251,7 +295,7 @@ def test_pipelines(on_rig, schedule, stage):
         def rank(store):
             def train(mesh):
                 state, step = sl.make_train_step(
-                    loss_fn, sl.shard(params, mesh, parallel(store)), sl.optim.sgd(0.1), rng=3
+                    loss_fn, sl.shard(params, mesh, parallel(store)), sl.optim.sgd(0.1), rng=3, compile=compile
                 )
                 rows = {name: leaf.to(mesh.device) for name, leaf in batch.items()}
                 losses = []
@@ -278,7 +322,7 @@ def test_pipelines(on_rig, schedule, stage):
         moved = [sum(view.transfers()[way] for view in plan.views) for way in ("down", "up")]
         return same, found["device"][1], found["host"][1], moved, sum(map(kept_on_host, plan.views))
 
-    same, stay, counts, (down, up), held = on_rig(run, schedule, stage)
+    same, stay, counts, (down, up), held = on_rig(run, schedule, stage, compile)
     assert same
     assert (counts.down - stay.down, counts.up - stay.up) == (2 * down, 2 * up)
     assert counts.pinned_peak == held

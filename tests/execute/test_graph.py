@@ -16,9 +16,10 @@ from helpers.trees import relative_error
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from optree import tree_map
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import shardlib as sl
+from shardlib.common._compat import FUSED_ATTENTIONS
 from shardlib.common.thresholds import Threshold
 from shardlib.errors import BatchError, IllegalComposition
 from shardlib.execute.batches import batch_index
@@ -33,6 +34,7 @@ from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
 from shardlib.execute.live import LiveBytes
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.step import LossStep
+from shardlib.execute.values.keeping import arrived
 from shardlib.models import gpt, huggingface
 from shardlib.tree import leaves_of
 
@@ -84,6 +86,15 @@ def count(graph, kind):
     return sum(kind_of(node) == kind for node in graph.nodes)
 
 
+AT = torch.ops.aten
+DOTS = {AT.mm.default, AT.addmm.default, AT.bmm.default, AT.baddbmm.default, *FUSED_ATTENTIONS}
+
+
+def of_products(context, op, *args, **kwargs):
+    """A policy that keeps products of matrices alone, and sees what they make."""
+    return op in DOTS and (isinstance(context.op_output, list | tuple) or context.op_output.numel() > 0)
+
+
 CHAINS = {
     "0": sl.zero(0),
     "1": sl.zero(1),
@@ -101,6 +112,9 @@ CHAINS = {
     "3 in int4 and fp8, bf16": sl.chain(sl.zero(3), sl.precision("bf16"), sl.quantize("fp8", "int4"), sl.remat()),
     "3 in int8, nothing kept": sl.chain(sl.zero(3), sl.quantize("int8", "int8", feedback=False), sl.accumulate(3)),
     "3, products in fp8": sl.chain(sl.zero(3), sl.precision("fp8"), sl.remat("dots")),
+    "3, named values kept": sl.chain(sl.zero(3), sl.remat(save=["attn/out", "mlp/hidden"])),
+    "2 in 2 micro-batches, one block recomputed": sl.chain(sl.zero(2), sl.accumulate(2), sl.remat(blocks=1)),
+    "3, a policy": sl.chain(sl.zero(3), sl.remat(of_products)),
     "3, reproducible": sl.chain(sl.zero(3), sl.reproducible(6)),
 }
 
@@ -117,10 +131,15 @@ def test_a_gpt(name):
 
 EVEN = replace(TINY, sequence=8)
 SLICES = sl.tensor_slicing(gpt.slicing_rules(TINY), axis="model")
+DIVIDED = sl.remat(store="sharded", smallest=1)
 PARTS = {
     "slices": SLICES,
     "slices at stage 0": sl.chain(SLICES, sl.accumulate(2)),
     "slices, recomputed": sl.chain(SLICES, sl.remat()),
+    "slices, inputs of blocks divided": sl.chain(SLICES, DIVIDED),
+    "slices in 2 micro-batches, divided, dots kept": sl.chain(
+        SLICES, sl.accumulate(2), sl.remat("dots", store=("sharded", "host"), smallest=1, blocks=1)
+    ),
     "slices in 2 micro-batches": sl.chain(SLICES, sl.accumulate(2)),
     "ulysses": sl.sequence("model", "ulysses"),
     "ring": sl.chain(sl.sequence("model", "ring"), sl.remat()),
@@ -135,6 +154,8 @@ def test_a_gpt_in_parts(name):
     transform, mesh = sl.chain(sl.zero(0 if "stage 0" in name else 3), PARTS[name]), {"data": 2, "model": 2}
     graph = check(both(loss_fn, params, token_batches(2, 8, EVEN), transform, mesh, rng=sl.Key(3)))
     assert any("_start" in str(node.target) for node in graph.nodes)
+    blocks = 2 if name == "slices, inputs of blocks divided" else 1 if "divided" in name else 0
+    assert sum(node.target is arrived for node in graph.nodes) == blocks
 
 
 BOTH = ("data", "expert")
@@ -219,8 +240,9 @@ PIPES = {
     "two stages a rank": (sl.pipeline("interleaved-1f1b", 4), sl.zero(2), sl.remat("dots")),
     "zero-bubble": (sl.pipeline("zb-h1", 4), sl.zero(3)),
     "v": (sl.pipeline("zb-v", 4), sl.zero(2), sl.precision("bf16")),
+    "zero-bubble, one block recomputed": (sl.pipeline("zb-h1", 4), sl.zero(3), sl.remat(save="attn/out", blocks=1)),
     "slices": (
-        sl.pipeline("1f1b", 2),
+        *(sl.pipeline("zb-h1", 2), DIVIDED),
         sl.tensor_slicing(gpt.slicing_rules(replace(TINY, layers=4), blocks=True), axis="model"),
     ),
 }
@@ -237,7 +259,13 @@ def test_a_pipeline(name):
     )
     check(results)
     graphs = results[-1][2]
-    assert len(graphs) == {"two stages a rank": 4, "zero-bubble": 3, "v": 6}.get(name, 2)
+    assert len(graphs) == {
+        "two stages a rank": 4,
+        "zero-bubble": 3,
+        "zero-bubble, one block recomputed": 3,
+        "v": 6,
+        "slices": 3,
+    }.get(name, 2)
     if name == "1f1b, stage 3, recomputed":  # backward gathers again: other micro-batches come between
         assert [count(graph, "gather") for graph in graphs] == [1, 1]
 
@@ -497,7 +525,7 @@ def test_small_messages_are_merged(stage, kinds):
 
 
 def test_blocks_are_recomputed():
-    """Of what blocks compute backward reads what they hand on alone."""
+    """Of what blocks compute backward reads what they return alone."""
     loss_fn, params = tiny_gpt(layers=3)
 
     def kept(transform, loss_fn=loss_fn, params=params, batches=token_batches(1, 4)):  # noqa: B008
@@ -514,6 +542,12 @@ def test_blocks_are_recomputed():
     )
     rows, width = 2 * TINY.sequence, TINY.width
     assert nothing == 3 * rows * width * 4 < dots < whole
+    recomputing = lambda *args, **options: kept(sl.chain(sl.zero(3), sl.remat(*args, **options)))  # noqa: E731
+    assert recomputing(save="attn/out") == nothing + 3 * rows * width * 4
+    assert [recomputing(blocks=blocks) for blocks in (0, 3)] == [whole, nothing]
+    assert nothing < recomputing(blocks=2) < recomputing(blocks=1) < whole
+    assert recomputing(lambda context, op, *args, **kwargs: CheckpointPolicy.PREFER_SAVE) == whole
+    assert recomputing(of_products) == dots
 
     def dropping(params, batch):
         x = batch
@@ -521,8 +555,24 @@ def test_blocks_are_recomputed():
             x = sl.block(lambda weight, x: F.dropout(torch.tanh(x @ weight), 0.5))(weight, x)
         return x.square().mean()
 
-    masks_and_outputs = kept(sl.chain(sl.zero(3), sl.remat()), dropping, PARAMS, [BATCH["x"]])
-    assert masks_and_outputs == (3 + 3) * 4 * 6 * 8
+    masks_and_inputs = kept(sl.chain(sl.zero(3), sl.remat()), dropping, PARAMS, [BATCH["x"]])
+    assert masks_and_inputs == (3 + 3) * 4 * 6 * 8
+
+    def writing(params, batch):
+        """What was computed of it before a write is kept; what is read later is computed again."""
+
+        @sl.block
+        def block(weight, x):
+            y = x @ weight
+            before = y.sigmoid()
+            return torch.tanh((y.mul_(2.0).sin().cos() + before) @ weight)
+
+        x = batch
+        for weight in params["weights"]:
+            x = block(weight, x)
+        return x.square().mean()
+
+    assert kept(sl.chain(sl.zero(3), sl.remat()), writing, PARAMS, [BATCH["x"]]) == (3 + 3) * 4 * 6 * 8
 
 
 def layers(params, batch):
@@ -875,10 +925,7 @@ def test_states_go_on_from_a_step_with_a_graph_to_one_without(name):
         assert relative_error(changing, eager)[0] == 0 and len(graphs) == 1
 
 
-REFUSED = {
-    "remat(save=)": sl.chain(sl.zero(3), sl.remat(save=["x"])),
-    "remat(blocks=)": sl.chain(sl.zero(2), sl.remat(blocks=1)),
-}
+REFUSED = {}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -889,23 +936,24 @@ def test_plans_that_have_no_graph(name):
 
 def on_a_rank(mesh, *transforms):
     """Parameters after steps with and without graphs, and the number of these, on a rank of its own process."""
-    blocks, experts = "pipe" in mesh.shape, len(transforms) > 1
+    blocks, experts = "pipe" in mesh.shape, "experts" in str(transforms)
     moe = gpt.Experts((0, 4), sl.nn.MoEConfig(sl.nn.routers.top_k(2)), hidden=6) if experts else None
     loss_fn, params = tiny_gpt(dropout=0.1, moe=moe)
     if blocks:
         loss_fn, params = gpt.make_sequential(replace(TINY, dropout=0.1)), gpt.to_blocks(params)
     found = []
     for compile in (False, True):
-        sharded = sl.shard(params, mesh, sl.chain(*transforms, sl.remat()))
+        sharded = sl.shard(params, mesh, sl.chain(*transforms, DIVIDED if "model" in mesh.shape else sl.remat()))
         state, step = sl.make_train_step(loss_fn, sharded, sl.optim.adamw(1e-2), rng=3, compile=compile)
         for batch in token_batches(3, 8):
-            state, metrics = step(state, batch if blocks else share(batch, mesh.rank, mesh.size))
+            state, metrics = step(state, batch if blocks else share(batch, mesh.coords["data"], mesh.shape["data"]))
         found.append((sl.unshard(state.params), metrics["loss"]))
     return (*found, len(step.graph.graphs))
 
 
 IN_PROCESSES = {
     "3": ({"data": 2}, sl.zero(3)),
+    "slices, inputs divided": ({"data": 1, "model": 2}, sl.zero(3), SLICES),
     "3 and experts": ({"data": 2}, sl.zero(3), sl.experts("data")),
     "3, in tiles, of some tokens": (
         {"data": 2},
@@ -976,15 +1024,15 @@ def test_merged_units_are_whole_two_at_a_time(monkeypatch):
     assert peak_of_wholes(graph).units == 2
 
 
-@pytest.mark.parametrize("remat", [(), (sl.remat(),)], ids=["kept", "recomputed"])
-def test_bytes_at_each_node_are_those_of_a_run(remat):
-    loss_fn, params = tiny_gpt(layers=3)
+def held(mesh, *transforms, **changes):
+    """The most bytes that a graph holds on each rank: as measured, and as it says."""
+    loss_fn, params = tiny_gpt(**changes)
 
     def run(mesh):
-        sharded = sl.shard(params, mesh, sl.chain(sl.zero(3), *remat))
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(3), *transforms))
         stage = GraphStage(loss_fn, sharded.plan, mesh)
         step = LossStep(loss_fn, sharded.plan, mesh, False, run_by=lambda *args, **kwargs: stage)
-        batch = share(token_batches(1, 4)[0], mesh.rank, 2)
+        batch = share(token_batches(1, 4, replace(TINY, **changes))[0], mesh.coords["data"], mesh.shape["data"])
         step(sharded, batch, None, None, comm={}, equal={})
         ((_, traced),) = stage._graphs.named()
         module, live = traced.module, LiveBytes()
@@ -997,7 +1045,16 @@ def test_bytes_at_each_node_are_those_of_a_run(remat):
         step(sharded, batch, None, None, comm={}, equal={})
         return live.peak, max(map(sum, alive(traced.graph)))
 
-    for peak, said in sl.simulate(run, mesh={"data": 2}):
+    return sl.simulate(run, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "remat",
+    [(), (sl.remat(),), (sl.remat(save="attn/out"),), (sl.remat(blocks=1),)],
+    ids=["kept", "recomputed", "named", "a block"],
+)
+def test_bytes_at_each_node_are_those_of_a_run(remat):
+    for peak, said in held({"data": 2}, *remat, layers=3):
         assert said == pytest.approx(peak, rel=0.01)
 
 
@@ -1014,3 +1071,33 @@ def test_sums_are_told_from_nodes_of_the_same_names():
 
     batches = [torch.randn(8, 4, generator=generator) for _ in range(2)]
     check(both(loss_fn, params, batches, sl.chain(sl.zero(3), sl.accumulate(2))))
+
+
+def test_bytes_of_inputs_that_are_divided():
+    """Each rank holds half of each, but for what it computes with: as measured, and as said."""
+    mesh, changes = {"data": 1, "model": 2}, {"layers": 12, "sequence": 32}
+    whole, divided = (held(mesh, SLICES, remat, **changes)[0] for remat in (sl.remat(), DIVIDED))
+    assert whole[0] == whole[1] and divided[0] == divided[1]
+    assert whole[0] - divided[0] > (12 / 2 - 2) * 4 * 32 * TINY.width * 4
+
+
+@pytest.mark.parametrize(
+    "remat",
+    [sl.remat(save="mlp/hidden"), sl.remat(blocks=2), sl.remat(of_products), DIVIDED],
+    ids=["named", "blocks", "policy", "divided"],
+)
+def test_a_graph_holds_what_is_held_without(remat):
+    config = gpt.GPTConfig(vocab=16, layers=6, width=16, heads=2, sequence=64)
+    rules = sl.tensor_slicing(gpt.slicing_rules(config), axis="model")
+
+    def run(mesh, compile):
+        params, live = sl.shard(gpt.init(config), mesh, sl.chain(rules, sl.zero(3), remat)), LiveBytes()
+        state, step = sl.make_train_step(gpt.make_loss(config), params, sl.optim.sgd(0.1), compile=compile)
+        (batch,) = token_batches(1, 8, config)
+        state, _ = step(state, batch)
+        with live:
+            step(state, batch)
+        return live.peak
+
+    eager, compiled = (sl.simulate(run, compile, mesh={"data": 1, "model": 2})[0] for compile in (False, True))
+    assert compiled <= 1.02 * eager, (eager, compiled)

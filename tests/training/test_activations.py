@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import shardlib as sl
 from shardlib.errors import HandleError, IllegalComposition
 from shardlib.execute.activations.host import HostMemory, Imagined
+from shardlib.execute.values.keeping import Between, Keeping, keep
 from shardlib.mesh.transfers import Transfers
 from shardlib.models import gpt
 from shardlib.plan.recompute import fewest
@@ -163,6 +164,16 @@ def test_buffers_are_used_again():
         memory.give(buffer)
     longer = [memory.take(size) for size in (40, 20, 15)]
     assert [len(buffer) for buffer in longer] == [40, 20, 15] and memory.held == 75
+
+
+def test_what_an_error_leaves_in_a_store_is_given_up():
+    """A graph that ends between forward and backward."""
+    memory = HostMemory(Imagined(Transfers(torch.device("cpu"), abstract=True)))
+    between = Between(sl.remat(store="host").how, sl.make_mesh(), memory)
+    link = Keeping(between, between.store, "an input", torch.empty(8, device="meta"))
+    keep(torch.ones(8), link.number)
+    between.close()
+    assert len(memory.take(32)) == 32 == memory.held and not between.there
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=30), st.integers(0, 600))

@@ -56,12 +56,19 @@ def checkpointed(
     return checkpoint(call, others, *tensors, use_reentrant=False, preserve_rng_state=compiles, **policy)
 
 
+def policy_of(how: Recompute) -> Callable[..., CheckpointPolicy | bool] | None:
+    """What decides by operation whether a result is kept; None where inputs of blocks and named values alone are."""
+    if how.policy == "full":
+        return None
+    return _keep_dots if how.policy == "dots" else how.policy  # type: ignore[return-value]
+
+
 def _policy(how: Recompute, names: set[str], compiles: bool) -> dict[str, Any]:
     if how.save:
         return {"context_fn": partial(contexts, how.save, names)}
-    if how.policy == "full":
+    keeps = policy_of(how)
+    if keeps is None:
         return {}
-    keeps = _keep_dots if how.policy == "dots" else how.policy
 
     def made() -> tuple[Any, Any]:
         first, again = create_selective_checkpoint_contexts(keeps)
@@ -87,7 +94,7 @@ class _Once:
         return self._entered.__exit__(*error)
 
 
-_DOTS = {
+DOTS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -98,4 +105,4 @@ _DOTS = {
 
 
 def _keep_dots(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _DOTS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in DOTS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -159,14 +159,7 @@ class Keeper:
         self._last = False
 
     def _takes(self, arg: Any) -> bool:
-        return (
-            isinstance(arg, torch.Tensor)
-            and not isinstance(arg, Handle)
-            and arg.requires_grad
-            and arg.layout is torch.strided
-            and arg.nbytes >= self._smallest
-            and not self._is_parameter(arg)
-        )
+        return may_move(arg) and arg.nbytes >= self._smallest and not self._is_parameter(arg)
 
     def _entry(self, tensor: torch.Tensor, number: int) -> _Entry:
         storage = tensor.untyped_storage()
@@ -199,6 +192,12 @@ class Keeper:
         for entry in entries:
             entry.kept.fetch()
             self._here[entry] = None
+
+
+def may_move(arg: Any) -> bool:
+    """Whether an input of a checkpoint goes to a store, if it is large and no parameter."""
+    plain = isinstance(arg, torch.Tensor) and not isinstance(arg, Handle)
+    return plain and arg.requires_grad and arg.layout is torch.strided
 
 
 def _kept(fn: Function, args: Arguments, has_context: bool) -> tuple[Function, Arguments]:

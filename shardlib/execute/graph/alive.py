@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, start_gather, start_scatter, start_sum
-from shardlib.execute.graph.nodes import RELAID, changes, given, is_view, link_at, nbytes, positions, sent, value_of
+from shardlib.execute.graph.nodes import RELAID, given, lies_in, link_at, nbytes, positions, sent, value_of
 from shardlib.execute.graph.overlap import wait
+from shardlib.execute.values.keeping import arrived, keeping_of
 from shardlib.execute.values.routes import FETCH, REDUCE, start_fetch, start_reduce
 
 _KINDS: dict[Any, str] = {
@@ -101,13 +102,11 @@ def _goes_on(node: Node) -> bool:
 
 
 def _lies_in(node: Node) -> Node | None:
-    """The node in whose memory a node's result lies; None if it makes memory of its own."""
-    if node.target is wait:
-        return given(node)
-    if node.target is getitem:
-        source = given(node)
-        return source if kind_of(source) or source.target is wait or is_view(source) else None
-    return given(node) if is_view(node) or given(node) in changes(node) else None
+    """The node in whose memory a node's result lies, which may have started what it waits for."""
+    if node.target is arrived:
+        return None if keeping_of(node.args[1]).late else given(node)
+    waits = node.target is wait or (node.target is getitem and given(node).target is wait)
+    return given(node) if waits else lies_in(node)
 
 
 def _bytes(made: Node) -> int:

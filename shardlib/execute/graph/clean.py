@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.execute.graph.nodes import given, value_of
+from shardlib.execute.graph.trace import GIVEN, NAMES
 
 _aten = torch.ops.aten
 _DETACHING = (_aten.detach.default, _aten.alias.default)
@@ -20,7 +21,11 @@ def clean(graph: Graph) -> None:
     """Drop no-ops and dead code."""
     for node in list(graph.nodes):
         if node.op == "call_function" and _same(node):
-            node.replace_all_uses_with(given(node))
+            source = given(node)
+            source.meta[NAMES] = (*source.meta.get(NAMES, ()), *node.meta.get(NAMES, ()))
+            if GIVEN in node.meta:
+                source.meta.setdefault(GIVEN, node.meta[GIVEN])
+            node.replace_all_uses_with(source)
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users and not node.is_impure():

@@ -15,8 +15,8 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.common._compat import compiled_by_inductor, has_unknown_sizes, is_operator
-from shardlib.execute.graph.nodes import changes, copied, draws, given, is_view, memory_of, value_of, writes_of
-from shardlib.execute.graph.recompute import DOTS
+from shardlib.execute.activations.checkpointing import DOTS
+from shardlib.execute.graph.nodes import changes, copied, draws, given, is_view, roots_of, value_of, writes_of
 from shardlib.execute.graph.recorder import DEVICE
 from shardlib.execute.graph.trace import BLOCK, PHASE
 
@@ -77,8 +77,8 @@ class Inductor:
 
     def _found(self, graph: Graph) -> Iterator[list[Node]]:
         """Runs of operations that are worth compiling."""
-        writes = writes_of(graph)
-        written = {node for node in graph.nodes if memory_of(node) in writes}  # equal values may get one memory
+        writes, roots = writes_of(graph), roots_of(graph)
+        written = {node for node in graph.nodes if roots[node] in writes}  # equal values may get one memory
         run: list[Node] = []
         block: Any = None
 

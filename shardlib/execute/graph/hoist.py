@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.common._compat import chunk_cat_operator
-from shardlib.execute.graph.nodes import REDUCTIONS, RELAID, memory_of, of_kind, positions, writes_of
+from shardlib.execute.graph.nodes import REDUCTIONS, RELAID, of_kind, positions, roots_of, writes_of
 from shardlib.execute.graph.trace import BACKWARD, FORWARD, PHASE
 
 _aten = torch.ops.aten
@@ -28,13 +28,13 @@ def hoist(graph: Graph) -> None:
     for result in output.all_input_nodes:
         if result.target in _PACKING and result.meta.get(PHASE) == BACKWARD:
             moved |= _packing(result)
-    writes = writes_of(graph)
+    writes, roots = writes_of(graph), roots_of(graph)
     # A moved node has the place of the node behind which it stands, and its number among those that do.
     place = {node: (number, 0) for node, number in positions(graph).items()}
     behind: dict[int, Node] = {}
     for count, node in enumerate([node for node in graph.nodes if node in moved], 1):
         # What is written to is not to be read before.
-        written = (write for each in node.all_input_nodes for write in writes.get(memory_of(each), ()))
+        written = (write for each in node.all_input_nodes for write in writes.get(roots[each], ()))
         before = (write for write in written if place[write] < place[node])
         last = max((*node.all_input_nodes, *before), key=place.__getitem__, default=node)
         if last is not node and last.op != "placeholder" and last.meta.get(PHASE) != FORWARD:

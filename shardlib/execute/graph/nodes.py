@@ -103,27 +103,32 @@ def changes(node: Node) -> list[Node]:
     return list(targets(node.target, node.args, node.kwargs, Node))
 
 
-def memory_of(node: Node) -> Node:
-    """The node that made the memory in which what a node gives lies, or the input that it lies in."""
-    while node.op == "call_function":
-        parts = given(node) if node.target is operator.getitem else node
-        if not is_view(parts) and not _in_place(parts):
-            break
-        node = given(parts)
-    return node
+def lies_in(node: Node) -> Node | None:
+    """The node in whose memory a node's result lies; None if it makes memory of its own, or is an input."""
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        source = given(node)
+        return source if source.target in EXCHANGES or is_view(source) else None
+    written = changes(node)
+    return given(node) if is_view(node) or (written and given(node) in written) else None
 
 
-def _in_place(node: Node) -> bool:
-    """Whether a node gives what it writes to. (Operators of batch_norm write to statistics beside their results.)"""
-    return bool(node.args) and given(node) in changes(node)
+def roots_of(graph: Graph) -> dict[Node, Node]:
+    """Node -> the node that made the memory in which its result lies."""
+    roots: dict[Node, Node] = {}
+    for node in graph.nodes:
+        source = lies_in(node)
+        roots[node] = roots.get(source, node) if isinstance(source, Node) else node
+    return roots
 
 
 def writes_of(graph: Graph) -> dict[Node, list[Node]]:
-    """The nodes that write, in order, by the node that made the memory (`memory_of`)."""
-    found: dict[Node, list[Node]] = {}
+    """The nodes that write, in order, by the node that made the memory."""
+    roots, found = roots_of(graph), dict[Node, list[Node]]()
     for node in graph.nodes:
         for each in changes(node):
-            found.setdefault(memory_of(each), []).append(node)
+            found.setdefault(roots[each], []).append(node)
     return found
 
 

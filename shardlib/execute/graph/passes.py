@@ -16,10 +16,11 @@ from shardlib.execute.graph.merge import merge
 from shardlib.execute.graph.overlap import overlap
 from shardlib.execute.graph.recompute import recompute
 from shardlib.execute.graph.regather import regather
+from shardlib.execute.graph.store import store
 from shardlib.execute.graph.trace import Traced
-from shardlib.plan.recompute import Recompute
+from shardlib.execute.values.keeping import Between
 
-PASSES = ("clean", "hoist", "merge", "recompute", "regather", "overlap")
+PASSES = ("clean", "hoist", "merge", "recompute", "store", "regather", "overlap")
 
 
 def require_known(names: Collection[str]) -> None:
@@ -30,7 +31,7 @@ def require_known(names: Collection[str]) -> None:
 
 def optimise(
     traced: Traced,
-    remat: Recompute | None,
+    between: Between,
     lands: Sequence[str | None] = (),
     without: Collection[str] = (),
     summed: int = 0,
@@ -40,6 +41,7 @@ def optimise(
     """Run the passes, but for those named in ``without``, which are for tests and measurements, and make the graph code.
 
     Args:
+        between: how what forward leaves for backward is kept.
         lands: for each gradient that the graph returns the name that `land` calls it by; None if it stays.
         summed: the number of gradients that are added to sums in place of being returned.
         apart: whether backward does not follow on forward, so that what runs at one time is yet to be cut out and overlapped.
@@ -53,8 +55,10 @@ def optimise(
         hoist(graph)
     if "merge" not in without:
         links = merge(graph)
-    if remat is not None and "recompute" not in without:
-        recompute(graph, keep_dots=remat.policy == "dots")
+    if between.how is not None and "recompute" not in without:
+        recompute(graph, between.how)
+    if "store" not in without:
+        links += store(graph, between)
     if "regather" not in without:
         regather(graph, apart)
     if "clean" not in without:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from shardlib.execute.stages.pipe import Pipe
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.totals import Totals
 from shardlib.execute.values.function import Function
+from shardlib.execute.values.keeping import Between
 from shardlib.execute.values.refusals import require_graph
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner
@@ -62,6 +64,9 @@ class GraphPipe(Pipe):
         self._without = without
         self._functions = {number: self._function(number) for number in self._position.stages}
         self._graphs = {number: Graphs[StageGraph](StageGraph.order) for number in self._position.stages}
+        self._between = {
+            number: Between(plan.step.remat, mesh, stage.host) for number, stage in self._position.stages.items()
+        }
         self._entering: dict[int, Tree] = {}  # what enters each stage in the first step, without values
         self._trial = Trial(mesh)
 
@@ -110,10 +115,13 @@ class GraphPipe(Pipe):
         views = {number: self._plan.of_stage(number) for number in self._position.stages}
         position = replace(self._position, stages={number: _Stage(view) for number, view in views.items()})
         sums = {number: StageSums(function) for number, function in self._functions.items()}
-        _Interpreter(
-            partial(self._flight, call, options, outcomes),
-            *(position, call.params, None, sums, lambda microbatch: call.seed(outcomes[microbatch])),
-        ).run(self._order)
+        with ExitStack() as stack:
+            for between in self._between.values():
+                stack.enter_context(closing(between))
+            _Interpreter(
+                partial(self._flight, call, options, outcomes),
+                *(position, call.params, None, sums, lambda microbatch: call.seed(outcomes[microbatch])),
+            ).run(self._order)
         for index in sorted(outcomes):
             totals.add(outcomes[index])
         return self._summed(each.result() for each in sums.values())
@@ -141,7 +149,7 @@ class GraphPipe(Pipe):
                 self._position.is_last(stage),
                 self._schedule.splits,
                 False,
-                view.step.remat,
+                self._between[stage],
                 self._without,
                 call.named(microbatch, self._mesh),
                 self._inductor,

@@ -1,76 +1,46 @@
 """A pass that computes blocks again in backward, as `shardlib.remat` says, in place of keeping what they computed.
 
-What is drawn from torch's own generators is kept, and so are decisions (`shardlib.common.once`) and numbers that the host
-reads. The library's draws are made again, from the same seeds.
+What is drawn from torch's own generators is kept, and so are decisions (`shardlib.common.once`), numbers that the host reads,
+and what is written to outside of the block that made it. The library's draws are made again, from the same seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from shardlib.common._compat import FUSED_ATTENTIONS, scaled_product
+from shardlib.common._compat import is_operator
+from shardlib.execute.activations.checkpointing import policy_of
 from shardlib.execute.graph.nodes import (
     EXCHANGES,
     changes,
     copied,
     draws,
     fetched,
-    memory_of,
+    given,
     positions,
+    roots_of,
     value_of,
     writes_of,
 )
-from shardlib.execute.graph.trace import BACKWARD, BLOCK, DECIDED, FORWARD, PHASE
+from shardlib.execute.graph.trace import BACKWARD, BLOCK, DECIDED, FORWARD, NAMES, PHASE
+from shardlib.plan.recompute import Recompute
 
-_aten = torch.ops.aten
-# What remat("dots") keeps.
-_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, scaled_product)
-DOTS = {*_PRODUCTS, *FUSED_ATTENTIONS}
+_SAVES = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
-def recompute(graph: Graph, keep_dots: bool = False) -> None:
-    """Compute the nodes of blocks again where backward uses them; with ``keep_dots`` not products."""
-    wholes = fetched(graph)
-    drawn: set[Node] = set()  # and what is written to it, as a mask of dropout is divided by what is kept
-    for node in graph.nodes:
-        if draws(node) or (changes(node) and node.all_input_nodes[0] in drawn):
-            drawn.add(node)
-    writes = writes_of(graph)
-    kept = {made for made, nodes in writes.items() if not drawn.isdisjoint(nodes)}
-    read = _read(graph, writes)
-    # What is written to has one value if all of it is written in the block before it is read.
-    place = positions(graph)
-    written = {
-        write.meta[BLOCK]
-        for made, nodes in writes.items()
-        if made not in kept
-        for write in nodes
-        if any(each.meta[BLOCK] != made.meta[BLOCK] or each.meta[PHASE] != FORWARD for each in nodes)
-        or any(place[each] < place[nodes[-1]] for each in read[made])
-        or made.op != "call_function"
-    }
+def recompute(graph: Graph, how: Recompute) -> None:
+    """Compute the nodes of blocks again where backward uses them."""
+    wholes, writes, chosen = fetched(graph), writes_of(graph), _computed_again(graph, how)
     again: dict[Node, Node] = {}
 
-    def recomputes(node: Node) -> bool:
-        if node.op != "call_function" or node in wholes or node.meta.get(PHASE) != FORWARD:
-            return False
-        block = node.meta.get(BLOCK)
-        if block is None or block in written or node in drawn or node.target in EXCHANGES:
-            return False
-        if any(user.meta.get(PHASE) == FORWARD and user.meta.get(BLOCK) != block for user in node.users):
-            return False  # what a block hands on is there for the next one
-        made = memory_of(node)
-        if made in kept or (made is not node and made in writes and not recomputes(made)):
-            return False
-        if node.meta.get(DECIDED) or not isinstance(value_of(node), torch.Tensor | list | tuple):
-            return False
-        return not (keep_dots and node.target in DOTS)
-
     def computed(node: Node, at: Node) -> Node:
-        if not recomputes(node):
+        if node not in chosen:
             return node
         if node not in again:
             for each in node.all_input_nodes:
@@ -90,11 +60,55 @@ def recompute(graph: Graph, keep_dots: bool = False) -> None:
                 node.replace_input_with(each, computed(each, node))
 
 
-def _read(graph: Graph, writes: Mapping[Node, Sequence[Node]]) -> dict[Node, list[Node]]:
-    """The nodes that read what is written to, but for those that write to it or give views of it."""
-    found: dict[Node, list[Node]] = {made: [] for made in writes}
+def _computed_again(graph: Graph, how: Recompute) -> set[Node]:
+    """The nodes of forward that are computed again where backward uses them."""
+    wholes, roots, place, policy = fetched(graph), roots_of(graph), positions(graph), policy_of(how)
+    writes = writes_of(graph)
+    written = {root: place[nodes[-1]] for root, nodes in writes.items()}  # the last time
+    named = {roots[node] for node in graph.nodes if not set(how.save).isdisjoint(node.meta.get(NAMES, ()))}
+    settled = {root for root, nodes in writes.items() if _is_settled(root, nodes)}
+    chosen: set[Node] = set()
+
+    def changes_later(node: Node) -> bool:
+        """Whether what a node reads, writes to or makes has another value later, or had one before."""
+        mine = {roots[node], *(roots[each] for each in changes(node))}
+        reads = {roots[each] for each in node.all_input_nodes} - mine
+        unsettled = any(root in written and root not in settled for root in mine)
+        return unsettled or any(written.get(root, -1) > place[node] for root in reads)
+
     for node in graph.nodes:
-        for each in node.all_input_nodes:
-            if (made := memory_of(each)) in writes and memory_of(node) is not made:
-                found[made].append(node)
-    return found
+        block = node.meta.get(BLOCK)
+        if node.op != "call_function" or node in wholes or block is None or not how.covers(block):
+            continue
+        if node.meta.get(PHASE) != FORWARD or node.meta.get(DECIDED):
+            continue
+        saved = policy is not None and is_operator(node.target) and _saves(policy, node)
+        if saved or roots[node] in named or not isinstance(value_of(node), torch.Tensor | list | tuple):
+            continue
+        if node.target in EXCHANGES or draws(node) or changes_later(node):
+            continue
+        if node.target is operator.getitem and given(node) not in chosen:
+            continue
+        # What is used outside of its block is kept for those who use it.
+        if all(user.meta.get(PHASE) != FORWARD or user.meta.get(BLOCK) == block for user in node.users):
+            chosen.add(node)
+    # What is written to is computed again with all that writes to it, or not at all.
+    kept = {root for root in settled if not chosen.issuperset((root, *writes[root]))}
+    return {node for node in chosen if roots[node] not in kept}
+
+
+def _is_settled(root: Node, writes: Sequence[Node]) -> bool:
+    """Whether what is written to is made, and written, in forward in one block, by nodes that give it and nothing else."""
+    block = root.meta.get(BLOCK)
+    return root.op == "call_function" and all(
+        node.meta.get(BLOCK) == block and node.meta.get(PHASE) == FORWARD and changes(node) == [given(node)]
+        for node in writes
+    )
+
+
+def _saves(policy: Any, node: Node) -> bool:
+    """Whether a policy keeps a node's result. It is given tensors without values."""
+    context = SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = value_of(node)
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
+    return policy(context, node.target, *args, **kwargs) in _SAVES

@@ -139,6 +139,11 @@ class Recorder(OperatorMode):
         """The node that was made last."""
         return next(iter(reversed(self.graph.nodes)))
 
+    def node_of(self, tensor: torch.Tensor) -> Node | None:
+        """The node of a tensor that was recorded, if it was."""
+        made_by, node, _ = getattr(tensor, "recorded", (None, None, None))
+        return node if made_by is self else None
+
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Fake tensors that are inputs of the graph."""
         made: list[torch.Tensor] = [self.fakes.mode.from_tensor(tensor) for tensor in tensors]

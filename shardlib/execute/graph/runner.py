@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from shardlib.execute.stages.base import Call
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.totals import Totals
 from shardlib.execute.values.function import Function
+from shardlib.execute.values.keeping import Between
 from shardlib.execute.values.refusals import require_graph
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
@@ -63,6 +65,7 @@ class GraphStage:
         self._fn, self._plan, self._mesh, self._with_buffers, self._without = fn, plan, mesh, with_buffers, without
         self._function = Function(fn, plan, mesh, trained)
         self._eager = OneStage(fn, plan, mesh, trained, with_buffers)  # the first step, and what cannot be traced
+        self._between = Between(plan.step.remat, mesh, self._eager.executor.host)
         self._graphs = Graphs[Traced](lambda traced: order_of(traced.graph))
         self._halves = Graphs[StageGraph](StageGraph.order)  # of a sum of means: forward, and backward
         self._terms = 1  # means in the loss
@@ -95,8 +98,9 @@ class GraphStage:
         self._begin(call)
         if self._halved:
             stage = StageSums(self._function)
-            for index in range(len(call.microbatches)):
-                totals.add(self._in_halves(call, index, stage, options))
+            with closing(self._between):
+                for index in range(len(call.microbatches)):
+                    totals.add(self._in_halves(call, index, stage, options))
             return stage.result()
         sums = self._function.sums() if self._adds(call) else {}
         tiles = self._function.in_tiles(sums)
@@ -170,7 +174,7 @@ class GraphStage:
                 True,
                 False,
                 True,
-                plan.step.remat,
+                self._between,
                 self._without,
                 call.named(index, mesh),
                 self._inductor,
@@ -212,7 +216,7 @@ class GraphStage:
         seed = torch.full((), start, dtype=torch.float64, device=self._mesh.device)
         tensors = tensors_of((batch, buffers))
         draws = [] if key is None else traced.stands.values(key)
-        with torch.no_grad(), seeding_torch(key, self._mesh.device):
+        with torch.no_grad(), seeding_torch(key, self._mesh.device), closing(self._between):
             outputs = traced.module(*stored, *tensors, *kept.values(), seed, *draws, land, *sums.values())
         outcome, rest = traced.form.outcome(outputs, storages_of(call.params))
         names = [] if sums else [bucket.name for bucket in self._plan.tiled.trained]
@@ -254,7 +258,7 @@ class GraphStage:
                 for tile in bucket.cut
             ]
             summed = len(plan.tiled.trained) if self._adds(call) else 0
-            optimise(found, plan.step.remat, lands, self._without, summed, inductor=self._inductor)
+            optimise(found, self._between, lands, self._without, summed, inductor=self._inductor)
             return found
 
         return self._graphs.of(lambda: (form_of(batch), form_of(buffers), key is None, closed_over(self._fn)), traced)

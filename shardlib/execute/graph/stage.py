@@ -24,9 +24,9 @@ from shardlib.execute.losses import read_loss, require_gradient
 from shardlib.execute.opaque import require_open
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.function import Function, gradients_of
+from shardlib.execute.values.keeping import Between
 from shardlib.nn.blocks import Runner
 from shardlib.plan.plan import Plan
-from shardlib.plan.recompute import Recompute
 from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
 from shardlib.sharded.tree import Sharded
@@ -173,7 +173,7 @@ def trace_stage(
     last: bool,
     halved: bool,
     several: bool,
-    remat: Recompute | None,
+    between: Between,
     without: Collection[str],
     named: str,
     inductor: Inductor | None,
@@ -233,7 +233,7 @@ def trace_stage(
         return [*results, *gradients]
 
     traced = recorded(function, stored, [carry, batch], forward, backward)
-    optimise(traced, remat, without=without, apart=True)
+    optimise(traced, between, without=without, apart=True)
     nodes = list(traced.graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]
     entering = given[len(stored) :][: len(tensors_of((carry, batch)))]

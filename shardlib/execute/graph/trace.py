@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,12 +12,13 @@ from typing import Any
 
 import torch
 
-from shardlib.common._compat import next_number, number_of_derivative, storage_id, without_autocast_cache
+from shardlib.common._compat import next_number, number_of_derivative, pytree, storage_id, without_autocast_cache
 from shardlib.common.environment import within
 from shardlib.common.once import Decision
 from shardlib.errors import IllegalComposition
+from shardlib.execute.activations.keeper import may_move
 from shardlib.execute.graph.keys import Stands
-from shardlib.execute.graph.nodes import draws
+from shardlib.execute.graph.nodes import draws, roots_of
 from shardlib.execute.graph.recorder import Fakes, Recorder
 from shardlib.execute.graph.twice import CallsDiffer, Repeated, without_random_numbers
 from shardlib.execute.losses import Outcome, require_gradient
@@ -32,6 +34,9 @@ from shardlib.tree import Tree, TreeDef, flatten, unflatten
 FORWARD, BACKWARD, REDUCTION = "forward", "backward", "reduction"
 # Keys of a node's meta: the part of the step it belongs to, the number of its block, and whether it is part of a decision.
 PHASE, BLOCK, DECIDED = "phase", "block", "decided"
+# The names that blocks give to what a node makes; and, if that is an input of a block or of a checkpoint, the first one's
+# number among all of these, and among blocks alone (None of a checkpoint).
+NAMES, GIVEN = "names", "given"
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,8 @@ class Spans:
         turns: nodes after each of which another phase begins.
         marks: nodes after each of which another block, or none (None), begins.
         decisions: the nodes after which a decision begins, and ends.
+        names: the names of what nodes make.
+        given: the nodes that are inputs of blocks and of checkpoints; see `GIVEN`.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -111,10 +118,12 @@ class Spans:
         self.turns: list[torch.fx.Node] = []
         self.marks: list[tuple[torch.fx.Node, int | None]] = []
         self.decisions: list[tuple[torch.fx.Node, torch.fx.Node]] = []
+        self.names: dict[torch.fx.Node, tuple[str, ...]] = {}
+        self.given: dict[torch.fx.Node, tuple[int, int | None]] = {}
         self._numbers: list[
             tuple[int, int]
         ] = []  # of what autograd's nodes have: each block's first, and the next one's
-        self._depth = 0
+        self._within, self._depth = 0, 0
 
     @property
     def last(self) -> torch.fx.Node:
@@ -137,11 +146,13 @@ class Spans:
         def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._depth:
                 return fn(*args, **kwargs)
+            self._note(pytree.tree_leaves((args, kwargs)), len(self._numbers))
             self._depth = 1
             first = next_number()
             self.marks.append((self.last, len(self._numbers)))
             try:
-                return fn(*args, **kwargs)
+                with within(names=self._name):
+                    return fn(*args, **kwargs)
             finally:
                 self._depth = 0
                 self.marks.append((self.last, None))
@@ -149,9 +160,27 @@ class Spans:
 
         return run
 
+    def keep(self, fn: Callable[..., Any], args: Sequence[Any], has_context: bool) -> tuple[Any, Sequence[Any]]:
+        """See `shardlib.execute.activations.keeper.Keeper`: checkpoints of the model's own."""
+        if not self._depth and torch.is_grad_enabled():
+            self._note(args, None)
+        return fn, args
+
+    def _note(self, args: Sequence[Any], block: int | None) -> None:
+        """Note the inputs of a block or of a checkpoint."""
+        for arg in filter(may_move, args):
+            if node := self._recorder.node_of(arg):
+                self.given.setdefault(node, (self._within, block))
+        self._within += 1
+
+    def _name(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if node := self._recorder.node_of(x):
+            self.names[node] = (*self.names.get(node, ()), name)
+        return x
+
     @contextmanager
-    def deciding(self) -> Iterator[None]:
-        """A context in which decisions (`shardlib.common.once`) are noted."""
+    def noting(self) -> Iterator[None]:
+        """A context in which decisions (`shardlib.common.once`), and inputs of checkpoints, are noted."""
 
         def made(decide: Decision) -> list[torch.Tensor]:
             begins = self.last
@@ -160,7 +189,7 @@ class Spans:
                 self.decisions.append((begins, ends))
             return result
 
-        with within(decides=made):
+        with within(decides=made, keeper=self):
             yield
 
 
@@ -278,7 +307,7 @@ def _recorded(
     tensors = [*stored.values(), *(tensor for tree in trees for tensor in tensors_of(tree))]
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        with spans.deciding():
+        with spans.noting():
             found = forward(loss, Given(names, inputs, stands))
         spans.turn()
         return backward(loss, found, inputs[len(tensors) :], spans)
@@ -293,7 +322,7 @@ def _recorded(
             forward(loss, Given(names, inputs, Stands()))
     again.end()
     graph = recorder.graph
-    _mark(graph, spans)
+    _mark(graph, spans, len(stored))
     _require_draws_of_forward(graph)
     stands.made_inputs(graph)
     *_, output = graph.nodes
@@ -301,14 +330,20 @@ def _recorded(
     return Traced(graph, recorder.constants, stands, first, loss.reached, loss.layer_tokens, [loss])
 
 
-def _mark(graph: torch.fx.Graph, spans: Spans) -> None:
-    """Note each node's phase and block, and whether it is part of a decision."""
+def _mark(graph: torch.fx.Graph, spans: Spans, stored: int) -> None:
+    """Note each node's phase and block, whether it is part of a decision, its names, and whether it is an input of a block
+    that is not in the memory of parameters, the graph's first inputs, ``stored`` of them."""
+    roots, parameters = roots_of(graph), set(itertools.islice(graph.nodes, stored))
     phases, blocks = iter((BACKWARD, REDUCTION)), dict(spans.marks)
     phase, block, decided = FORWARD, None, False
     begins, ends = (set(nodes) for nodes in (zip(*spans.decisions) if spans.decisions else ((), ())))
     for node in graph.nodes:
         node.meta[PHASE], node.meta[DECIDED] = phase, decided
         node.meta.setdefault(BLOCK, block)
+        if node in spans.names:
+            node.meta[NAMES] = spans.names[node]
+        if node in spans.given and roots[node] not in parameters:
+            node.meta[GIVEN] = spans.given[node]
         decided = node in begins or (decided and node not in ends)
         if node in spans.turns:
             for _ in range(spans.turns.count(node)):

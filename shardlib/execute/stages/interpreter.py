@@ -68,13 +68,16 @@ class Stage:
     Args:
         halved: micro-batches whose backward is split in two halves. Their exchanges differ from those of other
             micro-batches, so the two have separate records.
+
+    Attributes:
+        host: where inputs of blocks are kept, for all of its executors.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, trained: bool, halved: Iterable[int] = ()) -> None:
         self.plan, self._mesh, self._trained = plan, mesh, trained
         self._halved = frozenset(halved)
         self.records = Record(plan, mesh), Record(plan, mesh)  # of whole backwards, and of split ones
-        self._host = host_memory(plan.step.remat, mesh) if trained else None
+        self.host = host_memory(plan.step.remat, mesh) if trained else None
         self._idle: tuple[list[Executor], list[Executor]] = [], []
         self.runs: dict[int, Run] = {}
 
@@ -86,7 +89,7 @@ class Stage:
         return self.runs[microbatch]
 
     def _executor(self, kind: bool) -> Executor:
-        return Executor(self.plan, self._mesh, self._trained, self.records[kind], self._host)
+        return Executor(self.plan, self._mesh, self._trained, self.records[kind], self.host)
 
     def end(self, microbatch: int) -> None:
         run = self.runs.pop(microbatch)

@@ -6,16 +6,6 @@ from shardlib.errors import IllegalComposition, listing
 from shardlib.plan.plan import Plan
 
 
-def missing(plan: Plan) -> list[str]:
-    """The transforms of a plan that a step as a function of values does not have, each with what to put in its place."""
-    step = plan.step
-    found = {
-        "remat(blocks=): recompute all blocks": step.remat is not None and step.remat.blocks is not None,
-        "remat(store=): keep inputs of blocks on the device": step.remat is not None and bool(step.remat.store),
-    }
-    return [what for what, there in found.items() if there]
-
-
 def require_values(plan: Plan, what: str, otherwise: str) -> None:
     """Refuse a plan that a step as a function of values cannot run.
 
@@ -26,12 +16,14 @@ def require_values(plan: Plan, what: str, otherwise: str) -> None:
     Raises:
         IllegalComposition: names the transforms, and a remedy for each.
     """
-    lacks, reductions = missing(plan), plan.reductions
+    reductions, remat = plan.reductions, plan.step.remat
     found = {
         "progressive_layer_drop, random_ltd: leave them out": plan.step.thins,
         # Whole tiles would wait together for backward.
         "tile: use remat(), or more ranks on the axis of zero": bool(plan.step.module_tiles)
         or any(bucket.tiles > 1 for bucket in plan.buckets),
+        "remat(blocks=): recompute all blocks": remat is not None and remat.blocks is not None,
+        "remat(store=): keep inputs of blocks on the device": remat is not None and bool(remat.store),
         "pipeline: leave it out, or use more ranks on the axis of zero": plan.stages.axis is not None,
         # Parts are checked in a step's first run.
         "sequence: use tensor_slicing over that axis": plan.step.sequence is not None,
@@ -40,16 +32,14 @@ def require_values(plan: Plan, what: str, otherwise: str) -> None:
         # Residuals are part of a state, and what is rounded has no derivative.
         "onebit, quantize, powersgd: send what is not compressed": bool(reductions.codecs or reductions.packings),
     }
-    lacks += [*_of_a_step(plan), *(each for each, there in found.items() if there)]
+    lacks = [*_of_a_step(plan), *(each for each, there in found.items() if there)]
     if lacks:
         raise IllegalComposition(f"{what} does not go together with\n{listing(lacks)}\nOr {otherwise}")
 
 
 def require_graph(plan: Plan) -> None:
     """Refuse a plan that a graph does not have. Raises `IllegalComposition`, with all transforms."""
-    lacks, how = missing(plan), plan.step.remat
-    if how is not None and (how.save or how.policy not in ("full", "dots")):
-        lacks.append("remat(save=), policies of your own: use remat() or remat('dots')")
+    lacks = []
     if plan.step.layer_drop is not None:
         lacks.append("progressive_layer_drop: leave it out, or use random_ltd")
     if plan.step.tokens is not None and plan.step.tokens.spare:

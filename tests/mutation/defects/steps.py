@@ -282,7 +282,7 @@ DEFECTS = (
         "bytes",
         "execute/activations/checkpointing.py",
         "remat('dots') keeps what it is to compute again",
-        "CheckpointPolicy.MUST_SAVE if op in _DOTS",
+        "CheckpointPolicy.MUST_SAVE if op in DOTS",
         "CheckpointPolicy.MUST_SAVE if op not in _DOTS",
         ("tests/execute/test_hazards.py::test_what_remat_computes_again",),
     ),
