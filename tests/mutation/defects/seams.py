@@ -150,8 +150,8 @@ DEFECTS = (
         "stale",
         "execute/graph/regather.py",
         "a graph gathers again in backward what the plan keeps",
-        "window.get(unit, kept)",
-        "window.get(unit, {})",
+        "known = kept",
+        "known = {}",
         (f"{_GRAPH}::test_what_stays_is_gathered_once",),
     ),
     Defect(
