@@ -34,7 +34,7 @@ def regather(graph: Graph, apart: bool = False) -> None:
         return known.get(node, kept.get(node, node))
 
     def gathered(node: Node, at: Node, known: dict[Node, Node]) -> Node:
-        if node in stay or units[node] not in passing:
+        if node in stay:
             known = kept
         if node not in known:
             for each in node.all_input_nodes:
