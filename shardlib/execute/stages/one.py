@@ -94,13 +94,15 @@ class OneStage:
 
 
 def _refuse_compiled(executor: Executor, plan: Plan) -> None:
-    if executor.gathers:
+    what = (
+        "ZeRO stage 3 gathers parameters"
+        if executor.gathers
+        else "tensor slicing sends messages"
+        if plan.styles
+        else ""
+    )
+    if what:
         raise HandleError(
-            "the loss function is compiled as a whole, and ZeRO stage 3 gathers parameters inside it; compile the "
-            "blocks instead (sl.block(torch.compile(fn))), or use zero(stage=2)"
-        )
-    if plan.styles:
-        raise HandleError(
-            "the loss function is compiled as a whole, and tensor slicing puts collectives between its operations; "
-            "compile functions that use no sliced parameter"
+            f"the loss function is compiled as a whole, and {what} inside of it. Give it as it is, with "
+            "make_train_step(..., compile='inductor'), which compiles what stands in between"
         )
