@@ -374,7 +374,7 @@ def arguments_of(operator: Any) -> list[tuple[str, bool]]:
     return [(a.name, a.alias_info is not None and a.alias_info.is_write) for a in schema.arguments] if schema else []
 
 
-_COMPILING = threading.Lock()
+_COMPILING = threading.Lock()  # simulated ranks, which are threads, compile one at a time
 
 
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -385,7 +385,7 @@ def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     places = sorted(range(tensor.dim()), key=order.__getitem__)
     made = tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(places)
     if any(size > 1 and got != wanted for size, got, wanted in zip(made.shape, made.stride(), strides)):
-        raise NotImplementedError(f"strides {strides} of a result of shape {tuple(tensor.shape)}")
+        raise ValueError(f"strides {strides} of a result of shape {tuple(tensor.shape)}")
     return made
 
 
@@ -404,7 +404,7 @@ def compiled_by_inductor(
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-    with no_modes(), without_func(), mode:
+    with _COMPILING, no_modes(), without_func(), mode:
         fakes, wanted = (
             [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device) for each in values]
             for values in (inputs, results)
@@ -417,7 +417,7 @@ def compiled_by_inductor(
         module = make_fx(laid_out, decomposition_table=select_decomp_table())(*fakes)
     output = next(iter(reversed(module.graph.nodes)))
     output.meta["user_visible_output_idxs"] = list(range(len(wanted)))  # whose strides are kept
-    # Code is kept on disk where a context says what its shapes depend on: nothing. Simulated ranks compile one at a time.
+    # Code is kept on disk where a context says what its shapes depend on: nothing.
     with _COMPILING, no_modes(), torch.no_grad(), tracing(TracingContext(mode)):
         code: Any = compile_fx_inner(module, fakes)
 

@@ -68,7 +68,7 @@ def targets(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kind: typ
 
     frozen = training and not given(training)
     for name in names:
-        value = None if frozen and name in _STATISTICS else given(name)
+        value = None if frozen and name in STATISTICS else given(name)
         several = value if isinstance(value, (list, tuple)) else [value]
         yield from (tensor for tensor in several if isinstance(tensor, kind))
 
@@ -80,12 +80,12 @@ def _writes_to(func: Any) -> tuple[dict[str, int], list[str], str]:
     arguments = arguments_of(func)
     positions = {name: position for position, (name, _) in enumerate(arguments)}
     updates = not func.__name__.partition(".")[0].endswith("backward")
-    written = [name for name, says in arguments if says or (updates and name in _STATISTICS)]
+    written = [name for name, says in arguments if says or (updates and name in STATISTICS)]
     return positions, written, "training" if "training" in positions else ""
 
 
 # What operators of batch_norm write to, most of them without saying so.
-_STATISTICS = ("running_mean", "running_var")
+STATISTICS = ("running_mean", "running_var")
 
 
 def has_place(tensor: torch.Tensor) -> bool:

@@ -50,7 +50,7 @@ class Blocks:
         slices: Slices,
         device: torch.device,
     ) -> None:
-        self._how, self._trained, self._surroundings, self._names = plan.step.remat, trained, surroundings, record.names
+        self._how, self._trained, self._surroundings, self._record = plan.step.remat, trained, surroundings, record
         self._slices = slices
         self._draws = Draws(device)
         self.layers = Layers(plan, device)
@@ -98,7 +98,8 @@ class Blocks:
             with self._surroundings.installed(casts=False), readable_twice() if self._splits else nullcontext():
                 return call(*args, **kwargs)
 
-        return checkpointed(surrounded, args, kwargs, self._how, self._names, self._draws)
+        names, updates = self._record.names, self._record.updates
+        return checkpointed(surrounded, args, kwargs, self._how, names, self._draws, updates)
 
     def _recomputes(self) -> bool:
         """Whether the block that begins now is recomputed in backward; one within another is if the other is."""

@@ -118,7 +118,7 @@ class Executor:
         store = store_of(plan.step.remat, mesh, self.host, lambda: self.record.order is None)
         self._keeper = Keeper(plan.step.remat, store, self.in_parameters, self._saved.innermost)
         self.blocks = Blocks(plan, trained, self._surroundings, self.record, self._slices, mesh.device)
-        self._first = FirstRun(self._buckets, plan.styles, self._slices, parts)
+        self._first = FirstRun(self._buckets, plan.styles, self._slices, parts, self.record.updates)
         self._halves: Halves | None = None
         self._phases: Phases | None = None  # of the micro-batch, where somebody follows it
         self._resident: dict[int, BucketState] = {}  # identity of the storage of parameters that are there -> bucket

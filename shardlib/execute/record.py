@@ -39,6 +39,7 @@ class Record:
         late: buckets of which, in the trace, a gradient arrived at handles after the bucket's reduction had started.
         strayed: whether this rank left the trace in the present step.
         names: the names that the function has given to values.
+        updates: the operators by which the function updated running statistics in its first run.
         layer_tokens: tokens that layers saw in the present step, of all micro-batches and layers of this rank together;
             counted where the plan leaves out parts of layers.
         done: the steps of `shardlib.execute.sequence` that the function took.
@@ -53,6 +54,7 @@ class Record:
         self.late: tuple[str, ...] = ()
         self.strayed = False
         self.names: set[str] = set()
+        self.updates: set[str] = set()
         self.done: set[str] = set()
         self.holds = False
         self.layer_tokens = 0

@@ -33,6 +33,7 @@ def watched(
     styles: Mapping[str, Style],
     slices: Slices,
     parts: SequenceParts | None,
+    updates: set[str],
 ) -> Iterator[None]:
     """A context for a call that is looked at.
 
@@ -40,16 +41,19 @@ def watched(
         leaves: path -> what the function is given for each parameter.
         path_of: the path of the parameter in whose memory a tensor lies, or None.
         styles, slices, parts: see `Watch`.
+        updates: is added the names of the operators that update running statistics.
 
     Raises:
         HandleError, LossError: a write to a parameter, or what `Watch` refuses.
     """
 
-    def refuse_write(tensor: torch.Tensor, operator: str) -> None:
+    def look(tensor: torch.Tensor, operator: str) -> None:
+        if operator.endswith("batch_norm"):
+            updates.add(operator)
         if (path := path_of(tensor)) is not None:
             raise written(operator, path)
 
-    with Observer(refuse_write), Watch(leaves, styles, slices, parts) if styles or parts else nullcontext():
+    with Observer(look), Watch(leaves, styles, slices, parts) if styles or parts else nullcontext():
         yield
 
 
@@ -60,6 +64,7 @@ class FirstRun:
     Args:
         states: the buckets of the parameters.
         styles, slices, parts: see `Watch`.
+        updates: see `watched`.
     """
 
     def __init__(
@@ -68,8 +73,10 @@ class FirstRun:
         styles: Mapping[str, Style],
         slices: Slices,
         parts: SequenceParts | None,
+        updates: set[str],
     ) -> None:
         self._states, self._styles, self._slices, self._parts = states, styles, slices, parts
+        self._updates = updates
         self._over = self._looked = False
 
     @contextmanager
@@ -82,7 +89,8 @@ class FirstRun:
         plain = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, Handle)}
         place = place_for(next(iter(plain.values()), None))
         before = [*map(place, plain.values())]
-        with nullcontext() if self._over else watched(leaves, self._path_of, self._styles, self._slices, self._parts):
+        about = self._styles, self._slices, self._parts, self._updates
+        with nullcontext() if self._over else watched(leaves, self._path_of, *about):
             yield
         self._over = True
         after = [*map(place, plain.values())]

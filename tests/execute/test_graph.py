@@ -16,6 +16,7 @@ from helpers.trees import relative_error
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from optree import tree_map
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import shardlib as sl
@@ -397,6 +398,20 @@ def test_running_statistics_are_those_of_one_pass():
     check(once)
     check(again)
     check([(plain, repeated, *rest) for (plain, *_), (repeated, _, *rest) in zip(once, again)])
+
+
+def test_compiled_code_in_a_block_is_compiled_once():
+    """Though backward computes the block again."""
+    counter = CompileCounter()
+    compiled = torch.compile(lambda x: x.tanh().sin(), backend=counter)
+    block = sl.block(lambda weight, x: compiled(x @ weight))
+
+    params = sl.shard(torch.ones(4, 4), sl.make_mesh(), sl.chain(sl.zero(3), sl.remat()))
+    loss_fn = lambda weight, x: block(weight, block(weight, x)).square().mean()  # noqa: E731
+    state, train_step = sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1))
+    for _ in range(2):
+        state, _ = train_step(state, torch.ones(2, 4))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("stage", [0, 3])

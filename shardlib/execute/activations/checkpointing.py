@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,11 +26,13 @@ def checkpointed(
     how: Recompute,
     names: set[str],
     draws: Draws,
+    updates: Collection[str],
 ) -> Any:
     """``fn(*args, **kwargs)``, which backward computes again, with the same draws and decisions.
 
     Args:
         names: the names of values, which are added to where the policy keeps some by name.
+        updates: see `updated_once`.
 
     Forward mode and `torch.func` keep everything: a recomputation would have neither their tangents nor their levels.
     """
@@ -38,7 +40,7 @@ def checkpointed(
         with noting(names):
             return fn(*args, **kwargs)
     compiles = torch.compiler.is_compiling()  # torch's own way to keep generators' states is known to its compiler
-    fn = fn if compiles else decided_once(updated_once(draws.repeated(fn)), RECOMPUTE_MODES)
+    fn = fn if compiles else decided_once(updated_once(draws.repeated(fn), updates), RECOMPUTE_MODES)
     leaves, shape = pytree.tree_flatten((args, kwargs))
     # A checkpoint sees the tensors among its arguments alone: those in pytrees are given to it one by one.
     seen = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, Handle) for leaf in leaves]

@@ -7,12 +7,12 @@ them within one block is a run. Blocks that are alike are compiled once, and ind
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from shardlib.common._compat import compiled_by_inductor, has_unknown_sizes, is_operator
 from shardlib.execute.activations.checkpointing import DOTS
@@ -21,7 +21,7 @@ from shardlib.execute.graph.recorder import DEVICE
 from shardlib.execute.graph.trace import BLOCK, PHASE
 
 Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # empties the list that it is given
-LEAST = 2  # operations of a run that compute, products apart: a call of compiled code costs as much as one
+LEAST = 2  # operations of a run that compute, products apart: there is nothing to fuse in fewer
 _log = logging.getLogger("shardlib.execute")
 
 
@@ -77,8 +77,9 @@ class Inductor:
 
     def _found(self, graph: Graph) -> Iterator[list[Node]]:
         """Runs of operations that are worth compiling."""
-        writes, roots = writes_of(graph), roots_of(graph)
-        written = {node for node in graph.nodes if roots[node] in writes}  # equal values may get one memory
+        roots = roots_of(graph)
+        writes = writes_of(roots)
+        written = {node for node, root in roots.items() if root in writes}  # equal values may get one memory
         run: list[Node] = []
         block: Any = None
 
@@ -160,6 +161,11 @@ class Inductor:
                 line,
             )
             return None
+
+
+def module_of(constants: Mapping[str, torch.Tensor], graph: Graph, inductor: Inductor | None) -> GraphModule:
+    """A graph as code, with compiled runs if ``inductor`` makes them."""
+    return GraphModule(dict(constants), graph if inductor is None else inductor.fused(graph))
 
 
 def _listed(*tensors: torch.Tensor) -> list[torch.Tensor]:

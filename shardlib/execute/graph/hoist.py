@@ -28,7 +28,8 @@ def hoist(graph: Graph) -> None:
     for result in output.all_input_nodes:
         if result.target in _PACKING and result.meta.get(PHASE) == BACKWARD:
             moved |= _packing(result)
-    writes, roots = writes_of(graph), roots_of(graph)
+    roots = roots_of(graph)
+    writes = writes_of(roots)
     # A moved node has the place of the node behind which it stands, and its number among those that do.
     place = {node: (number, 0) for node, number in positions(graph).items()}
     behind: dict[int, Node] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -123,10 +123,10 @@ def roots_of(graph: Graph) -> dict[Node, Node]:
     return roots
 
 
-def writes_of(graph: Graph) -> dict[Node, list[Node]]:
-    """The nodes that write, in order, by the node that made the memory."""
-    roots, found = roots_of(graph), dict[Node, list[Node]]()
-    for node in graph.nodes:
+def writes_of(roots: Mapping[Node, Node]) -> dict[Node, list[Node]]:
+    """The nodes that write, in order, by the node that made the memory, as `roots_of` knows it."""
+    found: dict[Node, list[Node]] = {}
+    for node in roots:
         for each in changes(node):
             found.setdefault(roots[each], []).append(node)
     return found

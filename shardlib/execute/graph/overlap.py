@@ -1,8 +1,8 @@
 """A pass that starts exchanges before they are needed, in an order that is the same on all ranks.
 
 A unit's gathers start when the unit before it arrives, and run while that one is computed with. A reduction starts where its
-gradient is complete, and the graph waits for it when another one starts, or at the end. An input of a block goes to the
-host while its block computes, and comes back, or is gathered, while the block after it is computed again.
+gradient is complete, and the graph waits for it when another one starts, or at the end. What is in a store comes and goes
+beside other work too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from shardlib.execute.graph.nodes import (
     link_at,
     of_kind,
     positions,
-    value_of,
 )
-from shardlib.execute.graph.trace import BACKWARD, BLOCK, GIVEN, PHASE, REDUCTION
-from shardlib.execute.values.keeping import arrived, bring, keep, keeping_of, left, start_bring, start_keep
+from shardlib.execute.graph.store import move_beside
 from shardlib.execute.values.routes import FETCH, REDUCE, Fetching, Reducing, announce, start_fetch, start_reduce
 from shardlib.mesh.memories import AHEAD
 from shardlib.sharded.gather import Gather
@@ -44,7 +42,7 @@ def wait(sent: Sent | Gather | Reducing) -> list[torch.Tensor]:
 
 def overlap(graph: Graph) -> None:
     """Start each exchange before it is waited for."""
-    _move(graph)
+    move_beside(graph)
     units = _by_unit(graph)
     place = positions(graph)
     ends = [_last_use(unit, place) for unit in units]
@@ -82,57 +80,6 @@ def overlap(graph: Graph) -> None:
     for node, started in flying:
         _land(graph, node, started, before=end)
     _announce(graph)
-
-
-def _move(graph: Graph) -> None:
-    """Let what goes to the host go beside what follows, until the inputs of the next block do; and come back one ahead."""
-    calls = (node for node in graph.nodes if node.op == "call_function")
-    end = next(node for node in graph.nodes if node.op == "output")
-    turn = next((node for node in calls if node.meta.get(PHASE) in (BACKWARD, REDUCTION)), end)
-    flying: list[tuple[Node, Node]] = []
-    for node in of_kind(graph, (keep,)):
-        if keeping_of(node.args[1]).host:
-            if flying and flying[0][0].meta[GIVEN] != node.meta[GIVEN]:
-                _leave(graph, flying, node)
-            flying.append((node, _begun(graph, node, start_keep)))
-    _leave(graph, flying, turn)
-    before = turn.prev
-    for _, group in itertools.groupby(of_kind(graph, (bring,)), lambda node: node.meta[GIVEN]):
-        first: Node | None = None
-        for node in group:
-            link = keeping_of(node.args[1])
-            started = _begun(graph, node, start_bring)
-            started.meta["val"] = link.share if link.late else value_of(node)
-            before.append(started)
-            before = started
-            with graph.inserting_before(node):
-                there = graph.call_function(arrived, (started, link.number, given(node)))
-            there.meta = dict(node.meta)
-            node.replace_all_uses_with(there)
-            graph.erase_node(node)
-            first = first or there
-        before = first or before
-
-
-def _begun(graph: Graph, node: Node, start: Callable[..., Any]) -> Node:
-    """The start of what a node does, in front of it."""
-    with graph.inserting_before(node):
-        started = graph.call_function(start, node.args)
-    started.meta = dict(node.meta)
-    return started
-
-
-def _leave(graph: Graph, flying: list[tuple[Node, Node]], before: Node) -> None:
-    """Wait, before a node, until what goes to the host is there."""
-    for node, started in flying:
-        link = keeping_of(node.args[1])
-        started.meta["val"] = link.share
-        with graph.inserting_before(before):
-            gone = graph.call_function(left, (started, link.number, given(node)))
-        gone.meta = {**node.meta, BLOCK: None}
-        node.replace_all_uses_with(gone)
-        graph.erase_node(node)
-    flying.clear()
 
 
 def _by_unit(graph: Graph) -> list[list[Node]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from shardlib.execute.graph.accumulate import accumulate
-from shardlib.execute.graph.fuse import Inductor
+from shardlib.execute.graph.fuse import Inductor, module_of
 from shardlib.execute.graph.nodes import changes, copied
 from shardlib.execute.graph.overlap import overlap
 from shardlib.execute.graph.trace import FORWARD, PHASE, Traced
@@ -52,7 +52,7 @@ class GraphPart:
             overlap(graph)
         if not later:
             accumulate(graph, len(self._results) - gradients, gradients)
-        self._run = GraphModule(self._whole.constants, graph if inductor is None else inductor.fused(graph))
+        self._run = module_of(self._whole.constants, graph, inductor)
 
     @property
     def computes(self) -> bool:

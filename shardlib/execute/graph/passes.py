@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from torch.fx import GraphModule
-
 from shardlib.collectives.buffers import Link
 from shardlib.execute.graph.accumulate import accumulate
 from shardlib.execute.graph.clean import clean
-from shardlib.execute.graph.fuse import Inductor
+from shardlib.execute.graph.fuse import Inductor, module_of
 from shardlib.execute.graph.hoist import hoist
 from shardlib.execute.graph.land import land
 from shardlib.execute.graph.merge import merge
@@ -71,4 +69,4 @@ def optimise(
     land(graph, traced.gradients, lands)
     if summed:
         accumulate(graph, traced.gradients, summed)
-    traced.module = GraphModule(traced.constants, graph if inductor is None else inductor.fused(graph))
+    traced.module = module_of(traced.constants, graph, inductor)

@@ -7,7 +7,7 @@ and what is written to outside of the block that made it. The library's draws ar
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ _SAVES = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 def recompute(graph: Graph, how: Recompute) -> None:
     """Compute the nodes of blocks again where backward uses them."""
-    wholes, writes, chosen = fetched(graph), writes_of(graph), _computed_again(graph, how)
+    wholes, roots = fetched(graph), roots_of(graph)
+    writes = writes_of(roots)
+    chosen = _computed_again(graph, how, wholes, roots, writes)
     again: dict[Node, Node] = {}
 
     def computed(node: Node, at: Node) -> Node:
@@ -60,10 +62,16 @@ def recompute(graph: Graph, how: Recompute) -> None:
                 node.replace_input_with(each, computed(each, node))
 
 
-def _computed_again(graph: Graph, how: Recompute) -> set[Node]:
-    """The nodes of forward that are computed again where backward uses them."""
-    wholes, roots, place, policy = fetched(graph), roots_of(graph), positions(graph), policy_of(how)
-    writes = writes_of(graph)
+def _computed_again(
+    graph: Graph,
+    how: Recompute,
+    wholes: Container[Node],
+    roots: Mapping[Node, Node],
+    writes: Mapping[Node, Sequence[Node]],
+) -> set[Node]:
+    """The nodes of forward that are computed again where backward uses them. Arguments as `fetched`, `roots_of` and
+    `writes_of` give them."""
+    place, policy = positions(graph), policy_of(how)
     written = {root: place[nodes[-1]] for root, nodes in writes.items()}  # the last time
     named = {roots[node] for node in graph.nodes if not set(how.save).isdisjoint(node.meta.get(NAMES, ()))}
     settled = {root for root, nodes in writes.items() if _is_settled(root, nodes)}

@@ -1,15 +1,30 @@
 """A pass that moves what blocks are computed again from to where `shardlib.remat` keeps it between forward and backward.
 
-Of what `recompute` leaves for backward, that is the inputs of blocks, and of checkpoints that a model makes itself.
+Of what `recompute` leaves for backward, that is the inputs of blocks, and of checkpoints that a model makes itself. An input
+goes to the host while its block computes, and comes back, or is gathered, while the block after it is computed again.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 from torch.fx import Graph, Node
 
-from shardlib.execute.graph.nodes import changes, fetched, nbytes, positions, roots_of, value_of
-from shardlib.execute.graph.trace import BLOCK, FORWARD, GIVEN, PHASE
-from shardlib.execute.values.keeping import Between, Keeping, bring, keep
+from shardlib.execute.graph.nodes import fetched, given, nbytes, of_kind, positions, roots_of, value_of, writes_of
+from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, GIVEN, PHASE, REDUCTION
+from shardlib.execute.values.keeping import (
+    Between,
+    Keeping,
+    arrived,
+    bring,
+    keep,
+    keeping_of,
+    left,
+    start_bring,
+    start_keep,
+)
 
 
 def store(graph: Graph, between: Between) -> list[Keeping]:
@@ -18,7 +33,7 @@ def store(graph: Graph, between: Between) -> list[Keeping]:
     if between.how is None or between.store is None:
         return links
     wholes, roots, place = fetched(graph), roots_of(graph), positions(graph)
-    written = {roots[each] for node in graph.nodes for each in changes(node)}
+    written = writes_of(roots)
     for node in list(graph.nodes):
         if GIVEN not in node.meta or node in wholes or roots[node] in written or nbytes(node) < between.how.smallest:
             continue
@@ -47,3 +62,54 @@ def _move(graph: Graph, node: Node, first: Node, later: list[Node], link: Keepin
     back.meta = own | {PHASE: later[0].meta.get(PHASE), BLOCK: later[0].meta.get(BLOCK), "val": value_of(node)}
     for user in later:
         user.replace_input_with(node, back)
+
+
+def move_beside(graph: Graph) -> None:
+    """Let what goes to the host go beside what follows, until the inputs of the next block do; and come back one ahead."""
+    calls = (node for node in graph.nodes if node.op == "call_function")
+    end = next(node for node in graph.nodes if node.op == "output")
+    turn = next((node for node in calls if node.meta.get(PHASE) in (BACKWARD, REDUCTION)), end)
+    flying: list[tuple[Node, Node]] = []
+    for node in of_kind(graph, (keep,)):
+        if keeping_of(node.args[1]).host:
+            if flying and flying[0][0].meta[GIVEN] != node.meta[GIVEN]:
+                _leave(graph, flying, node)
+            flying.append((node, _begun(graph, node, start_keep)))
+    _leave(graph, flying, turn)
+    before = turn.prev
+    for _, group in itertools.groupby(of_kind(graph, (bring,)), lambda node: node.meta[GIVEN]):
+        first: Node | None = None
+        for node in group:
+            link = keeping_of(node.args[1])
+            started = _begun(graph, node, start_bring)
+            started.meta["val"] = link.share if link.late else value_of(node)
+            before.append(started)
+            before = started
+            with graph.inserting_before(node):
+                there = graph.call_function(arrived, (started, link.number, given(node)))
+            there.meta = dict(node.meta)
+            node.replace_all_uses_with(there)
+            graph.erase_node(node)
+            first = first or there
+        before = first or before
+
+
+def _begun(graph: Graph, node: Node, start: Callable[..., Any]) -> Node:
+    """The start of what a node does, in front of it."""
+    with graph.inserting_before(node):
+        started = graph.call_function(start, node.args)
+    started.meta = dict(node.meta)
+    return started
+
+
+def _leave(graph: Graph, flying: list[tuple[Node, Node]], before: Node) -> None:
+    """Wait, before a node, until what goes to the host is there."""
+    for node, started in flying:
+        link = keeping_of(node.args[1])
+        started.meta["val"] = link.share
+        with graph.inserting_before(before):
+            gone = graph.call_function(left, (started, link.number, given(node)))
+        gone.meta = {**node.meta, BLOCK: None}
+        node.replace_all_uses_with(gone)
+        graph.erase_node(node)
+    flying.clear()

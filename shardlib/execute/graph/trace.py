@@ -120,9 +120,8 @@ class Spans:
         self.decisions: list[tuple[torch.fx.Node, torch.fx.Node]] = []
         self.names: dict[torch.fx.Node, tuple[str, ...]] = {}
         self.given: dict[torch.fx.Node, tuple[int, int | None]] = {}
-        self._numbers: list[
-            tuple[int, int]
-        ] = []  # of what autograd's nodes have: each block's first, and the next one's
+        # Of the numbers that autograd's nodes have: each block's first, and that of what follows on the block.
+        self._numbers: list[tuple[int, int]] = []
         self._within, self._depth = 0, 0
 
     @property

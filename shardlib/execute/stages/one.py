@@ -94,15 +94,10 @@ class OneStage:
 
 
 def _refuse_compiled(executor: Executor, plan: Plan) -> None:
-    what = (
-        "ZeRO stage 3 gathers parameters"
-        if executor.gathers
-        else "tensor slicing sends messages"
-        if plan.styles
-        else ""
+    if not (executor.gathers or plan.styles):
+        return
+    what = "ZeRO stage 3 gathers parameters" if executor.gathers else "tensor slicing sends messages"
+    raise HandleError(
+        f"the loss function is compiled as a whole, and {what} inside of it. Give it as it is, with "
+        "make_train_step(..., compile='inductor'), which compiles what stands in between"
     )
-    if what:
-        raise HandleError(
-            f"the loss function is compiled as a whole, and {what} inside of it. Give it as it is, with "
-            "make_train_step(..., compile='inductor'), which compiles what stands in between"
-        )

@@ -201,7 +201,9 @@ class Function:
         self, leaves: Mapping[str, torch.Tensor], wholes: Mapping[str, torch.Tensor]
     ) -> AbstractContextManager[None]:
         there = [(path, below) for path, leaf in wholes.items() if has_place(below := without_derivatives(leaf))]
-        return watched(leaves, lambda tensor: owner_of(tensor, there), self.plan.styles, self._slices, self._parts)
+        return watched(
+            leaves, lambda tensor: owner_of(tensor, there), self.plan.styles, self._slices, self._parts, set()
+        )
 
     def _block(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a block, which may be a layer that leaves out tokens."""

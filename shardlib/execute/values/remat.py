@@ -28,7 +28,7 @@ def recomputed(plan: Plan) -> Callable[[Surroundings], Runner] | None:
                 with within(blocks=None), surroundings.installed(casts=False):
                     return fn(*args, **kwargs)
 
-            return checkpointed(surrounded, args, kwargs, how, set(), draws)
+            return checkpointed(surrounded, args, kwargs, how, set(), draws, ())  # buffers are refused around here
 
         return run
 

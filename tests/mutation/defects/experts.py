@@ -33,7 +33,7 @@ DEFECTS = (
         "stale",
         "execute/activations/checkpointing.py",
         "decisions of a block's first run are not kept for its recomputation",
-        "decided_once(updated_once(draws.repeated(fn)), RECOMPUTE_MODES)",
+        "decided_once(updated_once(draws.repeated(fn), updates), RECOMPUTE_MODES)",
         "draws.repeated(fn)",
         ("tests/nn/test_once.py::test_decisions_are_made_once",),
     ),

@@ -294,9 +294,18 @@ DEFECTS = (
         "accumulation",
         "execute/activations/checkpointing.py",
         "a block that backward computes again updates the statistics of its batch_norm twice",
-        "updated_once(draws.repeated(fn))",
+        "updated_once(draws.repeated(fn), updates)",
         "draws.repeated(fn)",
         (f"{_GRAPH}::test_running_statistics_are_those_of_one_pass",),
+    ),
+    Defect(
+        "compiled code in a block, compiled twice",
+        "time",
+        "execute/activations/statistics.py",
+        "what a block calls that is compiled is compiled once more for backward",
+        "if called and updates:",
+        "if called:",
+        (f"{_GRAPH}::test_compiled_code_in_a_block_is_compiled_once",),
     ),
     Defect(
         "running statistics of two passes in a graph",
@@ -373,7 +382,7 @@ DEFECTS = (
     Defect(
         "inputs of blocks that a graph holds and does not count",
         "bytes",
-        "execute/graph/overlap.py",
+        "execute/graph/store.py",
         "of an input that is gathered again a graph's bytes have a share",
         "= link.share if link.late else value_of(node)",
         "= link.share",
