@@ -305,7 +305,7 @@ DEFECTS = (
         "what a block calls that is compiled is compiled once more for backward",
         "if called and updates:",
         "if called:",
-        (f"{_GRAPH}::test_compiled_code_in_a_block_is_compiled_once",),
+        (f"{_GRAPH}::test_compiled_code_in_a_block_is_compiled_no_more_often_than_without_remat",),
     ),
     Defect(
         "running statistics of two passes in a graph",
