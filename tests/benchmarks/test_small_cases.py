@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.cases import (
     claims,
+    compiled,
     data,
     disk,
     generating,
@@ -27,6 +28,7 @@ SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
         *generating.CASES,
         optimizer_kernels.CASE,
         *(pytest.param(case, marks=pytest.mark.nightly) for case in planning.CASES),
+        pytest.param(compiled.CASE, marks=pytest.mark.nightly),
         small_blocks.CASE,
         thinned.CASE,
     ],
