@@ -21,7 +21,7 @@ from shardlib.make_plan import make_plan
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt
 from shardlib.plan.machine import PRECISIONS, Link, Machine, Overheads
-from shardlib.plan.prediction.step import predict_on
+from shardlib.plan.prediction import predict_on
 from shardlib.plan.transform import Transform, chain
 from shardlib.shard import shard
 from shardlib.train import make_train_step

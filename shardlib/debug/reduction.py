@@ -18,9 +18,9 @@ from shardlib.debug.replay import Buffers
 from shardlib.debug.view import StepView
 from shardlib.debug.wire import Exchange
 from shardlib.plan.buckets import Bucket
-from shardlib.plan.exchanges import Op
+from shardlib.plan.exchanges import Collective
 
-_OPS = {Op.SCATTER: "reduce_scatter", Op.SUM: "all_reduce"}
+_OPS = {Collective.SCATTER: "reduce_scatter", Collective.SUM: "all_reduce"}
 
 
 def reduction(view: StepView) -> Finding | None:

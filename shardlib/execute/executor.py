@@ -131,9 +131,15 @@ class Executor:
         return self._beside.gathers or any(unit.gathers for unit in self._units.values())
 
     @property
-    def touches(self) -> tuple[str, ...]:
-        """Units in the order in which the last micro-batch gathered them."""
-        return tuple(self._gathering.fetched)
+    def touches(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Units in the order in which the last micro-batch gathered them, in forward and in backward."""
+        fetched, turn = self._gathering.fetched, self._gathering.turned
+        return tuple(fetched[:turn]), tuple(fetched[turn:] if turn is not None else ())
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """Trained units in the order in which their gradients are complete; none before the first backward."""
+        return tuple(self.record.order or ())
 
     def gradients(self, options: ReductionOptions) -> Gradients:
         """The sums of one step's gradients, for its micro-batches to add to."""

@@ -95,6 +95,7 @@ class Gathering:
         skipped: the units that the step leaves out: neither gathered nor reduced.
         idle: the units that it leaves out and yet gathers and reduces, as there is no trace: their gradients are zeros.
         fetched: the units gathered since `begin`, in order.
+        turned: how many of them in forward; None until it ends.
         touched: the units used since `begin`.
         reductions: the reductions of the backward, while it runs; else None.
         strayed: whether this rank has left the trace since `begin`.
@@ -122,6 +123,7 @@ class Gathering:
         self._late = False
         self._staying = set(self._kept)  # less those that backward has used
         self.fetched: list[str] = []
+        self.turned: int | None = None
         self.touched: set[str] = set()
         self.reductions: Reductions | None = None
         self.strayed = False
@@ -212,6 +214,8 @@ class Gathering:
     def rest(self) -> None:
         """Release all units that are not kept, and gather none until this micro-batch goes on; others run meanwhile."""
         self.strayed |= self._trace is not None and not self._at(None)
+        if self.turned is None:
+            self.turned = len(self.fetched)
         self._pause()
         self._note(None)
 

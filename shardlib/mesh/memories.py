@@ -11,6 +11,8 @@ from shardlib.common.devices import pins
 from shardlib.common.disk import whole_blocks
 from shardlib.common.pages import pages
 
+DIRECTIONS = ("down", "up")  # from the device, to the device
+WAYS = (*DIRECTIONS, "read", "written")  # and what a rank's disks do
 AHEAD = 3  # groups of buffers that are read from disk ahead of the one in use
 WRITING = 2  # groups that are on their way to disk
 

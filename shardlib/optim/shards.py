@@ -23,7 +23,7 @@ from shardlib.optim.locality import Locality
 from shardlib.optim.whole import WholeLeaves
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.claims import LeafInfo
-from shardlib.plan.payload import share
+from shardlib.plan.exchanges import share
 from shardlib.plan.plan import Plan
 from shardlib.sharded.counting import Counting
 from shardlib.tree import Tree, flatten, leaves_of, unflatten

@@ -26,7 +26,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import shard_of
 from shardlib.optim.exchanges import Exchanges
 from shardlib.plan.buckets import Bucket
-from shardlib.plan.payload import share
+from shardlib.plan.exchanges import share
 from shardlib.plan.plan import Plan
 
 

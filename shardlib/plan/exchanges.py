@@ -19,7 +19,7 @@ from shardlib.plan.channels import Channel
 from shardlib.plan.reductions import Reductions
 
 
-class Op(Enum):
+class Collective(Enum):
     """The collective of an exchange."""
 
     GATHER = "gather"
@@ -42,7 +42,7 @@ class Exchange:
     bucket: Bucket
     axis: str
     ways: int
-    op: Op
+    op: Collective
     source: int
     target: int
     packing: Packing | None = None
@@ -56,9 +56,9 @@ class Exchange:
             return self.channel.payload
         if self.packing is not None:
             return (ways - 1) * self.packing.size(bucket.size(self.source))
-        if self.op is Op.GATHER:
+        if self.op is Collective.GATHER:
             return share(bucket.size(self.target) * bucket.dtype.itemsize, ways)
-        times = 2 if self.op is Op.SUM else 1
+        times = 2 if self.op is Collective.SUM else 1
         return share(times * bucket.size(self.source) * bucket.reduce_dtype.itemsize, ways)
 
     @property
@@ -66,7 +66,7 @@ class Exchange:
         """The dtype or the codec in which values are sent, as printed."""
         if self.channel is not None:
             return str(self.channel.codec)
-        dtype = self.bucket.dtype if self.op is Op.GATHER else self.bucket.reduce_dtype
+        dtype = self.bucket.dtype if self.op is Collective.GATHER else self.bucket.reduce_dtype
         return str(self.packing) if self.packing is not None else dtype_name(dtype)
 
 
@@ -114,7 +114,7 @@ def routes_of(bucket: Bucket, reductions: Reductions, sizes: Mapping[str, int]) 
 def gathers(bucket: Bucket, start: int, stop: int, packings: Mapping[str, Packing]) -> tuple[Exchange, ...]:
     """The gathers of a bucket from level ``stop`` to level ``start``."""
     return tuple(
-        Exchange(bucket, axis, ways, Op.GATHER, level + 1, level, packing)
+        Exchange(bucket, axis, ways, Collective.GATHER, level + 1, level, packing)
         for level in reversed(range(start, stop))
         for axis, ways in [(bucket.axes[level], bucket.sizes[level])]
         for packing in [packings.get(axis) if bucket.dtype.is_floating_point else None]
@@ -123,7 +123,7 @@ def gathers(bucket: Bucket, start: int, stop: int, packings: Mapping[str, Packin
 
 def unowned(route: Sequence[Exchange], axes: Sequence[str]) -> tuple[Exchange, ...]:
     """A route without the sums over ``axes``: an optimizer makes those itself."""
-    return tuple(exchange for exchange in route if exchange.op is not Op.SUM or exchange.axis not in axes)
+    return tuple(exchange for exchange in route if exchange.op is not Collective.SUM or exchange.axis not in axes)
 
 
 def tied_bytes(bucket: Bucket) -> int:
@@ -144,9 +144,9 @@ def _reduced(bucket: Bucket, reductions: Reductions, sizes: Mapping[str, int]) -
         later = {axis: sizes[axis] for axis in axes[position + 1 :]}
         channel = None if codec is None else Channel(bucket, axis, ways, codec, level, later=later)
         if level is not None:
-            yield Exchange(bucket, axis, ways, Op.SCATTER, level, level + 1, channel=channel)
+            yield Exchange(bucket, axis, ways, Collective.SCATTER, level, level + 1, channel=channel)
         else:
-            yield Exchange(bucket, axis, ways, Op.SUM, bucket.levels, bucket.levels, channel=channel)
+            yield Exchange(bucket, axis, ways, Collective.SUM, bucket.levels, bucket.levels, channel=channel)
 
 
 def _mean(bucket: Bucket, reductions: Reductions, sizes: Mapping[str, int]) -> Exchange | None:
@@ -154,4 +154,6 @@ def _mean(bucket: Bucket, reductions: Reductions, sizes: Mapping[str, int]) -> E
     if owner is None or sizes[owner.axis] == 1 or not bucket.trainable:
         return None
     channel = Channel(bucket, owner.axis, sizes[owner.axis], owner.codec, None, mean=True)
-    return Exchange(bucket, owner.axis, sizes[owner.axis], Op.SUM, bucket.levels, bucket.levels, channel=channel)
+    return Exchange(
+        bucket, owner.axis, sizes[owner.axis], Collective.SUM, bucket.levels, bucket.levels, channel=channel
+    )

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from shardlib.errors import MeshError
+from shardlib.mesh.memories import WAYS
 from shardlib.plan.rates import is_rate, is_seconds, named
 from shardlib.plan.tables import parse_size, size, table
-from shardlib.plan.transfers import WAYS
 
 # Precisions as `shardlib.precision` calls them -> dtype of the products.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from shardlib.plan.machine import PRECISIONS, Link, Machine
-from shardlib.plan.prediction.step import predict_on
+from shardlib.plan.prediction import predict_on
 from shardlib.plan.value import PlanValue
 
 # All ranks as if on one host, whose memories are not limited.

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from shardlib.plan.memory import held_bytes, live_bytes, peak_bytes
-from shardlib.plan.payload import Message, messages, payload
+from shardlib.plan.payload import Message, messages, moved, payload
+from shardlib.plan.program.program import Program
 from shardlib.plan.text import describe
-from shardlib.plan.transfers import moved
 from shardlib.plan.value import PlanValue
 
 
@@ -45,12 +45,16 @@ class Plan(PlanValue):
         return payload(self, owned=owned)
 
     def transfers(self) -> dict[str, int]:
-        """Bytes one rank moves between the device's memory and others in a step: see `shardlib.plan.transfers.moved`."""
+        """Bytes one rank moves between the device's memory and others in a step: see `shardlib.plan.payload.moved`."""
         return moved(self)
 
     def messages(self, *, owned: bool = False) -> Iterator[Message]:
         """Every message of a step; call it on one rank's part of a plan (`at`). See `shardlib.plan.payload.messages`."""
         return messages(self, owned=owned)
+
+    def program(self, *, owned: bool = False) -> Program:
+        """What one rank does in a step, in order; call it on one rank's part of a plan (`at`), and ``print`` it."""
+        return Program(self, owned)
 
     def __str__(self) -> str:
         return describe(self)

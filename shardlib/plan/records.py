@@ -37,7 +37,9 @@ class Trace:
     """What one micro-batch does in one stage.
 
     Attributes:
-        touches: units in the order they are gathered, forward then backward.
+        touches: units in the order they are gathered, in forward and in backward; None where nobody has seen it, and the
+            least is taken: all once in forward, and but for the first in backward.
+        reduced: trained units in the order in which their gradients are complete; none where nobody has seen it.
         activations: axis -> payload bytes of the collectives inside the loss.
         live: peak bytes while the micro-batch is computed, gradients of parameters left out.
         peak: the same with gradients of parameters as they come; in one stage the peak of all of a step's micro-batches.
@@ -63,7 +65,7 @@ class Trace:
         assumptions: what the trace takes for granted, a sentence each.
     """
 
-    touches: tuple[str, ...]
+    touches: tuple[tuple[str, ...], tuple[str, ...]] | None
     activations: Mapping[str, int]
     live: int = 0
     peak: int = 0
@@ -83,6 +85,7 @@ class Trace:
     live_in: str = ""
     peak_in: str = ""
     again: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
 
 

@@ -11,11 +11,10 @@ from shardlib.common.dtypes import dtype_name
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.memory import held_bytes, live_bytes
-from shardlib.plan.payload import Message, messages, payload
+from shardlib.plan.payload import Message, messages, payload, transfers
 from shardlib.plan.placement import Placement
 from shardlib.plan.tables import count, size, table
 from shardlib.plan.tiers.held import peaks
-from shardlib.plan.transfers import transfers
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import peak_in_flight, simulate
 
@@ -77,18 +76,19 @@ def _transfers(plan: PlanValue) -> str:
 
 def _rows(plan: PlanValue, messages: Callable[[PlanValue], Iterable[Message]]) -> list[tuple[str, ...]]:
     """One row for all messages of a kind; with several stages, the numbers of the rank that sends most of that kind."""
-    most: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+    most: dict[tuple[str, str, str, str], tuple[float, int]] = {}
     for view in plan.views:
-        totals: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+        totals: dict[tuple[str, str, str, str], tuple[float, int]] = {}
         for message in messages(view):
             if message.bytes:
                 key = message.what, message.axis, message.when, message.form
                 times, sent = totals.get(key, (0, 0))
-                totals[key] = times + message.times, sent + message.bytes
+                totals[key] = times + message.times * message.collectives, sent + message.bytes
         for key, numbers in totals.items():
             most[key] = max(most.get(key, (0, 0)), numbers, key=lambda pair: pair[1])
     return [
-        (what, axis, form, when, str(times), size(sent)) for (what, axis, when, form), (times, sent) in most.items()
+        (what, axis, form, when, str(round(times)), size(sent))
+        for (what, axis, when, form), (times, sent) in most.items()
     ]
 
 

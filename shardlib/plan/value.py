@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Self
 
 import torch
@@ -304,15 +305,24 @@ class PlanValue:
         return bucket.memory.grad != "device" and not left
 
     @cached_property
-    def gathers(self) -> tuple[str, ...]:
-        """Units in the order in which one micro-batch gathers them: as traced, or once forward and once backward each."""
+    def touches(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Units in the order in which one micro-batch gathers them in forward, and in backward: as traced, or once each."""
         if self.traces is not None:
-            return tuple(unit for stage in self.local_stages for unit in self.traces[stage].touches)
-        plan = self.tiled
+            traced = [seen for stage in self.local_stages if (seen := self.traces[stage].touches) is not None]
+            if traced:
+                forward, backward = zip(*traced, strict=True)
+                return tuple(chain(*forward)), tuple(chain(*backward))
+        plan, first = self.tiled, self.traces is not None  # the first is not needed in backward, perhaps
         here = ((unit, buckets) for unit, buckets in plan.buckets_of.items() if unit not in plan.left_out)
-        sharded = [unit for unit, buckets in here if any(b.fetched for b in buckets)]
-        again = (unit for unit in reversed(sharded) if unit in plan.trained_in and unit not in plan.kept)
-        return (*sharded, *again)
+        sharded = tuple(unit for unit, buckets in here if any(b.fetched for b in buckets))
+        again = (unit for unit in sharded[first:][::-1] if unit in plan.trained_in and unit not in plan.kept)
+        return sharded, tuple(again)
+
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        """Units in the order in which one micro-batch gathers them: see `touches`."""
+        forward, backward = self.touches
+        return (*forward, *backward)
 
     @cached_property
     def kept(self) -> dict[str, int]:

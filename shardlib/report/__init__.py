@@ -1,6 +1,6 @@
 """Reports of a run: progress, metrics, plots, predicted and measured times, and losses of n-gram models to compare with."""
 
-from shardlib.plan.prediction.step import StepTime, predict_on, predict_step
+from shardlib.plan.prediction import StepTime, predict_on, predict_step
 from shardlib.report.launches import measure_launches
 from shardlib.report.log import Log, Writer
 from shardlib.report.measure import measure_blocks

@@ -80,7 +80,7 @@ class Blocks:
             live = kept + max(trace.live - max(trace.kept, trace.between) for trace in inner)
             between = 0
         return Trace(
-            (),
+            None,
             _summed(trace.activations for trace in inner),
             live,
             live,  # gradients come as activations go
@@ -126,9 +126,8 @@ def _at(rows: int, one: Trace, two: Trace) -> Trace:
             return tuple(map(line, a, b))
         return a + (rows - 1) * (b - a)
 
-    names = [
-        each.name for each in fields(Trace) if each.name not in ("touches", "live_in", "peak_in", "blocks", "again")
-    ]
+    equal = ("touches", "reduced", "live_in", "peak_in", "blocks", "again")
+    names = [each.name for each in fields(Trace) if each.name not in equal]
     return replace(one, **{name: line(getattr(one, name), getattr(two, name)) for name in names})
 
 

@@ -11,7 +11,7 @@ from shardlib.common.thresholds import Threshold
 from shardlib.errors import ShardlibError
 from shardlib.plan.machine import Machine
 from shardlib.plan.plan import Plan
-from shardlib.plan.prediction.step import predict_on
+from shardlib.plan.prediction import predict_on
 from shardlib.plan.records import Trace
 from shardlib.plan.tiers.limits import Limits
 from shardlib.search.bounds import Bounds

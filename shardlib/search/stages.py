@@ -65,6 +65,7 @@ class Stages:
         held: number of ways in which other axes divide what is split -> bytes that are divided so.
         unit: bytes of parameters of the smallest unit; `piece` if all other axes divide them.
         share: of the stage's elements that its smallest unit has.
+        again: share of what a forward gathers that backward gathers too, at least.
         buckets, trained: number of buckets, and of those that are trained.
     """
 
@@ -85,6 +86,7 @@ class Stages:
     unit: Vector
     piece: Vector
     share: Vector
+    again: Vector
     buckets: Vector
     trained: Vector
 
@@ -140,6 +142,7 @@ def stages_of(blocks: Blocks, traces: tuple[Trace, ...], spans: Spans) -> Stages
         unit=unit,
         piece=piece,
         share=share,
+        again=_vector([1.0 if start else _again(blocks.held[0], stage) for (start, _), stage in zip(spans, held)]),
         buckets=buckets,
         trained=trained,
     )
@@ -210,6 +213,19 @@ def _units(buckets: Sequence[Held]) -> tuple[float, float, float]:
             sums[position] += size
     stored, pieces, elements = zip(*units.values(), strict=True) if units else ((0.0,), (0.0,), (1.0,))
     return min(stored), min(pieces), min(elements) / max(1.0, sum(elements))
+
+
+def _again(first: Sequence[Held], stage: Sequence[Held]) -> float:
+    """The share of a stage's bytes, and of its buckets, that a backward gathers at least: nobody may need the gradient of
+    what is given to one unit of the ``first`` block."""
+    least, numbers = 1.0, [lambda held: held.stored, lambda held: held.stored / held.ways, lambda held: 1.0]
+    for of in numbers:
+        units = Counter[str]()
+        for bucket in first:
+            units[bucket.unit] += of(bucket)
+        whole = sum(map(of, stage))
+        least = min(least, 1 - max(units.values(), default=0.0) / whole if whole else 1.0)
+    return max(0.0, least)
 
 
 def _bytes(held: Sequence[Sequence[Held]], ways: int) -> Bytes:

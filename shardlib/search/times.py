@@ -89,7 +89,7 @@ class Times:
         count = choice.microbatches
         links, walks = self._links(choice, stages), self._walked(choice, stages)
         forward = _with_gathers(walks.forward, walks.last_forward, links)
-        back = _with_gathers(walks.back, walks.last_back, links)
+        back = _with_gathers(walks.back, walks.last_back, links, stages.again)
         begin = _before(forward + walks.hand_on)
         end = _before(back) + np.cumsum(walks.hand_back) + walks.weights[0]
         # From the beginning of a stage's forward to the end of its backward.
@@ -105,8 +105,8 @@ class Times:
         final = np.maximum(came_back - back, busy - walks.weights - (0 if choice.split else back))
         each = choice.stage >= 2
         reduced = (first + count * links.reduced if each else final + links.reduced).max()
-        exchanged = (begin + count * (2 * links.gather + (links.reduced if each else 0))).max()
-        fetched = (begin + 2 * count * links.fetch).max()
+        exchanged = (begin + count * ((1 + stages.again) * links.gather + (links.reduced if each else 0))).max()
+        fetched = (begin + (1 + stages.again) * count * links.fetch).max()
         landed = max((final + links.landed).max(), (first + count * links.each).max())
         return float(max(max(computed, reduced, exchanged, fetched) + self._update(choice, stages), landed))
 
@@ -204,9 +204,10 @@ class Times:
         return float(seconds.max())
 
 
-def _with_gathers(computed: Vector, last: Vector, links: _Links) -> Vector:
-    """Seconds of a walk: the first unit waits until it is there, and the last one is computed once all are."""
-    return np.maximum(computed + links.first, np.maximum(links.gather, links.fetch) + last)
+def _with_gathers(computed: Vector, last: Vector, links: _Links, share: Vector | float = 1.0) -> Vector:
+    """Seconds of a walk that gathers a ``share`` of all: the first unit waits until it is there, and the last one is computed
+    once all are. (What is not gathered is computed last.)"""
+    return np.maximum(computed + links.first, share * np.maximum(links.gather, links.fetch) + last)
 
 
 def _before(seconds: Vector) -> Vector:

@@ -17,7 +17,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.channels import Channel
-from shardlib.plan.exchanges import Exchange, Op
+from shardlib.plan.exchanges import Collective, Exchange
 
 
 class BoundCodecs:
@@ -110,7 +110,7 @@ class Reduction:
             self._compressed = first.channel.codec.exchange(self._mesh, axis, items, self._residuals)
             for partial in self.sums:
                 partial.within = None  # messages are decoded into new memory, and this may hold a residual by now
-        elif first.op is Op.SCATTER:
+        elif first.op is Collective.SCATTER:
             self._sent = [partial.buffer for partial in self.sums]
             self._works = [self._scatter(axis, partial) for partial in self.sums]
         else:

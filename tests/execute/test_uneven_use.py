@@ -355,7 +355,7 @@ def sent_in(mesh, codes):
 def planned(*units):
     """The plan's payload where every rank gathers these units, in the forward and, but for the first, in the backward."""
     plan = sl.make_plan(parameters(), sl.abstract_mesh(data=2), stage=3)
-    return replace(plan, traces=(Trace((*units, *reversed(units[1:])), {}),)).payload()["data"]
+    return replace(plan, traces=(Trace((tuple(units), tuple(reversed(units[1:]))), {}),)).payload()["data"]
 
 
 def test_equal_ranks_send_nothing_more():

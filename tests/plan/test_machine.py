@@ -146,7 +146,7 @@ def test_python_takes_its_time():
         name: sl.report.predict_on(stage_3, machine(ranks_per_host=ranks, overheads=Overheads(**{name: 1.0}))).total
         for name in ("step", "walk", "unit", "bucket", "exchange", "recompute")
     }
-    gathers, reductions = 2 * 2 * len(stage_3.units), 2 * len(stage_3.trained)
+    gathers, reductions = 2 * len(stage_3.gathers), 2 * len(stage_3.trained)
     assert steps == {
         "step": 1.0,
         "walk": 4.0,

@@ -110,7 +110,7 @@ def test_different_plans_are_unequal():
         small_plan(sl.chain(sl.zero(2, axis="local", replicate="node"), *TRANSFORM.transforms[1:])),
         small_plan(sl.chain(*TRANSFORM.transforms[:2], sl.accumulate(4), sl.freeze("*/b"))),
         small_plan(sl.chain(*TRANSFORM.transforms[:3])),
-        dataclasses.replace(small_plan(), traces=(Trace(("layers/0",), {}),)),
+        dataclasses.replace(small_plan(), traces=(Trace((("layers/0",), ()), {}),)),
     ]
     assert all((a == b) == (i == j) for i, a in enumerate(plans) for j, b in enumerate(plans))
 

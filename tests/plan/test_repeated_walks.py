@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.plan.prediction.rank import Rank
-from shardlib.plan.prediction.repeats import Repeats
+from shardlib.plan.program.clock import VirtualClock
+from shardlib.plan.program.ops import Overhead
 
 PARAMS = [{"w": torch.empty(size, device="meta")} for size in (40, 1000, 1000, 1000, 1000, 300)]
 
@@ -17,10 +17,15 @@ def steps(plan, times):
     walks, found = [], []
     for repeated in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            counted, real = [], Rank.walk
+            counted, real = [], Overhead.take
             if not repeated:
-                patch.setattr(Repeats, "walk", lambda self, rank, what, walk: walk())
-            patch.setattr(Rank, "walk", lambda *given, **named: (counted.append(1), real(*given, **named)))  # noqa: B023
+                patch.setattr(VirtualClock, "again", lambda self, what, take: take())
+
+            def counting(self, clock, counted=counted, real=real):
+                counted.extend([1] * (self.of == "walk"))
+                real(self, clock)
+
+            patch.setattr(Overhead, "take", counting)
             found.append(sl.report.predict_step(plan, *times))
             walks.append(len(counted))
     return found, walks

@@ -9,7 +9,7 @@ import torch
 import shardlib as sl
 from shardlib.common.environment import environment
 from shardlib.models import gpt
-from shardlib.plan.prediction.step import predict_step
+from shardlib.plan.prediction import predict_step
 from shardlib.report.profile import rates
 from shardlib.report.profile.recording import OUTSIDE, Recording, Step, stepped
 from shardlib.report.profile.stragglers import Stragglers

@@ -13,7 +13,7 @@ from helpers.trees import assert_same
 import shardlib as sl
 from shardlib.errors import IllegalComposition, NonFiniteError, RankFailure, StorageError
 from shardlib.execute.live import LiveBytes
-from shardlib.plan.transfers import transfers
+from shardlib.plan.payload import transfers
 from shardlib.sharded.gradients_on_disk import FOLDER, LandingOnDisk, _Read
 
 PLANS = {

@@ -106,7 +106,7 @@ def test_the_plan_counts_what_is_read_and_written(tmp_path, monkeypatch):
     transfers = plan.transfers()
     found = sum(moved["preadv"]), sum(moved["pwritev"])
     assert found == (transfers["read"], transfers["written"]) == (3 * 3 * 4096,) * 2
-    assert re.search(r"states +read +whole blocks +before the update +1", str(plan))
+    assert re.search(r"states +read +whole blocks +before the update +3", str(plan))
 
 
 @pytest.mark.parametrize("back", ["disk", "host", "none"])

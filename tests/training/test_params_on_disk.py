@@ -16,7 +16,7 @@ import shardlib as sl
 from shardlib.common._compat import FakeTensor
 from shardlib.errors import DonatedStateError, IllegalComposition, RankFailure, StorageError
 from shardlib.execute.live import LiveBytes
-from shardlib.plan.transfers import transfers
+from shardlib.plan.payload import transfers
 from shardlib.sharded.on_disk import FOLDER, ParamsOnDisk
 
 PLANS = {

@@ -27,7 +27,8 @@ def as_another(walk: Walk, plan: Plan, stage: int, other: int) -> Walk:
     """The walk of one stage as that of another one like it: with its units."""
     ours, theirs = (plan.of_stage(number).tiled.buckets for number in (stage, other))
     units = {bucket.unit: like.unit for bucket, like in zip(ours, theirs, strict=True)}
-    return replace(walk, touches=tuple(units[unit] for unit in walk.touches))
+    forward, backward, reduced = (tuple(units[unit] for unit in some) for some in (*walk.touches, walk.reduced))
+    return replace(walk, touches=(forward, backward), reduced=reduced)
 
 
 def _names(plan: Plan) -> list[str]:

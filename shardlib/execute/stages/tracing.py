@@ -104,7 +104,7 @@ def _of_one(
     if runner.executor.gathers or last:
         run(*sorted({0, min(1, last), last}))
     executor = runner.executor
-    seen = executor.touches, phases.carries, phases.blocks, landing.spare
+    seen = executor.touches, executor.reduced, phases.carries, phases.blocks, landing.spare
     return Walk(alone, summed, work.done, *seen, again=executor.record.late)
 
 
@@ -209,6 +209,7 @@ class _Stage:
             [self._live.stretches()],
             self._work.done,
             self.executor.touches,
+            self.executor.reduced,
             self._phases.carries,
             self._phases.blocks,
             arrived=self._arrived,

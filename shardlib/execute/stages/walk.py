@@ -45,7 +45,8 @@ class Walk:
         alone: for each run of a micro-batch alone, what happened to memory, gradients of parameters left out.
         summed: for each run, what happened to all memory: also of runs of several of a step's micro-batches.
         done: phase -> what was done in it, by name: see `shardlib.execute.phases.Work`.
-        touches: units in the order they are gathered.
+        touches: units in the order they are gathered, in forward and in backward.
+        reduced: trained units in the order in which their gradients are complete.
         carries: of each block what the carry that it is given is like, where the function is a sequence of blocks.
         blocks: how many blocks ran.
         summands: as in a trace.
@@ -58,7 +59,8 @@ class Walk:
     alone: Sequence[Sequence[Stretch]]
     summed: Sequence[Sequence[Stretch]]
     done: Mapping[Phase, Mapping[Any, int]]
-    touches: tuple[str, ...]
+    touches: tuple[tuple[str, ...], tuple[str, ...]]
+    reduced: tuple[str, ...]
     carries: Sequence[Any]
     blocks: int
     summands: int = 0
@@ -96,8 +98,9 @@ class Walk:
             """What blocks leave after some visits, as was seen, with those that are like them."""
             return bytes and bytes + sum(count * self._left(block, visits) for block, count in repeats.items())
 
+        forward, backward = self.touches
         return Trace(
-            tuple(_touched(self.touches, stands)),
+            (tuple(_touched(forward, stands)), tuple(_touched(backward, stands, back=True))),
             {name.axis: sum(both) for name, both in totals.items() if isinstance(name, Sent)},
             live.bytes + self.arrived,
             peak.bytes + self.arrived,
@@ -115,6 +118,7 @@ class Walk:
             summands=self.summands,
             again=self.again,
             assumptions=self.assumptions,
+            reduced=tuple(_touched(self.reduced, stands, back=True)),
             **{name: sum(totals.get(name, ())) for name in ("down", "up", "host")},
         )
 
@@ -217,17 +221,15 @@ def _moved(part: Stretch, count: int) -> Stretch:
     return part._replace(phase=_later(part.phase, count))
 
 
-def _touched(touches: Sequence[str], stands: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """The touches of units with those of more blocks, each as those of the block that stands for it."""
+def _touched(touches: Sequence[str], stands: Mapping[str, Sequence[str]], back: bool = False) -> Iterator[str]:
+    """The touches of units with those of more blocks, each as those of the block that stands for it: forward in the order of
+    blocks, and backward in the reverse of it."""
     depth = next((path.count("/") + 1 for path in stands), 0)
 
     def home(unit: str) -> str:
         return "/".join(unit.split("/")[:depth])
 
-    before = set()
     for path, group in itertools.groupby(touches, key=home):
         units, paths = list(group), stands.get(path, [path])
-        # Forward comes first, in the order of blocks, and backward in the reverse of it.
-        for each in reversed(paths) if path in before else paths:
+        for each in reversed(paths) if back else paths:
             yield from (each + unit.removeprefix(path) for unit in units)
-        before.add(path)

@@ -18,7 +18,7 @@ from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
 from shardlib.plan.buckets import Bucket
-from shardlib.plan.exchanges import Exchange, Op
+from shardlib.plan.exchanges import Collective, Exchange
 from shardlib.sharded.gather import Gather
 from shardlib.sharded.on_disk import BufferOnDisk
 from shardlib.sharded.reduction import BoundCodecs, Reduction, Sum
@@ -138,7 +138,7 @@ class UnitSums:
         """The sums by name, but for those over axes that are left ``unreduced``. Replaces what codecs have ``kept``."""
         buffers = [gradients[name] for name in self.names]
         for op, axis, links in self._steps:
-            if op is Op.SUM and axis in unreduced:
+            if op is Collective.SUM and axis in unreduced:
                 continue
             if isinstance(links, CodedSums):
                 sums = REDUCE(buffers, links.number, [kept[name] for name in links.kept])
@@ -157,7 +157,7 @@ def unit_sums(routes: Mapping[Bucket, Route], mesh: Mesh, codecs: BoundCodecs) -
     return [UnitSums(group, [routes[bucket] for bucket in group], mesh, codecs) for group in groups.values()]
 
 
-def bound(route: Route, mesh: Mesh) -> list[tuple[Op, Link]]:
+def bound(route: Route, mesh: Mesh) -> list[tuple[Collective, Link]]:
     """Exchanges of gradients, without codecs, on a mesh."""
     return [
         (each.op, Link(mesh, each.axis, f"the gradient of {each.bucket.label}", tile=each.bucket.home is not None))
@@ -165,8 +165,8 @@ def bound(route: Route, mesh: Mesh) -> list[tuple[Op, Link]]:
     ]
 
 
-def along(route: Sequence[tuple[Op, Link]], buffer: torch.Tensor) -> torch.Tensor:
+def along(route: Sequence[tuple[Collective, Link]], buffer: torch.Tensor) -> torch.Tensor:
     """What exchanges make of a gradient, one after the other."""
     for op, link in route:
-        buffer = scattered(buffer, link) if op is Op.SCATTER else summed(buffer, link)
+        buffer = scattered(buffer, link) if op is Collective.SCATTER else summed(buffer, link)
     return buffer

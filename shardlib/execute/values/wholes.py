@@ -14,7 +14,7 @@ from shardlib.execute.values.routes import FETCH, Fetching, along, bound
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
-from shardlib.plan.exchanges import Exchange, Op, Routes
+from shardlib.plan.exchanges import Collective, Exchange, Routes
 
 
 class Wholes:
@@ -95,7 +95,7 @@ class Wholes:
     def expanded(self, slot: torch.Tensor) -> torch.Tensor:
         """What `each` is the dual of: a tensor in the layout of gradients, whole."""
         for op, link in reversed(self._each):
-            slot = gathered(slot, link) if op is Op.SCATTER else slot
+            slot = gathered(slot, link) if op is Collective.SCATTER else slot
         return slot
 
     def to_stored(self, whole: torch.Tensor) -> torch.Tensor:

@@ -108,4 +108,4 @@ def assumed(before: Plan, after: Plan) -> tuple[Trace, ...] | None:
         forward, backward = of
         return int(share * forward), int(share * max(0, backward - again * forward))
 
-    return tuple(Trace((), {}, flops=least(t.flops, share), launches=least(t.launches, 1.0)) for t in before.traces)
+    return tuple(Trace(None, {}, flops=least(t.flops, share), launches=least(t.launches, 1.0)) for t in before.traces)

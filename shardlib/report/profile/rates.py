@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from shardlib.mesh.mesh import coordinates
 from shardlib.plan.plan import Plan
-from shardlib.plan.prediction.step import StepTime, predict_step
+from shardlib.plan.prediction import StepTime, predict_step
 from shardlib.report.profile.meetings import meetings
 from shardlib.report.profile.recording import Recording, Step
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlib.plan.prediction.step import StepTime
+from shardlib.plan.prediction import StepTime
 from shardlib.plan.tables import size, table
 from shardlib.report.profile.comm import Comm
 from shardlib.report.profile.memory import Memory

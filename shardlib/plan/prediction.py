@@ -17,15 +17,17 @@ from statistics import fmean
 from typing import Any
 
 from shardlib.errors import MeshError, axes_named, listing
+from shardlib.mesh.memories import WAYS
 from shardlib.plan.machine import PRECISIONS, Machine, require_machine
-from shardlib.plan.prediction.rank import Rank, Rates
-from shardlib.plan.prediction.repeats import Repeats
-from shardlib.plan.prediction.update import run_update
+from shardlib.plan.program.clock import Rates, VirtualClock
+from shardlib.plan.program.ops import Op, Send
+from shardlib.plan.program.program import Program
 from shardlib.plan.rates import is_rate, is_seconds, named
-from shardlib.plan.transfers import WAYS
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import Action, Kind
 from shardlib.schedules.running import run
+
+Seconds = dict[tuple[int, bool], Mapping[str, float]]  # (stage, whether backward) -> unit -> seconds of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def predict_step(
         raise MeshError(f"the plan does not have\n{listing(unknown)}\nIt has axes {list(plan.sizes)} and units {units}")
     if owned and plan.reductions.owner is None:
         raise MeshError("no optimizer of this plan owns an axis; pass one that does to make_plan: optimizer=...")
-    return _run(plan, _stages(plan, forward, backward), Rates(bandwidth), [update] * len(plan.views), owned)
+    return _run(plan, _seconds(plan, forward, backward), Rates(bandwidth), [update] * len(plan.views), owned)
 
 
 def _require_numbers(forward: Any, bandwidth: Any, others: dict[str, Any]) -> None:
@@ -174,21 +176,18 @@ def _predicted(plan: PlanValue, machine: Machine, owned: bool) -> StepTime:
     assert plan.traces is not None
     links = {axis: machine.link(plan.sizes, axis) for axis, ways in plan.sizes.items() if ways > 1}
     bandwidth = {**machine.ways, "launches": machine.launches, **{axis: link.bandwidth for axis, link in links.items()}}
-    # Messages between stages are small, and no walk waits for them: as if they had a link of their own.
+    # Messages between stages are small, and no pass waits for them: as if they had a link of their own.
     lines = {axis: machine.line(plan.sizes, axis) for axis in links if axis not in plan.stages.axes}
     rates = Rates(bandwidth, links, lines, machine.overheads)
     flops = _products(plan, machine)
-    stages = []
-    for stage, trace in zip(plan.stage_plans, plan.traces, strict=True):
-        forward, backward = (
-            products / flops + streamed / machine.streaming
-            for products, streamed in zip(trace.flops, trace.streamed, strict=True)
-        )
+    found: Seconds = {}
+    for number, (stage, trace) in enumerate(zip(plan.stage_plans, plan.traces, strict=True)):
         counts = _elements(stage.tiled)
         whole = sum(counts.values()) or 1
-        both = ({unit: seconds * count / whole for unit, count in counts.items()} for seconds in (forward, backward))
-        stages.append(_Stage(stage.tiled, *both))
-    return _run(plan, stages, rates, [_updated(view) / machine.in_place for view in plan.views], owned)
+        for backward, (products, streamed) in enumerate(zip(trace.flops, trace.streamed, strict=True)):
+            taken = products / flops + streamed / machine.streaming
+            found[number, bool(backward)] = {unit: taken * count / whole for unit, count in counts.items()}
+    return _run(plan, found, rates, [_updated(view) / machine.in_place for view in plan.views], owned)
 
 
 def _products(plan: PlanValue, machine: Machine) -> float:
@@ -207,21 +206,8 @@ def _updated(view: PlanValue) -> int:
     return 2 * states + sum(b.owned * (2 * b.dtype.itemsize + b.reduce_dtype.itemsize) for b in here)
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """A stage's part of the plan, and seconds of forward and backward by unit, in the order of forward."""
-
-    plan: PlanValue
-    forward: Mapping[str, float]
-    backward: Mapping[str, float]
-
-    def back(self, share: float = 1.0) -> dict[str, float]:
-        """A share of the seconds of backward, in its order."""
-        return {unit: share * self.backward[unit] for unit in reversed(list(self.backward))}
-
-
-def _stages(plan: PlanValue, forward: float | Mapping[str, float], backward: float) -> list[_Stage]:
-    """The stages with their units' times. A unit that several stages use (of a tied leaf) computes in each of them."""
+def _seconds(plan: PlanValue, forward: float | Mapping[str, float], backward: float) -> Seconds:
+    """The seconds of units. A unit that several stages use (of a tied leaf) computes in each of them."""
     plans = [stage.tiled for stage in plan.stage_plans]
     if isinstance(forward, Mapping):
         seconds = [{unit: forward.get(unit, 0.0) for unit in stage.units} for stage in plans]
@@ -229,73 +215,49 @@ def _stages(plan: PlanValue, forward: float | Mapping[str, float], backward: flo
         elements = [_elements(stage) for stage in plans]
         whole = sum(sum(counts.values()) for counts in elements) or 1
         seconds = [{unit: forward * count / whole for unit, count in counts.items()} for counts in elements]
-    return [
-        _Stage(stage, each, {unit: backward * time for unit, time in each.items()})
-        for stage, each in zip(plans, seconds, strict=True)
-    ]
-
-
-def _recomputed(plan: PlanValue, stage: int) -> int:
-    """Blocks of a stage that a micro-batch's backward computes again; none without a trace."""
-    if plan.traces is None or plan.step.remat is None:
-        return 0
-    blocks, most = plan.traces[stage].blocks, plan.step.remat.blocks
-    return blocks if most is None else min(blocks, most)
+    found: Seconds = {}
+    for number, each in enumerate(seconds):
+        found[number, False] = each
+        found[number, True] = {unit: backward * time for unit, time in each.items()}
+    return found
 
 
 def _elements(stage: PlanValue) -> dict[str, int]:
     return {unit: sum(bucket.size(0) for bucket in buckets) for unit, buckets in stage.buckets_of.items()}
 
 
-def _run(
-    plan: PlanValue,
-    stages: Sequence[_Stage],
-    rates: Rates,
-    updates: Sequence[float],
-    owned: bool,
-) -> StepTime:
+def _run(plan: PlanValue, seconds: Seconds, rates: Rates, updates: Sequence[float], owned: bool) -> StepTime:
     """The time of a step; ``updates`` has the seconds of the update for each of the plan's views."""
-    schedule, owner = plan.stages.schedule, plan.reductions.owner
-    ranks = [Rank(rates, owner.axis if owned and owner else None) for _ in range(schedule.ranks)]
-    last = {a.stage: a.microbatch for order in schedule.orders for a in order if a.kind in (Kind.B, Kind.W)}
-    repeats = [Repeats(stage.plan) for stage in stages]
+    programs = [Program(view, owned) for view in plan.views]
+    clocks = [VirtualClock(rates, seconds, update) for update in updates]
     ready: dict[Action | None, float] = {None: 0.0}  # an action -> when its result has arrived where it is needed
 
-    def visit(rank_number: int, action: Action, need: Action | None) -> None:
-        (number, kind, microbatch), rank = action, ranks[rank_number]
-        stage, final = stages[number], last[number] == microbatch
-        first, later = plan.traces[number].launches if plan.traces else (0, 0)
-        recomputed = _recomputed(plan, number)
-        rank.now = max(rank.now, ready[need], rank.flown)
+    def visit(rank: int, action: Action, need: Action | None) -> None:
+        program, clock = programs[rank], clocks[rank]
+        one = program.actions[action]
+        ops = program.ops(one)
+        clock.wait(max(ready[need], clock.held.get("pass", 0.0)))
+        if any(isinstance(op, Send) and op.moves for op in ops):
+            _take(ops, clock)  # which waits for what earlier passes have moved
+        else:
+            clock.again(one, lambda: _take(ops, clock))
+        handed = program.handed(one)
+        _take(handed, clock)
+        if action.kind is not Kind.W:
+            result = Action(action.stage, Kind.B if action.kind is Kind.I else action.kind, action.microbatch)
+            ready[result] = max((clock.when[send.name] for send in handed), default=clock.now)
 
-        def walk() -> None:
-            if kind is Kind.F:
-                rank.walk(stage.plan, stage.forward, first=True, launches=first)
-            elif kind is Kind.I:
-                rank.walk(stage.plan, stage.back(0.5), launches=later / 2, recomputed=recomputed)
-            elif kind is Kind.W:
-                rank.walk(stage.plan, stage.back(0.5), final, whole=False, launches=later / 2)
-            else:
-                rank.walk(stage.plan, stage.back(), final, launches=later, recomputed=recomputed)
+    run(plan.stages.schedule, visit)
+    for program, clock in zip(programs, clocks, strict=True):
+        _take(program.ending, clock)
+    start = max(clock.now for clock in clocks)
+    for program, clock in zip(programs, clocks, strict=True):
+        clock.now = start
+        _take(program.updating, clock)
+    links = {link: max(clock.busy.get(link, 0.0) for clock in clocks) for link in rates.bandwidth}
+    return StepTime(max(clock.now for clock in clocks), tuple(clock.computed for clock in clocks), links)
 
-        repeats[number].walk(rank, (kind, final), walk)
-        if kind is not Kind.W:
-            result = Action(number, Kind.B if kind is Kind.I else kind, microbatch)
-            ready[result] = pass_on(rank, number, kind is Kind.F)
 
-    def pass_on(rank: Rank, stage: int, forwards: bool) -> float:
-        other = stage + 1 if forwards else stage - 1
-        if (
-            plan.traces is None
-            or not 0 <= other < schedule.stages
-            or schedule.rank_of[other] == schedule.rank_of[stage]
-        ):
-            return rank.now
-        count = plan.traces[stage].forward if forwards else plan.traces[other].backward
-        (axis,) = plan.stages.axes
-        return rank.exchange(axis, count, rank.now, 1 / (schedule.ranks - 1))
-
-    run(schedule, visit)
-    run_update(plan, ranks, updates)
-    links = {axis: max(rank.busy.get(axis, 0.0) for rank in ranks) for axis in rates.bandwidth}
-    return StepTime(max(rank.now for rank in ranks), tuple(rank.computed for rank in ranks), links)
+def _take(ops: Sequence[Op], clock: VirtualClock) -> None:
+    for op in ops:
+        op.take(clock)

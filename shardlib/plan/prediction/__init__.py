@@ -1,1 +1,0 @@
-"""The predicted time of a step."""
