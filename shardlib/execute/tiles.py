@@ -146,16 +146,18 @@ def _sum_of_products(bias: Any, x: Any, weight: TiledHandle) -> torch.Tensor:
     """``x @ weight + bias``: each tile multiplies its share of the inputs, and its product is added to the sum in place."""
     x, bias, tiles = *_operands(x, weight, bias), weight._tiles
     (x,) = autocast_as_a_product(x)
-    cut, y = Cut(x.reshape(-1, tiles.rows), tiles.view), bias
+    cut, y = Cut(x.reshape(-1, tiles.rows), tiles.view), None
     for number in range(tiles.count):
         taken = cut.take(number)
         share = taken.flatten(-2)
         with recomputed(share, _flat, taken):  # a copy of the inputs, which are there anyway
-            if number == 0:
-                y = share @ tiles[number] if bias is None else torch.addmm(bias, share, tiles[number])
-            else:
-                y = y.addmm_(share, *autocast_as_a_product(tiles[number]))  # for which autocast casts nothing itself
+            (tile,) = autocast_as_a_product(tiles[number])  # autocast casts nothing for what writes in place itself
+            if y is None:  # no product's own result is written to: a policy of recomputation may have kept it
+                shape = share.shape[0], tile.shape[1]
+                y = share.new_zeros(shape) if bias is None else bias.to(share.dtype).expand(shape).clone()
+            y = y.addmm_(share, tile)
     cut.done()
+    assert y is not None
     return y.view(*x.shape[:-1], y.shape[-1])
 
 

@@ -285,7 +285,7 @@ def test_each_layer_in_tiles(name, ranks):
     params = {"a": {"w": draw(24, 6), "b": draw(24)}, "x": {"scale": draw(width)}}
 
     def loss_fn(params, x):
-        y = LAYERS[name](x * params["x"]["scale"].exp(), params["a"]["w"], params["a"]["b"])
+        y = sl.block(LAYERS[name])(x * params["x"]["scale"].exp(), params["a"]["w"], params["a"]["b"])
         return (y.flatten() * scale[: y.numel()]).square().sum() / 6
 
     def grads(mesh, *tiles):
@@ -294,8 +294,10 @@ def test_each_layer_in_tiles(name, ranks):
         return sl.unshard(found)
 
     mesh = {"data": ranks}
-    found, wanted = (sl.simulate(grads, *tiles, mesh=mesh)[0] for tiles in ([sl.tile("a/w", 4)], []))
-    assert_close(found, wanted, 1e-12)
+    tile = sl.tile("a/w", 4)
+    wanted, *found = (sl.simulate(grads, *extra, mesh=mesh)[0] for extra in ([], [tile], [tile, sl.remat("dots")]))
+    for each in found:
+        assert_close(each, wanted, 1e-12)
 
 
 def test_other_uses_of_a_leaf_in_tiles_are_refused():
