@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels.adamw.arguments import Direction, Step
+from shardlib.kernels.adamw import Direction, Step
 from shardlib.kernels.common import tiles
 
 TILE = 1024

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels.adamw8.arguments import CodedStep
+from shardlib.kernels.adamw8 import CodedStep
 from shardlib.kernels.adamw8.codes import BLOCK, SIGNED, UNSIGNED
 from shardlib.kernels.common import tiles
 

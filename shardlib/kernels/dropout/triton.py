@@ -10,7 +10,7 @@ import triton.language as tl
 
 from shardlib.kernels.common import rows, tiles
 from shardlib.kernels.counter.triton import bits_of
-from shardlib.kernels.dropout.arguments import Draw
+from shardlib.kernels.dropout import Draw
 
 TILE = {"ROWS": 16, "COLUMNS": 128}
 

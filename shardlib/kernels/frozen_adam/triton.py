@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalMomentum, LocalStep
+from shardlib.kernels.frozen_adam import FreshStep, FrozenStep, LocalMomentum, LocalStep
 
 TILE = 1024
 

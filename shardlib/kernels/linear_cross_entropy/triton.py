@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.linear_cross_entropy.arguments import Aim
+from shardlib.kernels.linear_cross_entropy import Aim
 
 BLOCK = 4096
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.lion.arguments import Step
+from shardlib.kernels.lion import Step
 
 TILE = 1024
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.subset.reference import slots
+from shardlib.kernels.subset import slots
 
 WIDEST_BLOCK = 2048  # columns at once
 
