@@ -170,7 +170,7 @@ def adam_direction_(
 
 
 class reference(Plain):
-    """AdamW in plain torch, one operation at a time: the oracle of the kernels, and the fallback. Supports every dtype."""
+    """In plain torch, one operation at a time: the oracle of the kernels, and the fallback. Supports every dtype."""
 
     @staticmethod
     def adamw_(step: Step) -> None:
@@ -219,6 +219,8 @@ def _ratio(m: torch.Tensor, v: torch.Tensor, factors: Factors | DirectionFactors
 
 
 class _Compiled(native.Compiled):
+    """By C++ and by CUDA, which take the same arguments."""
+
     @classmethod
     def adamw_(cls, step: Step, old: Old | None = None) -> None:
         param, grad, mu, nu, copy, factors, scale = step

@@ -31,7 +31,7 @@ IMPLEMENTATIONS = {"cpu": ("cpu",)}
 
 
 class Attention(NamedTuple):
-    """See `shardlib.kernels.cached_attention`; ``window`` is at least 1."""
+    """The arguments of `cached_attention`; ``window`` is at least 1."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -132,7 +132,7 @@ def cached_attention(
 
 
 class reference(Plain):
-    """Attention to a cache in plain torch, one sequence after the other."""
+    """In plain torch, one sequence after the other."""
 
     @staticmethod
     def attend(how: Attention) -> torch.Tensor:
@@ -149,7 +149,7 @@ class reference(Plain):
 
 
 class cpu(native.Cpp, operation="cached_attention", cached_attention="pppppppillllllppi"):
-    """Attention to a cache on the CPU, by cached_attention.cpp."""
+    """By cached_attention.cpp."""
 
     @staticmethod
     def attend(how: Attention) -> torch.Tensor:

@@ -21,9 +21,8 @@ from shardlib.kernels.common.operators import opaque
 __all__ = ["random_bits", "signed", "spread"]
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
-
-
 _MASK = 2**64 - 1
+_LOW = 0xFFFFFFFF
 
 
 def random_bits(seed: int, index: torch.Tensor, *, using: str | None = None) -> torch.Tensor:
@@ -67,11 +66,8 @@ _random_bits = opaque(
 )
 
 
-_LOW = 0xFFFFFFFF
-
-
 class reference(Plain):
-    """Random bits from a counter in plain torch."""
+    """In plain torch."""
 
     @staticmethod
     def random_bits(seed: int, index: torch.Tensor) -> torch.Tensor:
@@ -88,7 +84,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 class cpu(native.Cpp, operation="counter", random_bits="lplpi"):
-    """Random bits from a counter on the CPU, by counter.cpp."""
+    """By counter.cpp."""
 
     @staticmethod
     def random_bits(seed: int, index: torch.Tensor) -> torch.Tensor:

@@ -219,7 +219,7 @@ def decoder_attention(
 
 
 class reference(Plain):
-    """The first half of a decoder's layer as one operation after the other."""
+    """In plain torch, one operation after the other."""
 
     @staticmethod
     def apply(
@@ -236,7 +236,7 @@ class reference(Plain):
 
 
 class cpu(native.Cpp, operation="decoder_attention", decoder_attention="pilppppfppppppllllpi"):
-    """The first half of a decoder's layer on the CPU, for few tokens by decoder_attention.cpp."""
+    """By decoder_attention.cpp, for few tokens."""
 
     @staticmethod
     def apply(

@@ -160,7 +160,7 @@ def decoder_mlp(x: torch.Tensor, layer: MLP, *, using: str | None = None) -> tor
 
 
 class reference(Plain):
-    """The second half of a decoder's layer as one operation after the other."""
+    """In plain torch, one operation after the other."""
 
     @staticmethod
     def apply(x: torch.Tensor, layer: MLP) -> torch.Tensor:
@@ -183,7 +183,7 @@ def _experts(x: torch.Tensor, layer: MLP, choice: Choice) -> torch.Tensor:
 
 
 class cpu(native.Cpp, operation="decoder_mlp", decoder_mlp="pilppflipi"):
-    """The second half of a decoder's layer on the CPU, for few tokens by decoder_mlp.cpp."""
+    """By decoder_mlp.cpp, for few tokens."""
 
     @staticmethod
     def apply(x: torch.Tensor, layer: MLP) -> torch.Tensor:

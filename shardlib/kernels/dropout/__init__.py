@@ -23,7 +23,6 @@ from shardlib.kernels.common import native, rows
 from shardlib.kernels.common.arguments import check_rows, check_tensors
 from shardlib.kernels.common.dispatch import Plain, on, serving
 from shardlib.kernels.common.operators import differentiable
-from shardlib.kernels.counter import signed, spread
 
 __all__ = ["Draw", "dropout"]
 
@@ -68,7 +67,7 @@ def dropout(
         raise ValueError(
             f"starts has {draw.starts.numel()} indices for the {rows.sizes(x)[0]} rows of x: give one per row"
         )
-    draw = Draw(float(draw.p), signed(draw.seed), draw.start, draw.starts)
+    draw = Draw(float(draw.p), counter.signed(draw.seed), draw.start, draw.starts)
     if residual is None:
         return _alone(x, bias, *draw, using)[0]
     rows.check_like("residual", residual, "x", x)
@@ -77,7 +76,7 @@ def dropout(
 
 def _spread(draw: Draw) -> Draw:
     """``draw`` with its seed spread, as implementations take it."""
-    return draw._replace(seed=spread(draw.seed))
+    return draw._replace(seed=counter.spread(draw.seed))
 
 
 def _forward_alone(x: torch.Tensor, bias: torch.Tensor | None, draw: Draw, using: str | None) -> list[torch.Tensor]:
@@ -129,7 +128,7 @@ _onto = differentiable(
 
 
 class reference(Plain):
-    """Dropout from a counter in plain torch."""
+    """In plain torch."""
 
     @staticmethod
     def forward(x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: Draw) -> torch.Tensor:
@@ -155,7 +154,7 @@ def _factor(x: torch.Tensor, draw: Draw) -> torch.Tensor:
 
 
 class cpu(native.Cpp, operation="dropout", dropout="pippfillpllpi", dropout_backward="pifillpllpppi"):
-    """Dropout from a counter on the CPU, by dropout.cpp."""
+    """By dropout.cpp."""
 
     @staticmethod
     def forward(x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: Draw) -> torch.Tensor:

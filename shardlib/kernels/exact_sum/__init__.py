@@ -20,6 +20,8 @@ from shardlib.kernels.exact_sum import digits
 __all__ = ["digits_of_squares"]
 
 IMPLEMENTATIONS = {"cpu": ("cpu",)}
+_CHUNK = 1 << 16  # elements that plain torch sums at a time, so that intermediate results stay small
+_SPAN = 1 << 18  # elements, as in exact_sum.cpp
 
 
 def digits_of_squares(x: torch.Tensor, *, using: str | None = None) -> torch.Tensor:
@@ -34,11 +36,8 @@ def digits_of_squares(x: torch.Tensor, *, using: str | None = None) -> torch.Ten
         return serving("exact_sum", {"x": x}, "x", FLOATS, using).digits_of_squares(x)
 
 
-_CHUNK = 1 << 16  # elements, so that intermediate results stay small
-
-
 class reference(Plain):
-    """The digits of Σ x² in plain torch: the oracle of the kernels, and the fallback."""
+    """In plain torch: the oracle of the kernels, and the fallback."""
 
     @staticmethod
     def digits_of_squares(x: torch.Tensor) -> torch.Tensor:
@@ -46,11 +45,8 @@ class reference(Plain):
         return torch.stack([digits.total(chunk.double().square()) for chunk in chunks]).sum(dim=0)
 
 
-_SPAN = 1 << 18  # as in exact_sum.cpp
-
-
 class cpu(native.Cpp, operation="exact_sum", digits_of_squares="pilppi"):
-    """The digits of Σ x² on the CPU, by exact_sum.cpp."""
+    """By exact_sum.cpp."""
 
     @staticmethod
     def digits_of_squares(x: torch.Tensor) -> torch.Tensor:

@@ -209,6 +209,8 @@ def _direction(mu: torch.Tensor, nu: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class _Compiled(native.Compiled):
+    """By C++ and by CUDA, which take the same arguments."""
+
     @classmethod
     def local_momentum_(cls, step: LocalMomentum) -> None:
         grad, mu, *factors, scale = step

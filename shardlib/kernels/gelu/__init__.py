@@ -79,7 +79,7 @@ _gelu = differentiable(
 
 
 class reference(Plain):
-    """Bias + GeLU in plain torch."""
+    """In plain torch."""
 
     @staticmethod
     def forward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
@@ -102,7 +102,7 @@ def _sum(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 class cpu(native.Cpp, operation="gelu", gelu="pipillpi", gelu_backward="pipipllpppi"):
-    """Bias + GeLU on the CPU, by gelu.cpp."""
+    """By gelu.cpp."""
 
     @staticmethod
     def forward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:

@@ -37,7 +37,7 @@ def sum_of_squares(x: torch.Tensor, *, using: str | None = None) -> torch.Tensor
 
 
 class reference(Plain):
-    """Σ x² in plain torch: the oracle of the kernels, and the fallback."""
+    """In plain torch: the oracle of the kernels, and the fallback."""
 
     @staticmethod
     def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
@@ -45,6 +45,8 @@ class reference(Plain):
 
 
 class _Compiled(native.Compiled):
+    """By C++ and by CUDA, which take the same arguments."""
+
     EACH: int  # elements of a partial sum
 
     @classmethod

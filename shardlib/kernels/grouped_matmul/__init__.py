@@ -34,6 +34,9 @@ from shardlib.kernels.common.operators import autocast_as_a_product, counted, di
 __all__ = ["grouped_matmul"]
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda",)}
+_MATRICES, _SIZES = "plli", "pllll"  # of signatures: what `_matrices` and `_sizes` return
+_BYTES = 16  # of which rows must be multiples for ``F.grouped_mm``
+_OLDEST = (8, 0)  # compute capability that it supports
 
 
 def grouped_matmul(
@@ -120,7 +123,7 @@ counted(
 
 
 class reference(Plain):
-    """Products by expert in plain torch: one product an expert, written in place, and the same as new tensors.
+    """In plain torch: one product an expert, written in place; `plain_backward` makes new tensors.
 
     An expert's rows are read from where an allocation begins, so that its product does not depend on the experts before it.
     """
@@ -192,9 +195,6 @@ def ranges(offsets: torch.Tensor, count: int) -> list[tuple[int, int]]:
     return list(zip(starts, ends))
 
 
-_MATRICES, _SIZES = "plli", "pllll"
-
-
 class cpu(
     native.Cpp,
     operation="grouped_matmul",
@@ -202,7 +202,7 @@ class cpu(
     grouped_matmul_backward=f"ppl{_MATRICES}{_SIZES}pppi",
     grouped_matmul_room="p",
 ):
-    """Products by expert on the CPU: of bf16 by grouped_matmul.cpp where there are AMX tiles, else as in plain torch."""
+    """Of bf16 by grouped_matmul.cpp where there are AMX tiles, else as in plain torch."""
 
     @classmethod
     def load(cls, device: torch.device) -> str:
@@ -266,12 +266,8 @@ def _scratch() -> tuple[torch.Tensor, int]:
     return torch.empty(abs(threads()), int(room), dtype=torch.int32), threads()
 
 
-_BYTES = 16  # of which rows must be multiples
-_OLDEST = (8, 0)  # compute capability that torch's call supports
-
-
 class cuda:
-    """On a GPU: all experts' products in one call of torch's ``F.grouped_mm`` where that takes them, else plain torch's."""
+    """All experts' products in one call of torch's ``F.grouped_mm`` where that takes them, else as in plain torch."""
 
     @classmethod
     def load(cls, device: torch.device) -> str:

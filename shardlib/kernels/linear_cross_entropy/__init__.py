@@ -35,6 +35,7 @@ from shardlib.kernels.common.operators import autocast_as_a_product, counted, di
 __all__ = ["linear_cross_entropy"]
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+_CHUNK = {"cpu": Threshold(1 << 24), "cuda": Threshold(1 << 27)}  # logits; every chunk adds a pass over dW
 
 
 class Aim(NamedTuple):
@@ -49,6 +50,48 @@ class Aim(NamedTuple):
     targets: torch.Tensor
     ignore_index: int
     label_smoothing: float
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    using: str | None = None,
+) -> torch.Tensor:
+    """``F.cross_entropy(F.linear(x, weight), targets, ...)``, a scalar in fp32 at least. Autocast as in `F.linear`.
+
+    Args:
+        x: ``[..., width]``.
+        weight: ``[V, width]``, of the dtype of ``x``.
+        targets: ``[...]``, int64. Targets equal to ``ignore_index`` are left out of the loss.
+        label_smoothing: the share of the target that is spread over all words, in [0, 1].
+        reduction: "mean" over the targets that are not ignored, or "sum".
+
+    Raises:
+        ValueError: shapes, ``reduction`` or ``label_smoothing`` do not fit.
+        IndexError: a target is none of the words, on the CPU.
+    """
+    check_options("linear_cross_entropy", reduction, label_smoothing, ("mean", "sum"))
+    check_tensors(
+        "linear_cross_entropy", {"x": x, "weight": weight, "targets": targets}, exactly={"targets": torch.int64}
+    )
+    check_layer("linear_cross_entropy", x, weight)
+    check_targets("linear_cross_entropy", targets, x.shape[:-1], f"x of shape {tuple(x.shape)}")
+    x, weight = autocast_as_a_product(x, weight)
+    wanted = torch.is_grad_enabled() and (differentiated(x) or differentiated(weight))
+    flat = targets.flatten()
+    aim = Aim(flat, ignore_index, float(label_smoothing))
+    (total,) = _total(x.flatten(0, -2), weight, *aim, wanted, using)
+    if reduction == "sum":
+        return total
+    count = (flat != ignore_index).sum()
+    return torch.where(
+        count > 0, total / count.clamp(min=1), torch.nan
+    )  # no target: NaN with gradients of 0, as in torch
 
 
 def check_options(function: str, reduction: str, label_smoothing: float, reductions: tuple[str, ...]) -> None:
@@ -101,51 +144,6 @@ def refuse_unknown(targets: torch.Tensor, words: int, ignore_index: int) -> None
 def widened(scores: torch.Tensor) -> torch.Tensor:
     """``scores`` in fp32 at least: a sum over a whole vocabulary in 16 bits would lose too many digits."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
-
-
-_CHUNK = {"cpu": Threshold(1 << 24), "cuda": Threshold(1 << 27)}  # logits; every chunk adds a pass over dW
-
-
-def linear_cross_entropy(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-    using: str | None = None,
-) -> torch.Tensor:
-    """``F.cross_entropy(F.linear(x, weight), targets, ...)``, a scalar in fp32 at least. Autocast as in `F.linear`.
-
-    Args:
-        x: ``[..., width]``.
-        weight: ``[V, width]``, of the dtype of ``x``.
-        targets: ``[...]``, int64. Targets equal to ``ignore_index`` are left out of the loss.
-        label_smoothing: the share of the target that is spread over all words, in [0, 1].
-        reduction: "mean" over the targets that are not ignored, or "sum".
-
-    Raises:
-        ValueError: shapes, ``reduction`` or ``label_smoothing`` do not fit.
-        IndexError: a target is none of the words, on the CPU.
-    """
-    check_options("linear_cross_entropy", reduction, label_smoothing, ("mean", "sum"))
-    check_tensors(
-        "linear_cross_entropy", {"x": x, "weight": weight, "targets": targets}, exactly={"targets": torch.int64}
-    )
-    check_layer("linear_cross_entropy", x, weight)
-    check_targets("linear_cross_entropy", targets, x.shape[:-1], f"x of shape {tuple(x.shape)}")
-    x, weight = autocast_as_a_product(x, weight)
-    wanted = torch.is_grad_enabled() and (differentiated(x) or differentiated(weight))
-    flat = targets.flatten()
-    aim = Aim(flat, ignore_index, float(label_smoothing))
-    (total,) = _total(x.flatten(0, -2), weight, *aim, wanted, using)
-    if reduction == "sum":
-        return total
-    count = (flat != ignore_index).sum()
-    return torch.where(
-        count > 0, total / count.clamp(min=1), torch.nan
-    )  # no target: NaN with gradients of 0, as in torch
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, aim: Aim, wanted: bool, using: str | None) -> list[torch.Tensor]:
@@ -216,7 +214,7 @@ counted("linear_cross_entropy", forward=_products, backward=lambda *_, **__: 0)
 
 
 class reference(Plain):
-    """Cross entropy of logits and its gradient in plain torch."""
+    """In plain torch."""
 
     @staticmethod
     def losses_(logits: torch.Tensor, aim: Aim, gradients: bool) -> torch.Tensor:
@@ -242,11 +240,8 @@ def _slope(z: torch.Tensor, aim: Aim) -> torch.Tensor:
     return (torch.softmax(z, -1) - (1 - label_smoothing) * onehot - label_smoothing / z.shape[1]) * counts
 
 
-_NAME = "linear_cross_entropy"
-
-
 class cpu(native.Cpp, operation="linear_cross_entropy", cross_entropy="piplfillpi"):
-    """Cross entropy of logits and its gradient on the CPU, by linear_cross_entropy.cpp."""
+    """By linear_cross_entropy.cpp."""
 
     @staticmethod
     def losses_(logits: torch.Tensor, aim: Aim, gradients: bool) -> torch.Tensor:

@@ -89,7 +89,7 @@ def lion_(
 
 
 class reference(Plain):
-    """Lion in plain torch, one operation at a time: the oracle of the kernels, and the fallback. Supports every dtype."""
+    """In plain torch, one operation at a time: the oracle of the kernels, and the fallback. Supports every dtype."""
 
     @staticmethod
     def lion_(step: Step) -> None:
@@ -120,6 +120,8 @@ def _sign(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Compiled(native.Compiled):
+    """By C++ and by CUDA, which take the same arguments."""
+
     @classmethod
     def lion_(cls, step: Step, old: Old | None = None) -> None:
         param, grad, mu, copy, factors, scale = step

@@ -182,7 +182,7 @@ _of_sum = differentiable(
 
 
 class reference(Plain):
-    """LayerNorm and RMSNorm in plain torch."""
+    """In plain torch."""
 
     @staticmethod
     def forward(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -218,7 +218,7 @@ def _normed(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class cpu(native.Cpp, operation="norm", norm="ppippfillppi", norm_backward="pipfillpppppi"):
-    """LayerNorm and RMSNorm on the CPU, by norm.cpp."""
+    """By norm.cpp."""
 
     @classmethod
     def load(cls, device: torch.device) -> str:

@@ -129,7 +129,7 @@ def _check(**tensors: tuple[torch.Tensor, tuple[int, ...]]) -> None:
 
 
 class reference(Plain):
-    """1-bit compression in plain torch: the oracle of the kernels, and the fallback. Also serves float64."""
+    """In plain torch: the oracle of the kernels, and the fallback. Also serves float64."""
 
     @staticmethod
     def compress(x: torch.Tensor, residual: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +181,9 @@ def _unpack(bits: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class _Compiled(native.Compiled):
-    EACH: int  # elements of a span or tile, whose sums are partial
+    """By C++ and by CUDA, which take the same arguments."""
+
+    EACH: int  # elements of a span or tile
 
     @classmethod
     def compress(cls, x: torch.Tensor, residual: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,17 +210,18 @@ class _Compiled(native.Compiled):
 
     @classmethod
     def _outputs(cls, segments: Segments, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Empty tensors for signs, scales, and partial sums."""
+        """Empty tensors for signs, scales, and the sums over each segment's elements in a span or tile."""
+        sums = 0 if cls._in_one_pass(segments) else -(-segments.length // cls.EACH) + segments.count
         return (
             torch.empty(segments.bytes, dtype=torch.uint8, device=device),
             torch.empty(segments.count, device=device),
-            torch.empty(cls._sums(segments), dtype=torch.float64, device=device),
+            torch.empty(sums, dtype=torch.float64, device=device),
         )
 
     @staticmethod
-    def _sums(segments: Segments) -> int:
-        """The number of sums over a segment's elements in a span or tile."""
-        raise NotImplementedError
+    def _in_one_pass(segments: Segments) -> bool:
+        """Whether scales need no partial sums."""
+        return False
 
     @staticmethod
     def _table(segments: Segments, device: torch.device) -> tuple[torch.Tensor | int | None, ...]:
@@ -239,10 +242,6 @@ class cpu(
     EACH = 1 << 16  # as in onebit.cpp
 
     @staticmethod
-    def _sums(segments: Segments) -> int:
-        return -(-segments.length // cpu.EACH) + segments.count
-
-    @staticmethod
     def _table(segments: Segments, device: torch.device) -> tuple[torch.Tensor | int | None, ...]:
         offsets = segments.offsets if segments.block is None else None
         return offsets, segments.block or 0, segments.count, segments.elements, segments.length
@@ -261,16 +260,12 @@ class cuda(
     EACH = 2048  # as in onebit.cuh
 
     @staticmethod
-    def _sums(segments: Segments) -> int:
-        return 0 if _in_one_pass(segments) else -(-segments.length // cuda.EACH) + segments.count
+    def _in_one_pass(segments: Segments) -> bool:
+        return segments.block is not None and segments.block % 32 == 0 and segments.block <= 4096
 
     @staticmethod
     def _table(segments: Segments, device: torch.device) -> tuple[torch.Tensor | int | None, ...]:
         sizes = (segments.count, segments.elements, segments.length)
-        if _in_one_pass(segments):
+        if cuda._in_one_pass(segments):
             return None, None, segments.block, *sizes
         return segments.on(device), segments.first(cuda.EACH, device), 0, *sizes
-
-
-def _in_one_pass(segments: Segments) -> bool:
-    return segments.block is not None and segments.block % 32 == 0 and segments.block <= 4096

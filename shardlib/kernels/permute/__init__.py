@@ -159,11 +159,11 @@ _weighted = differentiable(
 
 
 class reference(Plain):
-    """Permutation of rows in plain torch; assignments without a row have one behind the last."""
+    """In plain torch; assignments without a row have one behind the last."""
 
     @staticmethod
     def permute(x: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-        return reference._spread(x[:, None].expand(-1, positions.shape[1], -1), positions, count)
+        return _as_rows(x[:, None].expand(-1, positions.shape[1], -1), positions, count)
 
     @staticmethod
     def unpermute(rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -180,19 +180,19 @@ class reference(Plain):
     ) -> list[torch.Tensor]:
         inside, found = _found(rows, positions)
         dy = lines.wide(dy)[:, None]
-        drows = reference._spread((weights.to(dy.dtype)[..., None] * dy).to(rows.dtype), positions, len(rows))
+        drows = _as_rows((weights.to(dy.dtype)[..., None] * dy).to(rows.dtype), positions, len(rows))
         dweights = torch.where(inside, (found * dy).sum(-1), 0)
         return [drows, dweights.to(weights.dtype)]
-
-    @staticmethod
-    def _spread(terms: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-        """``terms [T, k, columns]`` as rows."""
-        at = positions.where(_inside(positions, count), count).flatten()
-        return terms.new_zeros(count + 1, terms.shape[-1]).index_add(0, at, terms.flatten(0, 1))[:count].clone()
 
 
 def _inside(positions: torch.Tensor, count: int) -> torch.Tensor:
     return (positions >= 0) & (positions < count)
+
+
+def _as_rows(terms: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+    """``terms [T, k, columns]`` as rows."""
+    at = positions.where(_inside(positions, count), count).flatten()
+    return terms.new_zeros(count + 1, terms.shape[-1]).index_add(0, at, terms.flatten(0, 1))[:count].clone()
 
 
 def _found(rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,7 +205,7 @@ def _found(rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, t
 class cpu(
     native.Cpp, operation="permute", permute="plpllllppi", unpermute="pipplllpli", unpermute_backward="ppippllllpppi"
 ):
-    """Permutation of rows on the CPU, by permute.cpp."""
+    """By permute.cpp."""
 
     @staticmethod
     def permute(x: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:

@@ -31,14 +31,7 @@ from shardlib.kernels.common.dispatch import Plain, on, serving
 __all__ = ["Blockwise", "dequantize", "dequantize_sum", "dequantize_sum_quantize", "quantize"]
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}  # Triton's were the faster ones on an H100
-
-
-class Quantized(NamedTuple):
-    """Values and their scales, of one rank, or of several ranks with a first dimension of ranks."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
-    form: Blockwise
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -78,7 +71,12 @@ class Blockwise:
         return -(-elements // self.block)
 
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+class Quantized(NamedTuple):
+    """Values and their scales, of one rank, or of several ranks with a first dimension of ranks."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    form: Blockwise
 
 
 def quantize(
@@ -229,7 +227,7 @@ def _check(**tensors: tuple[torch.Tensor, tuple[int, ...], tuple[torch.dtype, ..
 
 
 class reference(Plain):
-    """Blockwise quantisation in plain torch: the oracle of the kernels, and the fallback."""
+    """In plain torch: the oracle of the kernels, and the fallback."""
 
     @staticmethod
     def quantize(x: torch.Tensor, residual: torch.Tensor | None, out: Quantized) -> None:
@@ -277,6 +275,8 @@ def _unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 class _Compiled(native.Compiled):
+    """By C++ and by CUDA, which take the same arguments."""
+
     @classmethod
     def quantize(cls, x: torch.Tensor, residual: torch.Tensor | None, out: Quantized) -> None:
         x = native.readable(x)

@@ -104,7 +104,7 @@ _rotary = differentiable(
 
 
 class reference(Plain):
-    """Rotary position embedding in plain torch."""
+    """In plain torch."""
 
     @staticmethod
     def turn(x: torch.Tensor, both: torch.Tensor, interleaved: bool, back: bool) -> torch.Tensor:
@@ -118,7 +118,7 @@ class reference(Plain):
 
 
 class cpu(native.Cpp, operation="rotary", rotary="pippiillllpi"):
-    """Rotary position embedding on the CPU, by rotary.cpp."""
+    """By rotary.cpp."""
 
     @staticmethod
     def turn(x: torch.Tensor, both: torch.Tensor, interleaved: bool, back: bool) -> torch.Tensor:

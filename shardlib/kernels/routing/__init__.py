@@ -104,7 +104,7 @@ _by_expert = opaque("routing_by_expert", _sorted, _sorted_fake)
 
 
 class reference(Plain):
-    """Routing in plain torch."""
+    """In plain torch."""
 
     @staticmethod
     def top_k(scores: torch.Tensor, k: int) -> list[torch.Tensor]:
@@ -122,7 +122,7 @@ class reference(Plain):
 
 
 class cpu(native.Cpp, operation="routing", routing_top_k="pilllppppi", routing_by_expert="pllpppi"):
-    """Routing on the CPU, by routing.cpp."""
+    """By routing.cpp."""
 
     @staticmethod
     def top_k(scores: torch.Tensor, k: int) -> list[torch.Tensor]:

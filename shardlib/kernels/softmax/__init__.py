@@ -79,7 +79,7 @@ _softmax = differentiable(
 
 
 class reference(Plain):
-    """Masked softmax in plain torch."""
+    """In plain torch."""
 
     @staticmethod
     def forward(x: torch.Tensor, lengths: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
@@ -98,7 +98,7 @@ class reference(Plain):
 
 
 class cpu(native.Cpp, operation="softmax", softmax="pipifllllpi", softmax_backward="piiflllppi"):
-    """Masked softmax on the CPU, by softmax.cpp."""
+    """By softmax.cpp."""
 
     @staticmethod
     def forward(x: torch.Tensor, lengths: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:

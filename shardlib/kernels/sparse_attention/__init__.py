@@ -34,11 +34,12 @@ from shardlib.common.thresholds import Threshold
 from shardlib.kernels import counter
 from shardlib.kernels.common.dispatch import Plain, on, serving
 from shardlib.kernels.common.operators import counted, differentiable
-from shardlib.kernels.counter import spread
 
 __all__ = ["LARGEST", "attend"]
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+LARGEST = 256  # size of a head
+_ELEMENTS = Threshold(1 << 22)  # scores of a sample's head that plain torch has in memory at a time
 
 
 class Blocks(NamedTuple):
@@ -93,13 +94,10 @@ class Attention(NamedTuple):
     options: Options
 
 
-LARGEST = 256  # size of a head
-
-
 def _ready(given: Attention) -> Attention:
     """``given`` with contiguous tensors and the seed spread, as implementations take it."""
     q, k, v = (x.contiguous() for x in given[:3])
-    return given._replace(q=q, k=k, v=v, options=given.options._replace(seed=spread(given.options.seed)))
+    return given._replace(q=q, k=k, v=v, options=given.options._replace(seed=counter.spread(given.options.seed)))
 
 
 def _forward(given: Attention, using: str | None) -> list[torch.Tensor]:
@@ -159,11 +157,8 @@ counted(
 )
 
 
-_ELEMENTS = Threshold(1 << 22)  # scores of a sample's head in memory at a time
-
-
 class reference(Plain):
-    """Block-sparse attention in plain torch: the oracle of the kernels, and the fallback. Also serves float64.
+    """In plain torch: the oracle of the kernels, and the fallback. Also serves float64.
 
     Query blocks with the same number of key blocks are computed together, as a batch of small dense attentions over gathered
     key blocks. Memory is that of a bounded number of gathered blocks.

@@ -110,7 +110,7 @@ _put = differentiable(
 
 
 class reference(Plain):
-    """Tokens by their positions in plain torch."""
+    """In plain torch."""
 
     @staticmethod
     def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ def slots(index: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class cpu(native.Cpp, operation="subset", take="ppllllpi", put="pppllllpi"):
-    """Tokens by their positions on the CPU, by subset.cpp."""
+    """By subset.cpp."""
 
     @staticmethod
     def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ _swiglu = differentiable(
 
 
 class reference(Plain):
-    """SwiGLU in plain torch."""
+    """In plain torch."""
 
     @staticmethod
     def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ class reference(Plain):
 
 
 class cpu(native.Cpp, operation="swiglu", swiglu="plplillpi", swiglu_backward="plplipllppi"):
-    """SwiGLU on the CPU, by swiglu.cpp."""
+    """By swiglu.cpp."""
 
     @staticmethod
     def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from shardlib.kernels.quantize import Blockwise, dequantize, quantize
 __all__ = ["Linear", "QuantizedMatrix", "thin_matmul"]
 
 IMPLEMENTATIONS = {"cpu": ("cpu",)}
+FEW = Threshold(32)  # rows that meet a weight; for more, one that is quantised is worth making whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,16 +242,14 @@ class QuantizedMatrix(Matrix):
         )
 
 
-_NONE = (0,) * 7
-
-
 def line(weight: torch.Tensor | Matrix | None, bias: torch.Tensor | None = None) -> tuple[int, ...]:
-    """The line of a weight ``[outputs, inputs]``, or of several, ``[groups, outputs, inputs]``; zeros for none.
+    """The line of numbers by which compiled kernels take a weight: `Matrix` in common/thin.h; zeros for none.
 
-    It has addresses, so whoever uses it also keeps ``weight`` and ``bias``; both are contiguous.
+    A weight is ``[outputs, inputs]``, several are ``[groups, outputs, inputs]``. The line has addresses, so whoever uses it
+    also keeps ``weight`` and ``bias``; both are contiguous.
     """
     if weight is None:
-        return _NONE
+        return (0,) * 7
     sizes = (*weight.shape[-2:], 0 if bias is None else bias.data_ptr())
     if isinstance(weight, Matrix):
         return weight.values.data_ptr(), weight.form.bits, weight.scales.data_ptr(), weight.form.block, *sizes
@@ -274,7 +273,7 @@ def readable(tensors: Sequence[torch.Tensor | Matrix | None], dtype: torch.dtype
 
 
 class reference(Plain):
-    """Products of few rows in plain torch, which makes a quantised matrix whole first; and of ranges of rows, by expert."""
+    """In plain torch, which makes a quantised matrix whole first; and of ranges of rows, by expert."""
 
     @staticmethod
     def product(x: torch.Tensor, weight: torch.Tensor | Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -298,7 +297,7 @@ def whole(weight: Matrix) -> torch.Tensor:
 
 
 class cpu(native.Cpp, operation="thin_matmul", thin_matmul="pilplppi"):
-    """Products of few rows on the CPU, by thin_matmul.cpp."""
+    """By thin_matmul.cpp."""
 
     @staticmethod
     def product(x: torch.Tensor, weight: torch.Tensor | Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -335,6 +334,3 @@ def _run(x: torch.Tensor, ends: torch.Tensor | None, weight: tuple[int, ...], y:
     """
     x, groups = x.contiguous(), 1 if ends is None else len(ends)
     cpu.library().thin_matmul(x, native.DTYPES[x.dtype], len(x), ends, groups, lines(weight), y, threads())
-
-
-FEW = Threshold(32)  # rows that meet a weight; for more, one that is quantised is worth making whole
