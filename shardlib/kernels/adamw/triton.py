@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -11,9 +10,7 @@ from shardlib.kernels.common import tiles
 
 TILE = 1024
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def adamw_(step: Step) -> None:

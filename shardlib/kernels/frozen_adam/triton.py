@@ -11,9 +11,7 @@ from shardlib.kernels.frozen_adam import FreshStep, FrozenStep, LocalMomentum, L
 
 TILE = 1024
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def local_momentum_(step: LocalMomentum) -> None:

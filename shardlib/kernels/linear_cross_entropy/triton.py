@@ -11,9 +11,7 @@ from shardlib.kernels.linear_cross_entropy import Aim
 
 BLOCK = 4096
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def losses_(logits: torch.Tensor, aim: Aim, gradients: bool) -> torch.Tensor:

@@ -22,9 +22,7 @@ _ROWS = 64  # of a program of `triton_backward.inner`
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _packed = WeakTensorKeyDictionary()  # a layout's row_offsets -> its packings
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def forward(given: Attention) -> tuple[torch.Tensor, torch.Tensor]:
