@@ -20,8 +20,7 @@ from benchmarks.harness.case import CPU, CUDA, Case, Checks, Result, Setting
 from benchmarks.harness.timing import Calls, Times, interleave, medians, one_thread, processor, ratio
 from benchmarks.peers.sparse_attention import Attention, Gathered, flash, flex
 from shardlib.kernels.common.dispatch import choose
-from shardlib.kernels.sparse_attention import triton
-from shardlib.kernels.sparse_attention.arguments import Blocks, Options
+from shardlib.kernels.sparse_attention import Blocks, Options, triton
 from shardlib.sparse import Layout
 
 _LENGTHS = {CPU: (8192, 16384, 32768), CUDA: (16384, 65536, 131072)}

@@ -9,7 +9,7 @@ from shardlib.collectives.pairs import all_gather, all_reduce
 from shardlib.common._compat import traced
 from shardlib.errors import SpecError
 from shardlib.kernels.common.arguments import check_tensors
-from shardlib.kernels.linear_cross_entropy.options import check_options, check_targets, refuse_unknown
+from shardlib.kernels.linear_cross_entropy import check_options, check_targets, refuse_unknown
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import chunk_size
 

@@ -22,8 +22,8 @@ from shardlib.execute.activations.names import RECOMPUTE_MODES
 from shardlib.execute.handles import Handle, Source, layers, materialise
 from shardlib.execute.slicing import SlicedHandle, refuse_operands, require_whole_layer
 from shardlib.kernels.common.operators import autocast_as_a_product
-from shardlib.kernels.common.recompute import recomputed
-from shardlib.kernels.linear_cross_entropy.options import check_layer, check_targets, widened
+from shardlib.kernels.common.saved import recomputed
+from shardlib.kernels.linear_cross_entropy import check_layer, check_targets, widened
 from shardlib.nn.sequence import shard_sequence
 from shardlib.nn.tiles import Cut, Join
 from shardlib.plan.buckets import Bucket

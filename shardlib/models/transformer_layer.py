@@ -11,7 +11,7 @@ token, with width w, inner width f and h heads over s keys, the choices are:
 Masks of dropout are never saved: backward draws them again from the counter (`shardlib.rng`).
 
 ``stochastic`` halves the remaining fp32 memory: activations are saved in bf16, rounded stochastically (see
-`shardlib.kernels.common.rounding`). The outputs do not change. Gradients do: they are computed from activations with relative
+`shardlib.kernels.common.saved`). The outputs do not change. Gradients do: they are computed from activations with relative
 errors of up to 1/128. They are unbiased as far as they are linear in the saved activations (exactly for those of weights, to
 second order for those through a norm, a GeLU or a softmax), and no longer the same on every mesh.
 """
@@ -29,8 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.common.environment import environment
-from shardlib.kernels.common.recompute import recomputed
-from shardlib.kernels.common.rounding import kept_in_bf16
+from shardlib.kernels.common.saved import kept_in_bf16, recomputed
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.norm import layer_norm
 from shardlib.kernels.softmax import softmax

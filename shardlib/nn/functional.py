@@ -13,8 +13,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardlib.common.environment import environment
 from shardlib.common.thresholds import Threshold
 from shardlib.kernels.common.arguments import check_tensors
+from shardlib.kernels.linear_cross_entropy import check_layer, check_options, check_targets, widened
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunked_cross_entropy
-from shardlib.kernels.linear_cross_entropy.options import check_layer, check_options, check_targets, widened
 from shardlib.nn.sequence import shard_sequence
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ def dense_attention(q, k, v, layout, *, causal=None, scale=None, key_mask=None, 
 def bounds(tensors, grad, layout, dtype, narrow, *, causal=None, scale=None, key_mask=None, dropout=0.0, rng_key=None):
     """The largest error of the output and of every gradient, element by element, in float64 like ``tensors`` and ``grad``.
 
-    The roundings are those that `shardlib.kernels.sparse_attention.op` names: of all that is stored, of P∘M and dS if
+    The roundings are those that `shardlib.kernels.sparse_attention` names: of all that is stored, of P∘M and dS if
     ``narrow``, and of fp32's sums. The output's goes on into rowsum(dO ∘ O), and from there into dS.
 
     Args:

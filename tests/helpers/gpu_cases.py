@@ -20,7 +20,7 @@ from shardlib.kernels.lion import triton as lion
 from shardlib.kernels.onebit import triton as onebit
 from shardlib.kernels.quantize import Blockwise
 from shardlib.kernels.quantize import triton as quantize
-from shardlib.kernels.sparse_attention import shapes, triton_backward, triton_bias, triton_forward
+from shardlib.kernels.sparse_attention import shapes, triton_backward, triton_forward
 
 
 def _onebit() -> dict[str, Case]:
@@ -102,7 +102,7 @@ _SPARSE = {
     "forward": triton_forward.attend,
     "query": triton_backward.by_query,
     "key": triton_backward.by_key,
-    "diagonal": triton_bias.by_diagonal,
+    "diagonal": triton_backward.by_diagonal,
     "merge": triton_forward.merge,
     "add": triton_backward.add,
     "inner": triton_backward.inner,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from shardlib.kernels.grouped_matmul import grouped_matmul
 from shardlib.kernels.quantize import dequantize
-from shardlib.kernels.thin_matmul import QuantizedMatrix, thin_matmul
-from shardlib.kernels.thin_matmul.op import grouped_thin_matmul
+from shardlib.kernels.thin_matmul import QuantizedMatrix, grouped_thin_matmul, thin_matmul
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-9, torch.float64: 1e-12}
 

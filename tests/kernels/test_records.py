@@ -3,7 +3,7 @@
 import inspect
 from typing import NamedTuple
 
-from shardlib.kernels.common.records import layout_of
+from shardlib.kernels.common.operators import layout_of
 
 
 class Pair(NamedTuple):

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.common import thresholds
-from shardlib.kernels.sparse_attention import cpu
-from shardlib.kernels.sparse_attention.arguments import Blocks, Options
+from shardlib.kernels.sparse_attention import Blocks, Options, cpu
 from shardlib.sparse import Layout
 
 NAMES = (*kernels.WITH_AMX, kernels.CUT, "reference")

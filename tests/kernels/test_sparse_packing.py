@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.kernels.sparse_attention import packing
-from shardlib.kernels.sparse_attention.arguments import Blocks, Options
-from shardlib.kernels.sparse_attention.lists import cells
+from shardlib.kernels.sparse_attention import Blocks, Options, packing
+from shardlib.kernels.sparse_attention.packing import cells
 from shardlib.sparse.layout import Layout
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import shardlib as sl
-from shardlib.kernels.common.rounding import stochastically_rounded
+from shardlib.kernels.common.saved import stochastically_rounded
 from shardlib.models.transformer_layer import LayerConfig, init, slicing_rules, transformer_layer
 
 BATCH, SEQUENCE, WIDTH, HEADS, INNER = 2, 5, 12, 3, 20

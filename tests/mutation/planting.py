@@ -38,7 +38,8 @@ class Defect:
     def module(self) -> str:
         """Where it is, to be imported; "" for what is no Python."""
         path = Path("shardlib", self.file)
-        return ".".join(path.with_suffix("").parts) if path.suffix == ".py" else ""
+        parts = (path.parent if path.stem == "__init__" else path.with_suffix("")).parts
+        return ".".join(parts) if path.suffix == ".py" else ""
 
     def planted(self, source: str) -> str:
         """The file's text with it.

@@ -9,7 +9,7 @@ from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition
-from shardlib.kernels.common.rounding import round_to_bf16
+from shardlib.kernels.common.saved import round_to_bf16
 from shardlib.optim.wrappers import rounding
 
 FIT, PARAMS = mlp([6, 9, 4], torch.float32)

@@ -12,7 +12,7 @@ import torch
 
 from shardlib.errors import IllegalComposition
 from shardlib.execute.graph.nodes import added_input
-from shardlib.kernels.counter.op import signed
+from shardlib.kernels.counter import signed
 from shardlib.rng import Key
 
 # The numbers that stand for seeds, one after the other, and for indices of first elements, with room for those that follow

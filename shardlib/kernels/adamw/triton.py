@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels.adamw.arguments import Direction, Step
+from shardlib.kernels.adamw import Direction, Step
 from shardlib.kernels.common import tiles
 
 TILE = 1024
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def adamw_(step: Step) -> None:

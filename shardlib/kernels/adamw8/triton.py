@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from shardlib.kernels.adamw8.arguments import CodedStep
+from shardlib.kernels.adamw8 import CodedStep
 from shardlib.kernels.adamw8.codes import BLOCK, SIGNED, UNSIGNED
 from shardlib.kernels.common import tiles
 
@@ -14,9 +13,7 @@ BLOCKS = 4  # of a program
 _ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it rounds to an integer
 _NORMAL = tl.constexpr(2.0**-126)
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def adamw8_(step: CodedStep) -> None:

@@ -1,10 +1,10 @@
 """The choice of the implementation of an operation for a device, made once.
 
-An implementation is a module in the operation's folder. It has the operation's functions, which take the records of the
-folder's `arguments`, and `load`, which prepares the implementation and returns its name, or raises where it cannot be used.
-``IMPLEMENTATIONS`` in the folder's `op` lists them: type of device -> modules, the preferred first. The module
-``reference``, plain torch, comes last and supports every input. An implementation that holds a row in registers states in
-``WIDEST`` how many columns fit.
+An implementation is a namespace of functions: a class in the operation's package (``reference``, ``cpu``, ``cuda``), or a
+module of it, imported where it serves (``triton``). Each has the operation's functions, with the same arguments, and `load`,
+which prepares the implementation and returns its name, or raises where it cannot be used. ``IMPLEMENTATIONS`` in the package
+lists them: type of device -> names, the preferred first. ``reference``, plain torch, comes last and supports every input. An
+implementation that holds a row in registers states in ``WIDEST`` how many columns fit.
 """
 
 from __future__ import annotations
@@ -23,22 +23,30 @@ import torch
 
 from shardlib.kernels.common.build import BuildError
 
-_WRITTEN_IN = {"cpu": "C++", "cuda": "CUDA", "triton": "Triton"}  # modules' names, for messages
+_WRITTEN_IN = {"cpu": "C++", "cuda": "CUDA", "triton": "Triton"}  # implementations, for messages
 _log = logging.getLogger("shardlib.kernels")
 _lock = threading.Lock()
 _warned: set[str] = set()
+
+
+class Plain:
+    """The base of an operation's ``reference``."""
+
+    @classmethod
+    def load(cls, device: torch.device) -> str:
+        return "reference"
 
 
 class Choice(NamedTuple):
     """An implementation that is ready.
 
     Attributes:
-        module: the implementation.
+        implementation: its namespace.
         name: as users read it, such as "C++, avx2".
         passed: why each implementation that is preferred to this one cannot be used.
     """
 
-    module: Any
+    implementation: Any
     name: str
     passed: tuple[str, ...]
 
@@ -48,8 +56,9 @@ class Choice(NamedTuple):
 
 
 def operations() -> list[str]:
-    """The names of all operations: the folders of `shardlib.kernels` that have an ``op.py``."""
-    return sorted(path.parent.name for path in Path(__file__).parents[1].glob("*/op.py"))
+    """The names of all operations: the packages of `shardlib.kernels` beside this one."""
+    here = Path(__file__).parent
+    return sorted(path.parent.name for path in here.parent.glob("*/__init__.py") if path.parent != here)
 
 
 def choose(operation: str, device: torch.device) -> Choice:
@@ -59,18 +68,18 @@ def choose(operation: str, device: torch.device) -> Choice:
 
 
 def preferred(operation: str, device: torch.device) -> str:
-    """The module that `choose` tries first."""
+    """The name of the implementation that `choose` tries first."""
     return _in_order(operation, device.type)[0]
 
 
 def load(operation: str, implementation: str, device: torch.device) -> Choice:
-    """One implementation by the name of its module, for tests and benchmarks; raises where it cannot be used."""
-    module = _module(operation, implementation)
-    return Choice(module, module.load(device), ())
+    """One implementation by its name, for tests and benchmarks; raises where it cannot be used."""
+    found = _implementation(operation, implementation)
+    return Choice(found, found.load(device), ())
 
 
 def serving(operation: str, x: torch.Tensor, using: str | None = None) -> Any:
-    """The module that computes in the dtype, on the device and with the row width of ``x``.
+    """The implementation that computes in the dtype, on the device and with the row width of ``x``.
 
     Args:
         using: names an implementation, for tests and benchmarks; None takes what `choose` prefers.
@@ -82,16 +91,16 @@ def serving(operation: str, x: torch.Tensor, using: str | None = None) -> Any:
     if x.dtype == torch.float64:
         if using not in (None, "reference"):
             raise TypeError(f"float64 is served by plain torch, not by {using}")
-        return _module(operation, "reference")
+        return _implementation(operation, "reference")
     choice = choose(operation, x.device) if using is None else load(operation, using, x.device)
-    widest = getattr(choice.module, "WIDEST", None)
+    widest = getattr(choice.implementation, "WIDEST", None)
     if widest is None or x.shape[-1] <= widest:
-        return choice.module
+        return choice.implementation
     reason = f"{operation}: rows of {x.shape[-1]}, and {choice.name} takes {widest} at most"
     if using is not None:
         raise ValueError(f"{reason}; use 'reference'")
     _warn(operation, f"{reason}; plain torch serves, several times slower")
-    return _module(operation, "reference")
+    return _implementation(operation, "reference")
 
 
 @functools.cache
@@ -110,7 +119,7 @@ def _choose(operation: str, device: str) -> Choice:
 
 
 def _in_order(operation: str, device: str) -> tuple[str, ...]:
-    return (*_module(operation, "op").IMPLEMENTATIONS.get(device, ()), "reference")
+    return (*_package(operation).IMPLEMENTATIONS.get(device, ()), "reference")
 
 
 def _log_choice(operation: str, device: str, choice: Choice, slow: bool) -> None:
@@ -133,5 +142,11 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _module(operation: str, implementation: str) -> ModuleType:
-    return importlib.import_module(f"shardlib.kernels.{operation}.{implementation}")
+def _implementation(operation: str, name: str) -> Any:
+    package = _package(operation)
+    found = getattr(package, name, None)
+    return importlib.import_module(f"{package.__name__}.{name}") if found is None else found
+
+
+def _package(operation: str) -> ModuleType:
+    return importlib.import_module(f"shardlib.kernels.{operation}")

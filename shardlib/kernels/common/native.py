@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardlib.common.thresholds import threads
 from shardlib.kernels.common.build import BuildError, Recipe, compiles, shared_library
 
 _COMMON = Path(__file__).parent
@@ -52,9 +53,14 @@ def functions(path: Path, signatures: Mapping[str, str], suffix: str = "", check
 def _callable(function: Any, letters: str, checked: bool) -> Callable[..., None]:
     function.argtypes = [_TYPES[letter] for letter in letters]
     function.restype = ctypes.c_int if checked else None
+    pointers = [at for at, letter in enumerate(letters) if letter == "p"]
 
     def call(*values: torch.Tensor | int | float | None) -> None:
-        code = function(*[value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values])
+        given: list[Any] = list(values)
+        for at in pointers:  # alone, as a call of a kernel on few numbers takes microseconds
+            if isinstance(given[at], torch.Tensor):
+                given[at] = given[at].data_ptr()
+        code = function(*given)
         if code:
             raise RuntimeError(f"{function.__name__} was not launched: CUDA error {code}; see cudaError_t")
 
@@ -128,6 +134,77 @@ def cuda_functions(name: str, signatures: Mapping[str, str]) -> Any:
     return loaded
 
 
+class Compiled:
+    """What an operation's ``cpu`` and ``cuda`` have in common, for functions that both take with the same arguments.
+
+    ``class cpu(Cpp, operation="gelu", gelu="pipillpi")`` names the operation, and the signature of each C function; see
+    `functions`.
+    """
+
+    READS_OLD = False  # whether steps read states elsewhere than they write them
+    operation: str
+    signatures: Mapping[str, str]
+
+    def __init_subclass__(cls, operation: str = "", **signatures: str) -> None:
+        cls.operation, cls.signatures = operation, signatures
+
+    @classmethod
+    def library(cls) -> Any:
+        """The C functions, as attributes."""
+        raise NotImplementedError
+
+    @staticmethod
+    def factor(scale: torch.Tensor | None) -> Any:
+        """How functions take the number by which a step multiplies the gradient."""
+        raise NotImplementedError
+
+    @staticmethod
+    def runs_on(device: torch.device) -> int:
+        """The last argument of functions: a number of threads, or a stream."""
+        raise NotImplementedError
+
+
+class Cpp(Compiled):
+    """The base of an operation's ``cpu``, whose functions call those of ``<operation>.cpp``."""
+
+    @classmethod
+    def load(cls, device: torch.device) -> str:
+        return description(cls.operation)
+
+    @classmethod
+    def library(cls) -> Any:
+        return cpp_functions(cls.operation, cls.signatures)
+
+    @staticmethod
+    def factor(scale: torch.Tensor | None) -> float:
+        return 1.0 if scale is None else float(scale)
+
+    @staticmethod
+    def runs_on(device: torch.device) -> int:
+        return threads()
+
+
+class Cuda(Compiled):
+    """The base of an operation's ``cuda``, whose functions call those of ``<operation>.cu``."""
+
+    @classmethod
+    def load(cls, device: torch.device) -> str:
+        cls.library()
+        return "CUDA C++"
+
+    @classmethod
+    def library(cls) -> Any:
+        return cuda_functions(cls.operation, cls.signatures)
+
+    @staticmethod
+    def factor(scale: torch.Tensor | None) -> torch.Tensor | None:
+        return scale
+
+    @staticmethod
+    def runs_on(device: torch.device) -> int:
+        return stream(device)
+
+
 def cuda_recipe(name: str, capability: tuple[int, int]) -> Recipe:
     """``<name>/<name>.cu`` for GPUs of one compute capability, and for later ones by its PTX."""
     flags = ("-O3", "-std=c++17", f"-arch=sm_{capability[0]}{capability[1]}", "-Xcompiler=-fPIC", "-fmad=false")
@@ -190,8 +267,3 @@ def typed(*tensors: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
 def copied(copy: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
     """A step's copy of the parameter and its dtype's number in `DTYPES`, −1 without a copy."""
     return copy, -1 if copy is None else DTYPES[copy.dtype]
-
-
-def factor(scale: torch.Tensor | None) -> float:
-    """The number by which a step on the CPU multiplies the gradient."""
-    return 1.0 if scale is None else float(scale)

@@ -7,22 +7,26 @@ version of the backward pass. So first derivatives run kernels under `autograd.g
 alike, and higher ones are right, at the speed of plain torch. Forward mode transposes the plain backward pass, which is
 linear in the gradients. (`torch.library.register_autograd` does not support `torch.func.grad`. `torch.func.grad` inside a
 compiled function is refused here, since the compiler then drops the autograd.Function.)
+
+An operator of torch takes only tensors and numbers. A function may take a record (a NamedTuple, possibly nested), and its
+operator takes the record's fields, in order. So the arguments of a kernel are stated once, as a record that all of its
+functions take.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.flop_counter import register_flop_formula
 
 from shardlib.common._compat import below_autograd, forward_level, no_autocast, transformed
-from shardlib.kernels.common.recompute import can_hook
-from shardlib.kernels.common.records import layout_of
+from shardlib.kernels.common.saved import can_hook
 
 # A pass takes tensors and constants and returns tensors.
 Pass = Callable[..., list[torch.Tensor]]
@@ -75,7 +79,7 @@ def differentiable(
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """A function of ``forward``'s arguments, by position, that returns its outputs as a tuple.
 
-    ``forward``, ``backward``, the fakes and the reference may take records (`shardlib.kernels.common.records`). ``keep``,
+    ``forward``, ``backward``, the fakes and the reference may take records (NamedTuples of tensors and numbers). ``keep``,
     ``per_input`` and callers of the returned function pass a record's fields instead, one by one.
 
     Args:
@@ -349,3 +353,59 @@ def _pushed(
 
     push = torch.func.vjp(moving, *map(torch.zeros_like, outputs))[1]
     return tuple(tangent.contiguous() for tangent in push(known))  # laid out as outputs are
+
+
+class Layout(NamedTuple):
+    """How the arguments of an operator form the records of its function.
+
+    Attributes:
+        parameters: of the operator.
+        records: (first argument, number of fields, record class), the last first, and nested records before those that
+            hold them.
+        returned: the function's return annotation.
+    """
+
+    parameters: list[inspect.Parameter]
+    records: list[tuple[int, int, Any]]
+    returned: Any
+
+    def spread(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, whose first parameters have this layout, as a function of the operator's arguments."""
+        if not self.records:
+            return function
+        # This runs in every call of a kernel: tuple.__new__ is faster than a record's own constructor.
+        makers = [
+            (slice(first, first + count), partial(tuple.__new__, record)) for first, count, record in self.records
+        ]
+
+        def call(*arguments: Any) -> Any:
+            values = list(arguments)
+            for fields, make in makers:
+                values[fields] = (make(values[fields]),)
+            return function(*values)
+
+        call.__signature__ = inspect.Signature(self.parameters, return_annotation=self.returned)  # type: ignore[attr-defined]
+        return call
+
+
+def layout_of(function: Callable[..., Any]) -> Layout:
+    """The layout that the annotations of ``function`` give; every parameter must have one."""
+    hints = get_type_hints(function)
+    returned = hints.pop("return", None)
+    return Layout(*_parameters_and_records(hints, 0), returned)
+
+
+def _parameters_and_records(
+    hints: Mapping[str, Any], start: int
+) -> tuple[list[inspect.Parameter], list[tuple[int, int, Any]]]:
+    parameters: list[inspect.Parameter] = []
+    records: list[tuple[int, int, Any]] = []
+    for name, kind in hints.items():
+        if hasattr(kind, "_fields"):
+            first = start + len(parameters)
+            fields, nested = _parameters_and_records(get_type_hints(kind), first)
+            parameters += fields
+            records = [*nested, (first, len(kind._fields), kind), *records]
+        else:
+            parameters.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind))
+    return parameters, records

@@ -10,9 +10,7 @@ from shardlib.kernels.common import tiles
 
 TILE = 1024
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def random_bits(seed: int, index: torch.Tensor) -> torch.Tensor:

@@ -10,13 +10,11 @@ import triton.language as tl
 
 from shardlib.kernels.common import rows, tiles
 from shardlib.kernels.counter.triton import bits_of
-from shardlib.kernels.dropout.arguments import Draw
+from shardlib.kernels.dropout import Draw
 
 TILE = {"ROWS": 16, "COLUMNS": 128}
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def forward(x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: Draw) -> torch.Tensor:

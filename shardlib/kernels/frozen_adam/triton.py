@@ -7,13 +7,11 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.frozen_adam.arguments import FreshStep, FrozenStep, LocalMomentum, LocalStep
+from shardlib.kernels.frozen_adam import FreshStep, FrozenStep, LocalMomentum, LocalStep
 
 TILE = 1024
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def local_momentum_(step: LocalMomentum) -> None:

@@ -10,9 +10,7 @@ from shardlib.kernels.common import rows, tiles
 
 TILE = {"ROWS": 32, "COLUMNS": 128}
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def forward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:

@@ -7,13 +7,11 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.linear_cross_entropy.arguments import Aim
+from shardlib.kernels.linear_cross_entropy import Aim
 
 BLOCK = 4096
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def losses_(logits: torch.Tensor, aim: Aim, gradients: bool) -> torch.Tensor:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.lion.arguments import Step
+from shardlib.kernels.lion import Step
 
 TILE = 1024
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def lion_(step: Step) -> None:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from shardlib.common.thresholds import Threshold
 from shardlib.kernels.common import rows, tiles
-from shardlib.kernels.norm.arguments import Norm
+from shardlib.kernels.norm import Norm
 
 CHUNK = 4096  # columns
 WHOLE = 8192  # columns that fit in a program's registers in forward

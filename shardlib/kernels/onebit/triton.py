@@ -15,9 +15,7 @@ from shardlib.kernels.onebit.segments import Segments
 
 TILE = 2048
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def compress(x: torch.Tensor, residual: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:

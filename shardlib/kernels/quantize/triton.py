@@ -7,14 +7,11 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.quantize.arguments import Quantized
-from shardlib.kernels.quantize.blockwise import Blockwise
+from shardlib.kernels.quantize import Blockwise, Quantized
 
 _ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it rounds a float of up to 22 bits to nearest even
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def quantize(x: torch.Tensor, residual: torch.Tensor | None, out: Quantized) -> None:

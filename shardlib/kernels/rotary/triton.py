@@ -10,9 +10,7 @@ from shardlib.kernels.common import rows, tiles
 
 TILE = {"ROWS": 32}
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def turn(x: torch.Tensor, both: torch.Tensor, interleaved: bool, back: bool) -> torch.Tensor:

@@ -13,9 +13,7 @@ ROWS = 16  # tokens of a program, at up to 128 experts
 STEP = 32  # assignments that are placed at once, at up to 64 experts
 EACH = 512  # assignments of a program
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def top_k(scores: torch.Tensor, k: int) -> list[torch.Tensor]:

@@ -12,9 +12,7 @@ from shardlib.kernels.common import rows, tiles
 
 WIDEST = 16384  # columns that fit in registers
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def forward(x: torch.Tensor, lengths: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:

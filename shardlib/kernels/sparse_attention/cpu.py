@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.kernels.common import native
-from shardlib.kernels.sparse_attention.arguments import Attention, Blocks, Options
+from shardlib.kernels.sparse_attention import Attention, Blocks, Options
 
 _TILE = 16  # as in tiles.h
 _PROBLEM = "pp" + 8 * "l" + "pplfilfll"  # as in `_Problem`

@@ -1,6 +1,6 @@
 """Block-sparse attention by Triton kernels: a layout's lists packed into tiles, and the launches.
 
-See `shardlib.kernels.sparse_attention.op` for the mathematics, and its `packing` for how work is divided among programs.
+See `shardlib.kernels.sparse_attention` for the mathematics, and its `packing` for how work is divided among programs.
 """
 
 from __future__ import annotations
@@ -14,19 +14,15 @@ import triton.language as tl
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.sparse_attention import shapes, triton_backward, triton_bias, triton_forward
-from shardlib.kernels.sparse_attention.arguments import Attention, Blocks, Options
-from shardlib.kernels.sparse_attention.lists import cells
-from shardlib.kernels.sparse_attention.packing import Packing, pack
+from shardlib.kernels.sparse_attention import Attention, Blocks, Options, shapes, triton_backward, triton_forward
+from shardlib.kernels.sparse_attention.packing import Packing, cells, pack
 
 _WORTH = 0.75  # a smaller tile is taken if it has at most this share of the work: its products are slower (estimated)
 _ROWS = 64  # of a program of `triton_backward.inner`
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _packed = WeakTensorKeyDictionary()  # a layout's row_offsets -> its packings
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def forward(given: Attention) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +86,7 @@ def _bias_gradient(problem: _Problem, bias: torch.Tensor, saved: dict[str, torch
     sums = bias.new_empty(batch, heads, 2 * cells - 1, 2 * cell)
     for run in problem.runs("diagonal", [choice]):
         partial = run.scratch(2)
-        run.launch(triton_bias.by_diagonal, sums=sums, partial=partial, **saved)
+        run.launch(triton_backward.by_diagonal, sums=sums, partial=partial, **saved)
         row = {"D": 2 * cell, "HEAD": 2 * cell, "CELL": 1, "size": 2 * cells - 1}
         run.merge(triton_backward.add, partial=partial, result=sums, **row)
     sums = sums.sum(dim=0).sum_to_size(len(bias), *sums.shape[2:])

@@ -7,13 +7,11 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.subset.reference import slots
+from shardlib.kernels.subset import slots
 
 WIDEST_BLOCK = 2048  # columns at once
 
-
-def load(device: torch.device) -> str:
-    return tiles.triton_name(device)
+load = tiles.triton_name
 
 
 def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

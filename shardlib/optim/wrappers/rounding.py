@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from shardlib.kernels.common.rounding import round_to_bf16
+from shardlib.kernels.common.saved import round_to_bf16
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.optim.wrapping import require_no_axis

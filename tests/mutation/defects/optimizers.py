@@ -70,7 +70,7 @@ DEFECTS = (
     Defect(
         "moments of the step before",
         "stale",
-        "kernels/adamw/reference.py",
+        "kernels/adamw/__init__.py",
         "parameters move by the moment that the gradient has not reached yet",
         "return m, v, _ratio(m, v, factors)",
         "return m, v, _ratio(mu.to(wide), v, factors)",
@@ -88,7 +88,7 @@ DEFECTS = (
     Defect(
         "bias corrected for one step more",
         "offset",
-        "kernels/adamw/arguments.py",
+        "kernels/adamw/__init__.py",
         "the variance is corrected as one step later",
         "correction = 1 - b2**count",
         "correction = 1 - b2 ** (count + 1)",
