@@ -74,6 +74,7 @@ sym_size = torch.ops.aten.sym_size.int
 set_arguments: Callable[..., None] = torch.fx.Node._update_args_kwargs  # of a node of a graph
 chunk_cat_operator = torch.ops.aten._chunk_cat.default
 add_to_each_ = torch._foreach_add_
+pad_operator = torch.ops.aten.constant_pad_nd.default
 # Operators of which torch.ops has private names alone.
 unique, grouped_product = torch.ops.aten._unique2.default, torch.ops.aten._grouped_mm.default
 scaled_product = torch.ops.aten._scaled_mm_v2.default  # of 8-bit factors
@@ -159,6 +160,13 @@ def fakes_of_unknown_sizes() -> FakeTensorMode:
     )
 
 
+def padded(tensor: torch.Tensor, pad: Sequence[Any], value: float = 0) -> torch.Tensor:
+    """`constant_pad_nd`, which torch's fake mode runs for the lengths of the trace alone."""
+    from torch._refs import constant_pad_nd
+
+    return constant_pad_nd(tensor, pad, value)
+
+
 def symbol(mode: FakeTensorMode, number: int, name: str) -> Any:
     """A size in a trace that is another number in other runs, 2 or more; in the trace's own it is ``number``."""
     from torch._dynamo.source import ConstantSource
@@ -187,7 +195,7 @@ def number_at(number: Any, values: Mapping[Any, Any]) -> int:
 
 def expression_of(number: Any) -> Any:
     """What a number of a trace is, which can be hashed: itself, or an expression of symbols."""
-    return number.node.expr if isinstance(number, torch.SymInt) else number
+    return number.node.expr if isinstance(number, torch.SymInt | torch.SymFloat) else number
 
 
 def can_read_numbers(tensor: torch.Tensor) -> TypeGuard[FakeTensor]:

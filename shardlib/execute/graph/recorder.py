@@ -25,6 +25,8 @@ from shardlib.common._compat import (
     lift,
     lift_copy,
     no_dispatch,
+    pad_operator,
+    padded,
     set_arguments,
     sym_size,
     writes,
@@ -145,6 +147,9 @@ class Recorder(OperatorMode):
         self.fakes = fakes
         self.noting: Callable[[Node], None] | None = None
         self._read: dict[int, Node] = {}  # identity of a constant -> its node
+        self._made_by: dict[Any, Callable[..., Any]] = {chunk_cat_operator: self._chunks}
+        if fakes.lengths.vary:
+            self._made_by[pad_operator] = padded
         self._numbers: dict[Any, Node | int] = {}  # number that is known in a run alone, as an expression -> its node
 
     @property
@@ -182,7 +187,7 @@ class Recorder(OperatorMode):
             key.append(name)
             named[name] = self._given(each, key)
         known = None if None in key or writes(func) or not _FIXED.isdisjoint(func.tags) else tuple(key)
-        call = self._chunks if func is chunk_cat_operator else func
+        call = self._made_by.get(func, func)
         result, forms = self.fakes.result(known, lambda: call(*args, **kwargs))
         self._note(self._node("call_function", lift_copy if func is lift else func, given, named), result, forms)
         return result
@@ -222,27 +227,34 @@ class Recorder(OperatorMode):
         if isinstance(value, tuple | list):
             key.append(len(value))
             return [self._given(each, key) for each in value]
-        if isinstance(value, torch.SymInt):
-            key.append(self.fakes.expression(value))
-            return self._number(value.node.expr) if self._is_computed(value.node.expr) else _as_traced(value, int)
-        if isinstance(value, torch.SymFloat | torch.SymBool):
-            value = _as_traced(value, float if isinstance(value, torch.SymFloat) else bool)
+        if isinstance(value, torch.SymInt | torch.SymFloat):
+            expression = value.node.expr
+            if self._is_computed(expression):
+                key.append(self.fakes.expression(value))
+                return self._number(expression)
+        value = as_traced(value)
         key.append((type(value), value))
         return value
 
     def _is_computed(self, expression: Any) -> bool:
-        """Whether a graph can compute a number that is known in a run alone."""
-        if expression.is_Integer or expression in self._numbers:
+        """Whether a graph can compute a number that is known in a run alone, and rounds it as Python does."""
+        if expression.is_Integer or expression.is_Float or expression in self._numbers:
             return True
-        return type(expression).__name__ in _JOINS and all(map(self._is_computed, expression.args))
+        name, args = type(expression).__name__, expression.args
+        rounds = name in ("Add", "Mul") and not all(each.is_integer for each in args)  # in an order of its own
+        return name in _JOINS and not rounds and all(map(self._is_computed, args))
 
-    def _number(self, expression: Any) -> Node | int:
+    def _number(self, expression: Any) -> Node | float:
         """The node of a number that is known in a run alone."""
         if expression.is_Integer:
             return int(expression)
+        if expression.is_Float:
+            return float(expression)
         if expression not in self._numbers:
             joins = _JOINS[type(expression).__name__]
             first, *others = [self._number(each) for each in expression.args]
+            if not others:
+                first = self._node("call_function", joins, (first,))
             for other in others:
                 first = self._node("call_function", joins, (first, other))
             self._numbers[expression] = first
@@ -280,21 +292,30 @@ class Recorder(OperatorMode):
             node.meta["val"] = values
 
 
-def _as_traced(number: Any, kind: Callable[[Any], Any]) -> Any:
-    """A number of which the graph has the trace's value, so that it is for batches alone in which it is the same."""
+# Kinds of numbers that are known in a run alone -> Python's.
+_PLAIN_KINDS: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def as_traced(value: Any) -> Any:
+    """A value, of which the graph has that of the trace: it is for batches alone in which a number of lengths is the same.
+
+    Raises:
+        IllegalComposition: a number that depends on values.
+    """
     try:
-        return kind(number)
+        return _PLAIN_KINDS[type(value)](value) if type(value) in _PLAIN_KINDS else value
     except RuntimeError:
         raise IllegalComposition(
-            f"the loss computes with a number that is known in a run alone, {number}. Pad rows to a number of slots, "
+            f"the loss computes with a number that is known in a run alone, {value}. Pad rows to a number of slots, "
             "sl.experts(padded=True)"
         ) from None
 
 
 # How a graph computes with numbers that are known in a run alone, by the names of expressions.
-_JOINS: dict[str, Callable[[Any, Any], Any]] = {
+_JOINS: dict[str, Callable[..., Any]] = {
     "Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv,
-    "Mod": operator.mod, "PythonMod": operator.mod, "Max": max, "Min": min,
+    "Mod": operator.mod, "PythonMod": operator.mod, "Max": max, "Min": min, "ToFloat": float,
+    "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv, "FloatPow": operator.pow,
 }  # fmt: skip
 # Operators whose results may differ in form between calls of the same forms.
 _FIXED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}

@@ -20,7 +20,7 @@ from shardlib.execute.activations.keeper import may_move
 from shardlib.execute.graph.keys import Stands
 from shardlib.execute.graph.lengths import Lengths
 from shardlib.execute.graph.nodes import draws, roots_of
-from shardlib.execute.graph.recorder import Fakes, Recorder
+from shardlib.execute.graph.recorder import Fakes, Recorder, as_traced
 from shardlib.execute.graph.twice import CallsDiffer, Repeated, without_random_numbers
 from shardlib.execute.losses import Outcome, require_gradient
 from shardlib.execute.stages.base import detached
@@ -370,13 +370,7 @@ def _require_draws_of_forward(graph: torch.fx.Graph) -> None:
 def form_of_tree(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
     """A tree's structure, and its leaves that are no tensors."""
     _, leaves, treedef = flatten(tree)
-    return treedef, tuple(None if isinstance(leaf, torch.Tensor) else _plain(leaf) for leaf in leaves)
-
-
-def _plain(leaf: Any) -> Any:
-    """A leaf, of which a graph has the value: of a number that depends on lengths that of the trace's, for which it is then."""
-    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-    return kinds.get(type(leaf), lambda same: same)(leaf)
+    return treedef, tuple(None if isinstance(leaf, torch.Tensor) else as_traced(leaf) for leaf in leaves)
 
 
 def tensors_of(tree: Tree) -> list[torch.Tensor]:
