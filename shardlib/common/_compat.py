@@ -160,7 +160,7 @@ def fakes_of_unknown_sizes() -> FakeTensorMode:
     )
 
 
-def padded(tensor: torch.Tensor, pad: Sequence[Any], value: float = 0) -> torch.Tensor:
+def padded(tensor: torch.Tensor, pad: list[Any], value: float = 0) -> torch.Tensor:
     """`constant_pad_nd`, which torch's fake mode runs for the lengths of the trace alone."""
     from torch._refs import constant_pad_nd
 

@@ -53,7 +53,7 @@ class Graphs(Generic[T]):
         self._order_of = order_of
         self._made: list[_Made[T]] = []  # the one that was used last is the last
         self._known: list[tuple[Layout, ...]] = []  # of inputs that were traced
-        self._fixed = set[Any]()  # inputs that cannot be traced with symbols
+        self._fixed: list[Any] = []  # paths of inputs that cannot be traced with symbols
         self._modules: set[CopiedModule] = set()  # of which copies are called in the graphs
         self._tokens: tuple[int | None, ...] = ()
         self._count, self._told = 0, False
@@ -87,7 +87,7 @@ class Graphs(Generic[T]):
         if len(self._made) >= MOST:
             self._drop((kinds, *rest), layouts)
         start = time.perf_counter()
-        lengths, (graph, modules) = self._traced(kinds, layouts, trace)
+        lengths, (graph, modules) = self._traced(layouts, trace)
         order = self._order_of(graph)
         if self.order is None:
             self.order = order
@@ -105,21 +105,17 @@ class Graphs(Generic[T]):
         return graph, values
 
     def _traced(
-        self, kinds: Any, layouts: tuple[Layout, ...], trace: Callable[[Lengths], T]
+        self, layouts: tuple[Layout, ...], trace: Callable[[Lengths], T]
     ) -> tuple[Lengths, tuple[T, Collection[CopiedModule]]]:
         """A graph for inputs with these layouts, with symbols if it can have them, and the modules in it."""
         alike = [each for each in self._known if _paths(each) == _paths(layouts)]
         self._known = [*self._known, layouts][-MOST:]
-        if kinds not in self._fixed:
-            lengths = Lengths([*alike, layouts])
+        lengths = Lengths([*alike, layouts])
+        if lengths.vary and _paths(layouts) not in self._fixed:
             try:
                 return lengths, called_in(lambda: trace(lengths))
-            except Exception:
-                if not lengths.vary:
-                    raise
-                import os
-                if os.environ.get("DBG"): traceback.print_exc()
-                self._fixed.add(kinds)
+            except Exception:  # an operation, or code of the loss, that takes plain numbers alone
+                self._fixed.append(_paths(layouts))
         lengths = Lengths([layouts])
         return lengths, called_in(lambda: trace(lengths))
 
@@ -168,17 +164,17 @@ class Trial:
 
 def form_of(*trees: Tree) -> tuple[tuple[Any, ...], tuple[Layout, ...]]:
     """What a graph depends on of inputs: their structure, what tensors are and all other leaves; and the tensors' layouts."""
-    paths, leaves, treedef = flatten(trees)
-    kinds = [
-        (leaf.dim(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in leaves
-    ]
-    layouts = tuple(
-        Layout(path, tuple(leaf.shape), leaf.stride())
-        for path, leaf in zip(paths, leaves)
-        if isinstance(leaf, torch.Tensor)
-    )
-    return (treedef, tuple(zip(paths, kinds, strict=True))), layouts
+    kinds, layouts = [], []
+    for tree in trees:
+        paths, leaves, treedef = flatten(tree)
+        kinds.append(treedef)
+        for path, leaf in zip(paths, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                kinds.append((path, (leaf.dim(), leaf.dtype, leaf.requires_grad)))
+                layouts.append(Layout(path, tuple(leaf.shape), leaf.stride()))
+            else:
+                kinds.append((path, repr(leaf)))
+    return tuple(kinds), tuple(layouts)
 
 
 def agreed(mesh: Mesh, trace: Callable[[], Any], alike: Any = None) -> bool:
@@ -214,14 +210,13 @@ def agreed(mesh: Mesh, trace: Callable[[], Any], alike: Any = None) -> bool:
 
 def _changing(form: Any, layouts: Sequence[Layout], old: Any, old_layouts: Sequence[Layout]) -> str:
     """What differs between inputs and the last known ones, and a remedy."""
-    ((_, leaves), *_, closed), ((_, before), *_, closed_before) = form, old
+    (kinds, *_, closed), (before, *_, closed_before) = form, old
     if changed := [name for name, value in closed if dict(closed_before).get(name) != value]:
         return (
             f"{', '.join(changed)} changes, which the loss function reads and is not given: put torch.tensor(value) into the "
             "batch, which is an input"
         )
-    known = dict(before)
-    numbers = [path for path, now in leaves if isinstance(now, str) and known.get(path) != now]
+    numbers = [each[0] for each in kinds if isinstance(each, tuple) and isinstance(each[1], str) and each not in before]
     if numbers:
         return (
             f"{', '.join(numbers)} of the batch changes and is no tensor: pass torch.tensor(value), which is an input"

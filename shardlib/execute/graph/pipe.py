@@ -134,9 +134,7 @@ class GraphPipe(Pipe):
             self._graph(call, number, 0, carry)
         return [graphs.order for graphs in self._graphs.values()]
 
-    def _graph(
-        self, call: Call, stage: int, microbatch: int, carry: Tree
-    ) -> tuple[StageGraph, Mapping[Any, Any]]:
+    def _graph(self, call: Call, stage: int, microbatch: int, carry: Tree) -> tuple[StageGraph, Mapping[Any, Any]]:
         """The graph of a stage for a micro-batch of this form, and what lengths are in it."""
         view, batch, key = self._plan.of_stage(stage), call.microbatches[microbatch], call.keys[microbatch]
         start, stop = self._plan.stages.spans[stage]

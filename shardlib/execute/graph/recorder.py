@@ -44,7 +44,7 @@ class TensorForm(NamedTuple):
     stride: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
-    offset: int
+    offset: Any
     plain: bool  # neither conjugated nor known to be a constant
 
 
@@ -54,7 +54,9 @@ class Fakes:
     def __init__(self, lengths: Lengths) -> None:
         self.lengths, self.mode = lengths, lengths.mode
         self._known: dict[Any, Any] = {}
-        self._numbers: dict[Any, Any] = {}  # expression -> the number of the trace, None of one that is known in a run alone
+        self._numbers: dict[
+            Any, Any
+        ] = {}  # expression -> the number of the trace, None of one that is known in a run alone
         self._firsts: dict[TensorForm, torch.Tensor] = {}
         self._values: dict[TensorForm, torch.Tensor] = {}
 
@@ -150,7 +152,7 @@ class Recorder(OperatorMode):
         self._made_by: dict[Any, Callable[..., Any]] = {chunk_cat_operator: self._chunks}
         if fakes.lengths.vary:
             self._made_by[pad_operator] = padded
-        self._numbers: dict[Any, Node | int] = {}  # number that is known in a run alone, as an expression -> its node
+        self._numbers: dict[Any, Node | float] = {}  # number that is known in a run alone, as an expression -> its node
 
     @property
     def last(self) -> Node:
