@@ -172,6 +172,7 @@ def symbol(mode: FakeTensorMode, number: int, name: str) -> Any:
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
+    mode.cache_enabled = False  # results with symbols take longer to look up there than to make
     env: Any = mode.shape_env
     made = env.create_symbol(number, ConstantSource(name), DimDynamic.DYNAMIC)
     env.var_to_hint_override[made] = number
