@@ -44,13 +44,14 @@ class Graphs(Generic[T]):
 
     Args:
         order_of: the exchanges of a graph, in order.
+        symbolic: whether there are symbols, and not a graph for all sizes that there are.
 
     Attributes:
         order: that of the first graph; None before.
     """
 
-    def __init__(self, order_of: Callable[[T], list[Any]]) -> None:
-        self._order_of = order_of
+    def __init__(self, order_of: Callable[[T], list[Any]], symbolic: bool) -> None:
+        self._order_of, self._symbolic = order_of, symbolic
         self._made: list[_Made[T]] = []  # the one that was used last is the last
         self._known: list[tuple[Layout, ...]] = []  # of inputs that were traced
         self._fixed: list[Any] = []  # paths of inputs that cannot be traced with symbols
@@ -108,14 +109,17 @@ class Graphs(Generic[T]):
         self, layouts: tuple[Layout, ...], trace: Callable[[Lengths], T]
     ) -> tuple[Lengths, tuple[T, Collection[CopiedModule]]]:
         """A graph for inputs with these layouts, with symbols if it can have them, and the modules in it."""
-        alike = [each for each in self._known if _paths(each) == _paths(layouts)]
+        paths = _paths(layouts)
+        alike = [each for each in self._known if _paths(each) == paths]
         self._known = [*self._known, layouts][-MOST:]
-        lengths = Lengths([*alike, layouts])
-        if lengths.vary and _paths(layouts) not in self._fixed:
+        if self._symbolic and paths not in self._fixed:
+            lengths = Lengths([*alike, layouts])
             try:
                 return lengths, called_in(lambda: trace(lengths))
-            except Exception:  # an operation, or code of the loss, that takes plain numbers alone
-                self._fixed.append(_paths(layouts))
+            except Exception:
+                if not lengths.vary:
+                    raise
+                self._fixed.append(paths)  # an operation, or code of the loss, takes plain numbers alone
         lengths = Lengths([layouts])
         return lengths, called_in(lambda: trace(lengths))
 
@@ -164,7 +168,8 @@ class Trial:
 
 def form_of(*trees: Tree) -> tuple[tuple[Any, ...], tuple[Layout, ...]]:
     """What a graph depends on of inputs: their structure, what tensors are and all other leaves; and the tensors' layouts."""
-    kinds, layouts = [], []
+    kinds: list[Any] = []
+    layouts: list[Layout] = []
     for tree in trees:
         paths, leaves, treedef = flatten(tree)
         kinds.append(treedef)
@@ -223,7 +228,7 @@ def _changing(form: Any, layouts: Sequence[Layout], old: Any, old_layouts: Seque
         )
     others = [layout.path for layout in layouts if layout not in old_layouts]
     return (
-        f"{', '.join(path or 'the batch' for path in others)} changes in shape, on which the loss function's Python depends: "
+        f"{', '.join(path or 'the batch' for path in others)} changes in shape, and these shapes cannot share a graph: "
         "pad batches to a few lengths"
     )
 

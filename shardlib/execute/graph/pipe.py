@@ -64,7 +64,7 @@ class GraphPipe(Pipe):
         super().__init__(loss_fn, plan, mesh, trained, with_buffers)
         self._without = without
         self._functions = {number: self._function(number) for number in self._position.stages}
-        self._graphs = {number: Graphs[StageGraph](StageGraph.order) for number in self._position.stages}
+        self._graphs = {number: Graphs[StageGraph](StageGraph.order, not fuses) for number in self._position.stages}
         self._between = {
             number: Between(plan.step.remat, mesh, stage.host) for number, stage in self._position.stages.items()
         }

@@ -67,8 +67,8 @@ class GraphStage:
         self._function = Function(fn, plan, mesh, trained)
         self._eager = OneStage(fn, plan, mesh, trained, with_buffers)  # the first step, and what cannot be traced
         self._between = Between(plan.step.remat, mesh, self._eager.executor.host)
-        self._graphs = Graphs[Traced](lambda traced: order_of(traced.graph))
-        self._halves = Graphs[StageGraph](StageGraph.order)  # of a sum of means: forward, and backward
+        self._graphs = Graphs[Traced](lambda traced: order_of(traced.graph), not fuses)
+        self._halves = Graphs[StageGraph](StageGraph.order, not fuses)  # of a sum of means: forward, and backward
         self._terms = 1  # means in the loss
         self._trial = Trial(mesh)
 
