@@ -12,7 +12,7 @@ import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -74,6 +74,7 @@ sym_size = torch.ops.aten.sym_size.int
 set_arguments: Callable[..., None] = torch.fx.Node._update_args_kwargs  # of a node of a graph
 chunk_cat_operator = torch.ops.aten._chunk_cat.default
 add_to_each_ = torch._foreach_add_
+pad_operator = torch.ops.aten.constant_pad_nd.default
 # Operators of which torch.ops has private names alone.
 unique, grouped_product = torch.ops.aten._unique2.default, torch.ops.aten._grouped_mm.default
 scaled_product = torch.ops.aten._scaled_mm_v2.default  # of 8-bit factors
@@ -157,6 +158,45 @@ def fakes_of_unknown_sizes() -> FakeTensorMode:
         shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False),
         static_shapes=True,
     )
+
+
+def padded(tensor: torch.Tensor, pad: list[Any], value: float = 0) -> torch.Tensor:
+    """`constant_pad_nd`, which torch's fake mode runs for the lengths of the trace alone."""
+    from torch._refs import constant_pad_nd
+
+    return constant_pad_nd(tensor, pad, value)
+
+
+def symbol(mode: FakeTensorMode, number: int, name: str) -> Any:
+    """A size in a trace that is another number in other runs, 2 or more; in the trace's own it is ``number``."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    mode.cache_enabled = False  # results with symbols take longer to look up there than to make
+    env: Any = mode.shape_env
+    made = env.create_symbol(number, ConstantSource(name), DimDynamic.DYNAMIC)
+    env.var_to_hint_override[made] = number
+    return env.create_symintnode(made, hint=number)
+
+
+def values_for(symbols: Sequence[Any], numbers: Sequence[int]) -> dict[Any, Any] | None:
+    """What to put for each of a trace's symbols, for `number_at`; None where what the trace asked of them, as Python does for
+    an if, would be answered in another way."""
+    import sympy
+
+    values = {each.node._expr: sympy.Integer(number) for each, number in zip(symbols, numbers, strict=True)}
+    guards = symbols[0].node.shape_env.guards if symbols else []
+    return values if all(guard.expr.xreplace(values) == sympy.true for guard in guards) else None
+
+
+def number_at(number: Any, values: Mapping[Any, Any]) -> int:
+    """A size, or an expression of it, for a run in which symbols have these values."""
+    return number if isinstance(number, int) else int(expression_of(number).xreplace(values))
+
+
+def expression_of(number: Any) -> Any:
+    """What a number of a trace is, which can be hashed: itself, or an expression of symbols."""
+    return number.node.expr if isinstance(number, torch.SymInt | torch.SymFloat) else number
 
 
 def can_read_numbers(tensor: torch.Tensor) -> TypeGuard[FakeTensor]:

@@ -118,16 +118,18 @@ def means(tree: Tree) -> dict[str, Mean]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is one real number: of Python, of NumPy, or a tensor of one element."""
+    """Whether a value is one real number: of Python, of NumPy, a length in a trace, or a tensor of one element."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, Real)
+    return isinstance(value, Real | torch.SymInt | torch.SymFloat)
 
 
 def as_number(value: Any, device: torch.device) -> torch.Tensor:
     """A number as a detached 0-d tensor in float64."""
     if isinstance(value, torch.Tensor):
         return value.detach().reshape(()).to(device, torch.float64)
+    if not isinstance(value, Real):
+        return torch.full((), value, dtype=torch.float64, device=device)
     return torch.tensor(float(value), dtype=torch.float64, device=device)
 
 

@@ -32,7 +32,7 @@ class SequenceParts:
         self._axis, self._size, self._rank = kind.axis, mesh.shape[kind.axis], mesh.coords[kind.axis]
         self._done = done
         # Batch and length of whole sequences of which this rank took its part.
-        self._entered: set[tuple[int, int]] = set()
+        self._entered: list[tuple[int, int]] = []
         self._made: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()  # part -> dimension of positions
         self.busy = False
 
@@ -42,7 +42,8 @@ class SequenceParts:
 
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         self.note("enter")
-        self._entered.add((x.shape[0], x.shape[dim]))
+        if (entered := (x.shape[0], x.shape[dim])) not in self._entered:  # which a trace cannot hash
+            self._entered.append(entered)
         chunks = [x.narrow(dim, start, length) for start, length in self.chunks(x.shape[dim])]
         part = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
         self._made[part] = dim if dim < 0 else dim - x.dim()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -106,7 +107,7 @@ class Experts:
         mask = None if segments is None else shard_sequence(segments) >= 0
         key = None if rng is None else rng.fold_in("moe")
         y, routing = moe(params, x, self.config, key, mask=mask)
-        return y, Routed.of(routing, x.shape[:-1].numel() if mask is None else mask.sum())
+        return y, Routed.of(routing, math.prod(x.shape[:-1]) if mask is None else mask.sum())
 
 
 class Routed(NamedTuple):
@@ -127,7 +128,7 @@ class Routed(NamedTuple):
     def of(cls, routing: Routing, tokens: int | Tensor) -> Routed:
         """Of a routing of a number of tokens. Sequence parts count by their tokens."""
         aux = routing.aux
-        weight = torch.as_tensor(tokens, dtype=aux["load"].dtype, device=aux["load"].device)
+        weight = tokens.to(aux["load"]) if isinstance(tokens, Tensor) else torch.full_like(aux["load"], tokens)
         total = sum_sequence(weight).clamp(min=1)
         means = {name: sum_sequence(aux[name].to(weight.dtype) * weight) / total for name in cls._fields[:-1]}
         return cls(**means, counts=sum_sequence(routing.counts.double()))

@@ -61,7 +61,7 @@ class Hops(TokenExchange):
         self._check(mesh, rows, counts)
         if anchor is None and torch.is_grad_enabled():
             anchor = rows.new_zeros((), requires_grad=True)
-        counts, number = self._known(counts, mesh, slots), len(rows)
+        counts, number = self._known(counts, mesh, slots), rows.shape[0]
         with without_func():  # a route has no derivatives
             tables = exchanged(mesh, self.axes, counts) if slots is None else None
             if tables is not None and not mesh.abstract:

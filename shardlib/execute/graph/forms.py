@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -13,39 +14,57 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.common.originals import CopiedModule, called_in
-from shardlib.errors import BatchError, HandleError, IllegalComposition, RankMismatch
+from shardlib.errors import HandleError, IllegalComposition, RankMismatch
+from shardlib.execute.graph.lengths import Layout, Lengths
 from shardlib.execute.stages.base import Call
 from shardlib.mesh.mesh import Mesh
 from shardlib.tree import Tree, flatten
 
 T = TypeVar("T")
 _log = logging.getLogger("shardlib.execute")
-MOST = 8  # forms of inputs, each of which takes a trace
+MOST = 8  # graphs at a time
 _HERE = Path(__file__).parents[2]  # the library
 _TORCH = Path(torch.__file__).parent
 
 
+@dataclass
+class _Made(Generic[T]):
+    """A graph, how long it took, and what it is for: batches of a form, which have lengths that fit."""
+
+    number: int
+    graph: T
+    seconds: float
+    form: Any
+    lengths: Lengths
+
+
 class Graphs(Generic[T]):
-    """The graphs of a function.
+    """The graphs of a function. The first one is for inputs of the sizes that it was traced with; where sizes or strides have
+    changed since, they are symbols of the next ones.
 
     Args:
         order_of: the exchanges of a graph, in order.
+        symbolic: whether there are symbols, and not a graph for all sizes that there are.
 
     Attributes:
         order: that of the first graph; None before.
     """
 
-    def __init__(self, order_of: Callable[[T], list[Any]]) -> None:
-        self._order_of = order_of
-        self._made: dict[Any, tuple[T, float]] = {}  # and how long it took
+    def __init__(self, order_of: Callable[[T], list[Any]], symbolic: bool) -> None:
+        self._order_of, self._symbolic = order_of, symbolic
+        self._made: list[_Made[T]] = []  # the one that was used last is the last
+        self._known: list[tuple[Layout, ...]] = []  # of inputs that were traced
+        self._fixed: list[Any] = []  # paths of inputs that cannot be traced with symbols
         self._modules: set[CopiedModule] = set()  # of which copies are called in the graphs
         self._tokens: tuple[int | None, ...] = ()
+        self._count, self._told = 0, False
         self.order: list[Any] | None = None
 
     def named(self) -> Iterator[tuple[str, T]]:
-        """The graphs so far, each with a name."""
-        for number, (made, seconds) in enumerate(self._made.values(), 1):
-            yield f"form {number}, compiled in {seconds:.2f} s", made
+        """The graphs that there are, each with a name."""
+        for made in sorted(self._made, key=lambda made: made.number):
+            what = f"form {made.number}{', of any length' * made.lengths.vary}"
+            yield f"{what}, compiled in {made.seconds:.2f} s", made.graph
 
     def begin(self, tokens: tuple[int | None, ...]) -> None:
         """Begin a step: a graph has the modules as they were, and as many tokens in each layer. Those of other numbers of
@@ -55,29 +74,71 @@ class Graphs(Generic[T]):
             self._made.clear()
             self._modules.clear()
 
-    def of(self, form: Callable[[], Any], trace: Callable[[], T]) -> T:
-        """The graph for inputs of a form, which is traced if it is a new one."""
-        now = form()
-        if now not in self._made:
-            if len(self._made) >= MOST:
-                raise BatchError(
-                    f"compile=True: the {MOST + 1}th form of the loss's inputs, each of which takes a trace of its own. "
-                    f"{_changing(now, self._made)}"
-                )
-            start = time.perf_counter()
-            made, modules = called_in(trace)
-            order = self._order_of(made)
-            if self.order is None:
-                self.order = order
-            elif order != self.order:
-                raise HandleError(
-                    "compile=True: with a batch of another form the loss exchanges in another order than at first, and ranks "
-                    "whose batches differ would wait for each other. Let the order of layers not depend on the batch's sizes"
-                )
-            now = form()  # after the trace: a count of the loss's own calls goes on in it
-            self._made[now] = made, time.perf_counter() - start
-            self._modules.update(modules)
-        return self._made[now][0]
+    def of(self, form: Callable[[], tuple[Any, ...]], trace: Callable[[Lengths], T]) -> tuple[T, Mapping[Any, Any]]:
+        """The graph for inputs, and what its symbols are. It is traced if there is none.
+
+        Args:
+            form: gives the `form_of` the inputs, and what else a graph depends on.
+        """
+        (kinds, layouts), *rest = form()
+        for place, made in enumerate(reversed(self._made), 1):
+            if made.form == (kinds, *rest) and (values := made.lengths.values(layouts)) is not None:
+                self._made.append(self._made.pop(-place))
+                return made.graph, values
+        if len(self._made) >= MOST:
+            self._drop((kinds, *rest), layouts)
+        start = time.perf_counter()
+        lengths, (graph, modules) = self._traced(layouts, trace)
+        order = self._order_of(graph)
+        if self.order is None:
+            self.order = order
+        elif order != self.order:
+            raise HandleError(
+                "compile=True: with a batch of another form the loss exchanges in another order than at first, and ranks "
+                "whose batches differ would wait for each other. Let the order of layers not depend on the batch's sizes"
+            )
+        _, *rest = form()  # after the trace: a count of the loss's own calls goes on in it
+        self._count += 1
+        self._made.append(_Made(self._count, graph, time.perf_counter() - start, (kinds, *rest), lengths))
+        self._modules.update(modules)
+        values = lengths.values(layouts)
+        assert values is not None
+        return graph, values
+
+    def _traced(
+        self, layouts: tuple[Layout, ...], trace: Callable[[Lengths], T]
+    ) -> tuple[Lengths, tuple[T, Collection[CopiedModule]]]:
+        """A graph for inputs with these layouts, with symbols if it can have them, and the modules in it."""
+        paths = _paths(layouts)
+        alike = [each for each in self._known if _paths(each) == paths]
+        self._known = [*self._known, layouts][-MOST:]
+        if self._symbolic and paths not in self._fixed:
+            lengths = Lengths([*alike, layouts])
+            try:
+                return lengths, called_in(lambda: trace(lengths))
+            except Exception:
+                if not lengths.vary:
+                    raise
+                self._fixed.append(paths)  # an operation, or code of the loss, takes plain numbers alone
+        lengths = Lengths([layouts])
+        return lengths, called_in(lambda: trace(lengths))
+
+    def _drop(self, form: Any, layouts: tuple[Layout, ...]) -> None:
+        """Drop the graph that was used longest ago."""
+        if not self._told:
+            self._told = True
+            last = self._made[-1]
+            _log.warning(
+                "compile=True: the %dth form of the loss's inputs, each of which takes a trace of its own, as may happen in "
+                "many of the next steps. %s",
+                MOST + 1,
+                _changing(form, layouts, last.form, self._known[-1]),
+            )
+        del self._made[0]
+
+
+def _paths(layouts: Sequence[Layout]) -> list[tuple[str, int]]:
+    return [(layout.path, len(layout.sizes)) for layout in layouts]
 
 
 class Trial:
@@ -105,14 +166,20 @@ class Trial:
             self.ended, self._first, self.passed = True, call.microbatches, agreed(self._mesh, trace, alike)
 
 
-def form_of(tree: Tree) -> tuple[Any, ...]:
-    """What a graph depends on of an input: its structure, the form of tensors, and all other leaves."""
-    paths, leaves, treedef = flatten(tree)
-    forms = [
-        (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in leaves
-    ]
-    return treedef, tuple(zip(paths, forms, strict=True))
+def form_of(*trees: Tree) -> tuple[tuple[Any, ...], tuple[Layout, ...]]:
+    """What a graph depends on of inputs: their structure, what tensors are and all other leaves; and the tensors' layouts."""
+    kinds: list[Any] = []
+    layouts: list[Layout] = []
+    for tree in trees:
+        paths, leaves, treedef = flatten(tree)
+        kinds.append(treedef)
+        for path, leaf in zip(paths, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                kinds.append((path, (leaf.dim(), leaf.dtype, leaf.requires_grad)))
+                layouts.append(Layout(path, tuple(leaf.shape), leaf.stride()))
+            else:
+                kinds.append((path, repr(leaf)))
+    return tuple(kinds), tuple(layouts)
 
 
 def agreed(mesh: Mesh, trace: Callable[[], Any], alike: Any = None) -> bool:
@@ -146,22 +213,24 @@ def agreed(mesh: Mesh, trace: Callable[[], Any], alike: Any = None) -> bool:
     return False
 
 
-def _changing(form: Any, known: Collection[Any]) -> str:
-    """What differs between a form and the last known one, and a remedy."""
-    ((_, leaves), *_, closed), ((_, before), *_, closed_before) = form, list(known)[-1]
+def _changing(form: Any, layouts: Sequence[Layout], old: Any, old_layouts: Sequence[Layout]) -> str:
+    """What differs between inputs and the last known ones, and a remedy."""
+    (kinds, *_, closed), (before, *_, closed_before) = form, old
     if changed := [name for name, value in closed if dict(closed_before).get(name) != value]:
         return (
             f"{', '.join(changed)} changes, which the loss function reads and is not given: put torch.tensor(value) into the "
             "batch, which is an input"
         )
-    old = dict(before)
-    others = [(path, now) for path, now in leaves if old.get(path) != now]
-    numbers = [path for path, now in others if isinstance(now, str)]
+    numbers = [each[0] for each in kinds if isinstance(each, tuple) and isinstance(each[1], str) and each not in before]
     if numbers:
         return (
             f"{', '.join(numbers)} of the batch changes and is no tensor: pass torch.tensor(value), which is an input"
         )
-    return f"{', '.join(path or 'the batch' for path, _ in others)} changes in shape: pad batches to a few lengths"
+    others = [layout.path for layout in layouts if layout not in old_layouts]
+    return (
+        f"{', '.join(path or 'the batch' for path in others)} changes in shape, and these shapes cannot share a graph: "
+        "pad batches to a few lengths"
+    )
 
 
 def _told(error: Exception) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
 
+from shardlib.common._compat import expression_of, number_at
 from shardlib.errors import IllegalComposition
 from shardlib.execute.graph.nodes import added_input
 from shardlib.kernels.counter import signed
@@ -30,7 +31,7 @@ class Stands:
     """
 
     def __init__(self) -> None:
-        self.draws: dict[tuple[Path, int], int] = {}
+        self.draws: dict[tuple[Path, Any], int] = {}
         self._given = False  # whether there is a key
 
     def key(self, slot: int | Fraction) -> TracedKey:
@@ -40,17 +41,18 @@ class Stands:
 
     def stretch(self, path: Path, count: int) -> tuple[int, int]:
         """The numbers that stand for what `shardlib.Key.stretch` gives."""
-        number = self.draws.setdefault((path, count), len(self.draws))
+        number = self.draws.setdefault((path, expression_of(count)), len(self.draws))
         return _SEEDS + number, _STARTS + number * _ROOM
 
-    def values(self, key: Key) -> list[int]:
-        """What a graph is given for a step's ``key``, as operators take it, in the order of `made_inputs`."""
+    def values(self, key: Key, lengths: Mapping[Any, Any]) -> list[int]:
+        """What a graph is given for a step's ``key``, as operators take it, in the order of `made_inputs`. ``lengths``: see
+        `shardlib.execute.graph.lengths.Lengths.values`."""
         found = []
         for path, count in self.draws:
             made = key
             for data in path:
                 made = made.fold_in(data)
-            seed, first = made.stretch(count)
+            seed, first = made.stretch(number_at(count, lengths))
             found += [signed(seed), first]
         return found
 

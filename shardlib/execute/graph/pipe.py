@@ -14,6 +14,7 @@ from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.forms import Graphs, Trial, form_of
 from shardlib.execute.graph.fuse import Inductor
+from shardlib.execute.graph.lengths import Lengths
 from shardlib.execute.graph.stage import Carry, Flight, StageGraph, StageSums, shards_of, trace_stage
 from shardlib.execute.graph.text import described
 from shardlib.execute.losses import Outcome
@@ -63,7 +64,7 @@ class GraphPipe(Pipe):
         super().__init__(loss_fn, plan, mesh, trained, with_buffers)
         self._without = without
         self._functions = {number: self._function(number) for number in self._position.stages}
-        self._graphs = {number: Graphs[StageGraph](StageGraph.order) for number in self._position.stages}
+        self._graphs = {number: Graphs[StageGraph](StageGraph.order, not fuses) for number in self._position.stages}
         self._between = {
             number: Between(plan.step.remat, mesh, stage.host) for number, stage in self._position.stages.items()
         }
@@ -133,12 +134,12 @@ class GraphPipe(Pipe):
             self._graph(call, number, 0, carry)
         return [graphs.order for graphs in self._graphs.values()]
 
-    def _graph(self, call: Call, stage: int, microbatch: int, carry: Tree) -> StageGraph:
-        """The graph of a stage for a micro-batch of this form."""
+    def _graph(self, call: Call, stage: int, microbatch: int, carry: Tree) -> tuple[StageGraph, Mapping[Any, Any]]:
+        """The graph of a stage for a micro-batch of this form, and what lengths are in it."""
         view, batch, key = self._plan.of_stage(stage), call.microbatches[microbatch], call.keys[microbatch]
         start, stop = self._plan.stages.spans[stage]
 
-        def traced() -> StageGraph:
+        def traced(lengths: Lengths) -> StageGraph:
             return trace_stage(
                 partial(self._function, stage),
                 shards_of(view, call.params),
@@ -153,10 +154,11 @@ class GraphPipe(Pipe):
                 self._without,
                 call.named(microbatch, self._mesh),
                 self._inductor,
+                lengths,
             )
 
         read = self._blocks.functions[start:stop]
-        return self._graphs[stage].of(lambda: (form_of(batch), form_of(carry), key is None, closed_over(read)), traced)
+        return self._graphs[stage].of(lambda: (form_of(carry, batch), key is None, closed_over(read)), traced)
 
     def _flight(
         self,
@@ -168,11 +170,11 @@ class GraphPipe(Pipe):
         carry: Tree,
     ) -> Flight:
         """The flight of a micro-batch through a stage, whose forward it runs."""
-        graph, key = self._graph(call, stage, microbatch, carry), call.keys[microbatch]
+        (graph, lengths), key = self._graph(call, stage, microbatch, carry), call.keys[microbatch]
         options.note(graph.reached)
         self.records[0].layer_tokens += graph.layer_tokens
         shards = shards_of(self._plan.of_stage(stage), call.params)
-        flight = graph.flight(list(shards.values()), key, (carry, call.microbatches[microbatch]))
+        flight = graph.flight(list(shards.values()), key, (carry, call.microbatches[microbatch]), lengths)
         with seeding_torch(key and key.fold_in(stage), self._mesh.device):
             results = flight.part(0)
         if isinstance(graph.form, Carry):

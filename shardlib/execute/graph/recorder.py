@@ -20,47 +20,43 @@ from shardlib.common._compat import (
     OperatorMode,
     another_fake,
     chunk_cat_operator,
-    fakes_of_unknown_sizes,
+    expression_of,
     has_unknown_sizes,
     lift,
     lift_copy,
     no_dispatch,
+    pad_operator,
+    padded,
     set_arguments,
     sym_size,
     writes,
 )
 from shardlib.errors import IllegalComposition
+from shardlib.execute.graph.lengths import Lengths
 
 DEVICE = "device"  # key of a node's meta: where what it makes is
 
 
 class TensorForm(NamedTuple):
-    """What a tensor is, but for its values."""
+    """What a tensor is, but for its values. Sizes and strides are expressions where lengths are symbols."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
-    offset: int
+    offset: Any
     plain: bool  # neither conjugated nor known to be a constant
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorForm | None:
-        """The form of a fake tensor; None of one that is sparse, or whose sizes are known in a run alone."""
-        if tensor.layout is not torch.strided or has_unknown_sizes(tensor):
-            return None
-        plain = tensor.constant is None and not tensor.is_conj() and not tensor.is_neg()  # type: ignore[attr-defined]
-        return cls(
-            tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, int(tensor.storage_offset()), plain
-        )
 
 
 class Fakes:
-    """The fake tensors of a trace, and what operators are known to return."""
+    """The fake tensors of a trace of batches with ``lengths``, and what operators are known to return."""
 
-    def __init__(self) -> None:
-        self.mode = fakes_of_unknown_sizes()
+    def __init__(self, lengths: Lengths) -> None:
+        self.lengths, self.mode = lengths, lengths.mode
         self._known: dict[Any, Any] = {}
+        self._numbers: dict[
+            Any, Any
+        ] = {}  # expression -> the number of the trace, None of one that is known in a run alone
         self._firsts: dict[TensorForm, torch.Tensor] = {}
         self._values: dict[TensorForm, torch.Tensor] = {}
 
@@ -74,14 +70,35 @@ class Fakes:
         if forms is not None:
             return _mapped(self.empty, forms), forms
         result = call()
-        forms = _mapped(TensorForm.of, result)
+        forms = _mapped(self.form, result)
         if key is not None and _all_new(forms):
             self._known[key] = forms
         return result, forms
 
+    def form(self, tensor: torch.Tensor) -> TensorForm | None:
+        """The form of a fake tensor; None of one that is sparse, or whose sizes are known in a run alone."""
+        if tensor.layout is not torch.strided:
+            return None
+        shape, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        if has_unknown_sizes(tensor):
+            shape, stride, (offset,) = (tuple(map(self.expression, each)) for each in (shape, stride, (offset,)))
+            if None in shape or None in stride or offset is None:
+                return None
+        plain = tensor.constant is None and not tensor.is_conj() and not tensor.is_neg()  # type: ignore[attr-defined]
+        return TensorForm(shape, stride, tensor.dtype, tensor.device, offset, plain)
+
+    def expression(self, number: Any) -> Any:
+        """A number, or what it is of the symbols of the batch; None of one that is known in a run alone."""
+        if isinstance(number, int):
+            return number
+        found = expression_of(number)
+        if found not in self._numbers:
+            self._numbers[found] = number if self.lengths.give(found) else None
+        return None if self._numbers[found] is None else found
+
     def empty(self, form: TensorForm) -> torch.Tensor:
         """A fake tensor."""
-        empty, first = _without_values(form), self._firsts.get(form)
+        empty, first = self._without_values(form), self._firsts.get(form)
         if first is None:
             first = self._firsts[form] = FakeTensor(self.mode, empty, form.device)
         return another_fake(first, empty)
@@ -89,13 +106,13 @@ class Fakes:
     def value(self, form: TensorForm | None) -> torch.Tensor | None:
         """A tensor without values of a form, for passes."""
         if form is not None and form not in self._values:
-            self._values[form] = _without_values(form)
+            self._values[form] = self._without_values(form)
         return None if form is None else self._values[form]
 
-
-def _without_values(form: TensorForm) -> torch.Tensor:
-    with no_dispatch():
-        return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+    def _without_values(self, form: TensorForm) -> torch.Tensor:
+        shape, stride = ([self._numbers.get(each, each) for each in sizes] for sizes in (form.shape, form.stride))
+        with no_dispatch():
+            return torch.empty_strided(shape, stride, dtype=form.dtype, device="meta")
 
 
 def _mapped(function: Callable[[Any], Any], result: Any) -> Any:
@@ -132,7 +149,10 @@ class Recorder(OperatorMode):
         self.fakes = fakes
         self.noting: Callable[[Node], None] | None = None
         self._read: dict[int, Node] = {}  # identity of a constant -> its node
-        self._numbers: dict[Any, Node | int] = {}  # number that is known in a run alone, as an expression -> its node
+        self._made_by: dict[Any, Callable[..., Any]] = {chunk_cat_operator: self._chunks}
+        if fakes.lengths.vary:
+            self._made_by[pad_operator] = padded
+        self._numbers: dict[Any, Node | float] = {}  # number that is known in a run alone, as an expression -> its node
 
     @property
     def last(self) -> Node:
@@ -144,11 +164,18 @@ class Recorder(OperatorMode):
         made_by, node, _ = getattr(tensor, "recorded", (None, None, None))
         return node if made_by is self else None
 
-    def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Fake tensors that are inputs of the graph."""
-        made: list[torch.Tensor] = [self.fakes.mode.from_tensor(tensor) for tensor in tensors]
-        for number, each in enumerate(made):
-            self._note(self._node("placeholder", f"input_{number}"), each, TensorForm.of(each))
+    def inputs(
+        self, before: Sequence[torch.Tensor], batch: Sequence[torch.Tensor], after: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Fake tensors that are inputs of the graph; those of the batch may have other lengths in other runs."""
+        made = [
+            *map(self.fakes.mode.from_tensor, before),
+            *(self.fakes.lengths.fake(tensor, number) for number, tensor in enumerate(batch)),
+            *map(self.fakes.mode.from_tensor, after),
+        ]
+        nodes = [self._node("placeholder", f"input_{number}") for number in range(len(made))]
+        for node, each in zip(nodes, made):
+            self._note(node, each, self.fakes.form(each))
         return made
 
     def outputs(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -162,7 +189,7 @@ class Recorder(OperatorMode):
             key.append(name)
             named[name] = self._given(each, key)
         known = None if None in key or writes(func) or not _FIXED.isdisjoint(func.tags) else tuple(key)
-        call = self._chunks if func is chunk_cat_operator else func
+        call = self._made_by.get(func, func)
         result, forms = self.fakes.result(known, lambda: call(*args, **kwargs))
         self._note(self._node("call_function", lift_copy if func is lift else func, given, named), result, forms)
         return result
@@ -195,29 +222,41 @@ class Recorder(OperatorMode):
                     )
             else:
                 node, form = self._constant(value), None
+            if has_unknown_sizes(value):  # lengths may have turned out to be equal since
+                form = self.fakes.form(value)
             key.append(form if form is None or form.plain else None)
             return node
         if isinstance(value, tuple | list):
             key.append(len(value))
             return [self._given(each, key) for each in value]
-        if isinstance(value, torch.SymInt):
-            key.append(None)
-            return self._number(value.node.expr)
+        if isinstance(value, torch.SymInt | torch.SymFloat):
+            expression = value.node.expr
+            if self._is_computed(expression):
+                key.append(self.fakes.expression(value))
+                return self._number(expression)
+        value = as_traced(value)
         key.append((type(value), value))
         return value
 
-    def _number(self, expression: Any) -> Node | int:
+    def _is_computed(self, expression: Any) -> bool:
+        """Whether a graph can compute a number that is known in a run alone, and rounds it as Python does."""
+        if expression.is_Integer or expression.is_Float or expression in self._numbers:
+            return True
+        name, args = type(expression).__name__, expression.args
+        rounds = name in ("Add", "Mul") and not all(each.is_integer for each in args)  # in an order of its own
+        return name in _JOINS and not rounds and all(map(self._is_computed, args))
+
+    def _number(self, expression: Any) -> Node | float:
         """The node of a number that is known in a run alone."""
         if expression.is_Integer:
             return int(expression)
+        if expression.is_Float:
+            return float(expression)
         if expression not in self._numbers:
-            first, *others = [self._number(each) for each in expression.args] or [0]
-            joins = operator.add if expression.is_Add else operator.mul if expression.is_Mul else None
-            if joins is None or not others:
-                raise IllegalComposition(
-                    f"the loss computes with a number that is known in a run alone, {expression}. Pad rows to a number of "
-                    "slots, sl.experts(padded=True)"
-                )
+            joins = _JOINS[type(expression).__name__]
+            first, *others = [self._number(each) for each in expression.args]
+            if not others:
+                first = self._node("call_function", joins, (first,))
             for other in others:
                 first = self._node("call_function", joins, (first, other))
             self._numbers[expression] = first
@@ -229,7 +268,7 @@ class Recorder(OperatorMode):
             name = f"constant_{len(self.constants)}"
             node = self._read[id(tensor)] = self._node("get_attr", name)
             self.constants[name] = tensor
-            node.meta["val"] = self.fakes.value(TensorForm.of(self.fakes.mode.from_tensor(tensor)))
+            node.meta["val"] = self.fakes.value(self.fakes.form(self.fakes.mode.from_tensor(tensor)))
         return node
 
     def _note(self, node: Node, result: Any, forms: Any) -> None:
@@ -237,9 +276,8 @@ class Recorder(OperatorMode):
         if isinstance(result, torch.Tensor):
             result.recorded = self, node, forms  # type: ignore[attr-defined]
             unknown = has_unknown_sizes(result)
-            node.meta["val"] = result if unknown else self.fakes.value(forms)
-            if forms is not None:
-                node.meta[DEVICE] = forms.device
+            node.meta["val"] = result if unknown and forms is None else self.fakes.value(forms)
+            node.meta[DEVICE] = result.device
             sizes: Sequence[Any] = result.shape if unknown else ()
             for dim, size in enumerate(sizes):
                 if type(size) is torch.SymInt and size.node.expr not in self._numbers:
@@ -256,5 +294,30 @@ class Recorder(OperatorMode):
             node.meta["val"] = values
 
 
+# Kinds of numbers that are known in a run alone -> Python's.
+_PLAIN_KINDS: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def as_traced(value: Any) -> Any:
+    """A value, of which the graph has that of the trace: it is for batches alone in which a number of lengths is the same.
+
+    Raises:
+        IllegalComposition: a number that depends on values.
+    """
+    try:
+        return _PLAIN_KINDS[type(value)](value) if type(value) in _PLAIN_KINDS else value
+    except RuntimeError:
+        raise IllegalComposition(
+            f"the loss computes with a number that is known in a run alone, {value}. Pad rows to a number of slots, "
+            "sl.experts(padded=True)"
+        ) from None
+
+
+# How a graph computes with numbers that are known in a run alone, by the names of expressions.
+_JOINS: dict[str, Callable[..., Any]] = {
+    "Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv,
+    "Mod": operator.mod, "PythonMod": operator.mod, "Max": max, "Min": min, "ToFloat": float,
+    "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv, "FloatPow": operator.pow,
+}  # fmt: skip
 # Operators whose results may differ in form between calls of the same forms.
 _FIXED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}

@@ -16,6 +16,7 @@ from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.forms import Graphs, Trial, form_of
 from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.land import Land
+from shardlib.execute.graph.lengths import Lengths
 from shardlib.execute.graph.passes import optimise
 from shardlib.execute.graph.stage import StageGraph, StageSums, shards_of, trace_stage
 from shardlib.execute.graph.text import described
@@ -66,8 +67,8 @@ class GraphStage:
         self._function = Function(fn, plan, mesh, trained)
         self._eager = OneStage(fn, plan, mesh, trained, with_buffers)  # the first step, and what cannot be traced
         self._between = Between(plan.step.remat, mesh, self._eager.executor.host)
-        self._graphs = Graphs[Traced](lambda traced: order_of(traced.graph))
-        self._halves = Graphs[StageGraph](StageGraph.order)  # of a sum of means: forward, and backward
+        self._graphs = Graphs[Traced](lambda traced: order_of(traced.graph), not fuses)
+        self._halves = Graphs[StageGraph](StageGraph.order, not fuses)  # of a sum of means: forward, and backward
         self._terms = 1  # means in the loss
         self._trial = Trial(mesh)
 
@@ -140,10 +141,10 @@ class GraphStage:
 
     def _in_halves(self, call: Call, index: int, sums: StageSums, options: ReductionOptions) -> Outcome:
         """The outcome of a micro-batch, whose gradients are added to ``sums``."""
-        graph, key = self._half(call, index), call.keys[index]
+        (graph, lengths), key = self._half(call, index), call.keys[index]
         self._note(graph, options)
         shards = shards_of(self._plan, call.params)
-        flight = graph.flight(list(shards.values()), key, call.microbatches[index])
+        flight = graph.flight(list(shards.values()), key, call.microbatches[index], lengths)
         with seeding_torch(key, self._mesh.device):
             results = flight.part(0)
         assert isinstance(graph.form, Form)
@@ -155,15 +156,15 @@ class GraphStage:
         flight.differentiate(started, sums)
         return outcome
 
-    def _half(self, call: Call, index: int) -> StageGraph:
-        """The graphs of forward and of backward of a micro-batch of this form."""
+    def _half(self, call: Call, index: int) -> tuple[StageGraph, Mapping[Any, Any]]:
+        """The graphs of forward and of backward of a micro-batch of this form, and what lengths are in it."""
         plan, mesh, fn, wanted = self._plan, self._mesh, self._fn, wants(self._fn, "rng")
         batch, key = call.microbatches[index], call.keys[index]
 
         def run(params: Any, _: Any, batch: Any, rng: Any = None) -> Any:
             return fn(params, batch, **({"rng": rng} if wanted and rng is not None else {}))
 
-        def traced() -> StageGraph:
+        def traced(lengths: Lengths) -> StageGraph:
             return trace_stage(
                 lambda blocks: Function(run, plan, mesh, True, blocks),
                 shards_of(plan, call.params),
@@ -178,6 +179,7 @@ class GraphStage:
                 self._without,
                 call.named(index, mesh),
                 self._inductor,
+                lengths,
             )
 
         return self._halves.of(lambda: (form_of(batch), key is None, closed_over(fn)), traced)
@@ -209,13 +211,13 @@ class GraphStage:
     ) -> tuple[Outcome, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The outcome of a micro-batch, its gradients if they are not added to ``sums``, and what codecs keep then."""
         batch, key = call.microbatches[index], call.keys[index]
-        traced = self._traced(call, index, buffers, kept)
+        traced, lengths = self._traced(call, index, buffers, kept)
         self._note(traced, options)
         stored = shards_of(self._plan, call.params).values()
         start = call.loss_scale * (1.0 if traced.form.weighted else call.share)
         seed = torch.full((), start, dtype=torch.float64, device=self._mesh.device)
         tensors = tensors_of((batch, buffers))
-        draws = [] if key is None else traced.stands.values(key)
+        draws = [] if key is None else traced.stands.values(key, lengths)
         with torch.no_grad(), seeding_torch(key, self._mesh.device), closing(self._between):
             outputs = traced.module(*stored, *tensors, *kept.values(), seed, *draws, land, *sums.values())
         outcome, rest = traced.form.outcome(outputs, storages_of(call.params))
@@ -232,13 +234,15 @@ class GraphStage:
         self._traced(call, 0, call.buffers, kept)
         return self._graphs.order
 
-    def _traced(self, call: Call, index: int, buffers: Any, kept: dict[str, torch.Tensor]) -> Traced:
-        """The graph of a micro-batch of this form."""
+    def _traced(
+        self, call: Call, index: int, buffers: Any, kept: dict[str, torch.Tensor]
+    ) -> tuple[Traced, Mapping[Any, Any]]:
+        """The graph of a micro-batch of this form, and what lengths are in it."""
         plan, mesh, reduces = self._plan, self._mesh, self._reduces(call)
         shards = shards_of(plan, call.params)
         batch, key = call.microbatches[index], call.keys[index]
 
-        def traced() -> Traced:
+        def traced(lengths: Lengths) -> Traced:
             found = trace(
                 lambda blocks: Function(self._fn, plan, mesh, True, blocks),
                 {bucket.name: _like(shards[bucket.name], bucket) for bucket in plan.tiled.buckets},
@@ -250,6 +254,7 @@ class GraphStage:
                 reduces,
                 call.named(index, mesh),
                 mesh.device,
+                lengths,
             )
             lands = [
                 tile.name if leaves and (reduces or plan.lands_each(bucket)) else None
@@ -261,7 +266,7 @@ class GraphStage:
             optimise(found, self._between, lands, self._without, summed, inductor=self._inductor)
             return found
 
-        return self._graphs.of(lambda: (form_of(batch), form_of(buffers), key is None, closed_over(self._fn)), traced)
+        return self._graphs.of(lambda: (form_of(batch, buffers), key is None, closed_over(self._fn)), traced)
 
 
 class _Gradients:

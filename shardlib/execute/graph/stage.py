@@ -16,6 +16,7 @@ from torch.fx import Node
 from shardlib.execute.graph.alive import order_of
 from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.keys import Stands
+from shardlib.execute.graph.lengths import Lengths
 from shardlib.execute.graph.parts import GraphPart, Store, cut
 from shardlib.execute.graph.passes import optimise
 from shardlib.execute.graph.trace import Form, Given, Spans, form_of_tree, recorded, require_one_mean, tensors_of
@@ -77,9 +78,11 @@ class StageGraph:
         """The exchanges, in order."""
         return [exchange for part in self.parts for exchange in order_of(part.graph)]
 
-    def flight(self, shards: Sequence[torch.Tensor], key: Key | None, entering: Tree) -> Flight:
-        """The flight of a micro-batch, which the stage is given ``entering``, its carry and its batch."""
-        draws = [] if key is None else self.stands.values(key)
+    def flight(
+        self, shards: Sequence[torch.Tensor], key: Key | None, entering: Tree, lengths: Mapping[Any, Any]
+    ) -> Flight:
+        """The flight of a micro-batch, which the stage is given ``entering``, its carry and its batch, with ``lengths``."""
+        draws = [] if key is None else self.stands.values(key, lengths)
         return Flight(self, [*shards, *draws], self.stored(self.entering, tensors_of(entering)))
 
     def stored(self, nodes: Sequence[Node | None], values: Sequence[torch.Tensor]) -> Store:
@@ -177,6 +180,7 @@ def trace_stage(
     without: Collection[str],
     named: str,
     inductor: Inductor | None,
+    lengths: Lengths,
 ) -> StageGraph:
     """Trace one micro-batch of a stage.
 
@@ -188,6 +192,7 @@ def trace_stage(
         several: whether it may be a sum of several means, from each of whose totals backward starts.
         named: the micro-batch, for messages.
         inductor: see `optimise`.
+        lengths: of ``carry`` and ``batch``.
     """
     form: list[Carry | Form] = []
     seeds: list[Node | None] = []  # stand for the gradients from which backward starts
@@ -232,7 +237,7 @@ def trace_stage(
         sizes[:] = len(results), len(loss.slots())
         return [*results, *gradients]
 
-    traced = recorded(function, stored, [carry, batch], forward, backward)
+    traced = recorded(function, stored, [carry, batch], forward, backward, lengths)
     optimise(traced, between, without=without, apart=True)
     nodes = list(traced.graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]

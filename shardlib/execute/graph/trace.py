@@ -18,8 +18,9 @@ from shardlib.common.once import Decision
 from shardlib.errors import IllegalComposition
 from shardlib.execute.activations.keeper import may_move
 from shardlib.execute.graph.keys import Stands
+from shardlib.execute.graph.lengths import Lengths
 from shardlib.execute.graph.nodes import draws, roots_of
-from shardlib.execute.graph.recorder import Fakes, Recorder
+from shardlib.execute.graph.recorder import Fakes, Recorder, as_traced
 from shardlib.execute.graph.twice import CallsDiffer, Repeated, without_random_numbers
 from shardlib.execute.losses import Outcome, require_gradient
 from shardlib.execute.stages.base import detached
@@ -203,6 +204,7 @@ def trace(
     reduces: bool,
     named: str,
     device: torch.device,
+    lengths: Lengths,
 ) -> Traced:
     """Trace one micro-batch.
 
@@ -214,6 +216,7 @@ def trace(
         thinned: what the step leaves out.
         reduces: whether gradients are summed over ranks as the optimizer holds them, or as they are accumulated.
         named: the micro-batch, for messages.
+        lengths: of ``batch`` and ``buffers``.
     """
     form: list[Form] = []
 
@@ -238,7 +241,7 @@ def trace(
         return [*numbers, *gradients.values(), *keeping.values()]
 
     seed = torch.ones((), dtype=torch.float64, device=device)
-    traced = recorded(function, stored, [batch, buffers], forward, backward, [*kept.values(), seed])
+    traced = recorded(function, stored, [batch, buffers], forward, backward, lengths, [*kept.values(), seed])
     traced.gradients -= len(kept)
     traced.form = form[-1]
     return traced
@@ -277,19 +280,24 @@ def recorded(
     trees: Sequence[Tree],
     forward: Callable[[Function, Given], Any],
     backward: Callable[[Function, Any, Sequence[torch.Tensor], Spans], list[torch.Tensor]],
+    lengths: Lengths,
     more: Sequence[torch.Tensor] = (),
 ) -> Traced:
     """Record forward and backward, whose nodes know their phase and block.
 
     Args:
         trees: the inputs of forward after ``stored``.
+        lengths: of the tensors in them.
         backward: is given what ``forward`` returns, ``more``, and what to tell that gradients are reduced from here on;
             returns gradients of all trained buckets last.
     """
+    fakes = Fakes(lengths)
     try:
-        return _recorded(function, stored, trees, forward, backward, more)
-    except CallsDiffer:  # a first call may fill caches, or take over what was done to a module
-        return _recorded(function, stored, trees, forward, backward, more)
+        return _recorded(function, stored, trees, forward, backward, more, fakes)
+    except (
+        CallsDiffer
+    ):  # a first call may fill caches, take over what was done to a module, or find lengths to be equal
+        return _recorded(function, stored, trees, forward, backward, more, fakes)
 
 
 def _recorded(
@@ -299,24 +307,25 @@ def _recorded(
     forward: Callable[[Function, Given], Any],
     backward: Callable[[Function, Any, Sequence[torch.Tensor], Spans], list[torch.Tensor]],
     more: Sequence[torch.Tensor],
+    fakes: Fakes,
 ) -> Traced:
-    recorder, stands, names = Recorder(Fakes()), Stands(), list(stored)
+    recorder, stands, names = Recorder(fakes), Stands(), list(stored)
     spans = Spans(recorder)
     loss = function(spans.runner)
-    tensors = [*stored.values(), *(tensor for tree in trees for tensor in tensors_of(tree))]
+    given = list(stored.values()), [tensor for tree in trees for tensor in tensors_of(tree)], more
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         with spans.noting():
             found = forward(loss, Given(names, inputs, stands))
         spans.turn()
-        return backward(loss, found, inputs[len(tensors) :], spans)
+        return backward(loss, found, inputs[len(inputs) - len(more) :], spans)
 
     with torch.enable_grad(), without_autocast_cache(), recorder.fakes.mode:
-        inputs = recorder.inputs([*tensors, *more])
+        inputs = recorder.inputs(*given)
         with without_random_numbers(), recorder:
             recorder.outputs(run(*inputs))
         again = Repeated(recorder, spans.turns[0])
-        inputs = again.inputs([*tensors, *more])
+        inputs = again.inputs(*given)
         with again:
             forward(loss, Given(names, inputs, Stands()))
     again.end()
@@ -363,7 +372,7 @@ def _require_draws_of_forward(graph: torch.fx.Graph) -> None:
 def form_of_tree(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
     """A tree's structure, and its leaves that are no tensors."""
     _, leaves, treedef = flatten(tree)
-    return treedef, tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return treedef, tuple(None if isinstance(leaf, torch.Tensor) else as_traced(leaf) for leaf in leaves)
 
 
 def tensors_of(tree: Tree) -> list[torch.Tensor]:

@@ -77,7 +77,7 @@ def unpermute(
 
 
 def _check(name: str, x: torch.Tensor, positions: torch.Tensor) -> None:
-    if x.dim() != 2 or positions.dim() != 2 or (name == "x" and len(x) != len(positions)):
+    if x.dim() != 2 or positions.dim() != 2 or (name == "x" and x.shape[0] != positions.shape[0]):
         first = "tokens" if name == "x" else "rows"
         raise ValueError(
             f"{name} {tuple(x.shape)} and positions {tuple(positions.shape)}: they must be [{first}, columns] and [tokens, k]"
@@ -131,7 +131,7 @@ _permute = differentiable(
     forward=_spread,
     forward_fake=lambda x, positions, count, using: _many(x, count),
     backward=_sums_of_gradients,
-    backward_fake=lambda positions, using, drows: _many(drows, len(positions)),
+    backward_fake=lambda positions, using, drows: _many(drows, positions.shape[0]),
     backward_reference=lambda positions, using, drows: [reference.unpermute(drows, positions, None)],
     keep=lambda inputs, outputs: (inputs[1], inputs[3]),
 )
@@ -140,7 +140,7 @@ _permute = differentiable(
 _unpermute = differentiable(
     "unpermute",
     forward=_sums,
-    forward_fake=lambda rows, positions, using: _many(rows, len(positions)),
+    forward_fake=lambda rows, positions, using: _many(rows, positions.shape[0]),
     backward=_spread_gradients,
     backward_fake=lambda positions, count, using, dy: _many(dy, count),
     backward_reference=lambda positions, count, using, dy: [reference.permute(dy, positions, count)],
@@ -151,7 +151,7 @@ _unpermute = differentiable(
 _weighted = differentiable(
     "unpermute_weighted",
     forward=_weighted_sums,
-    forward_fake=lambda rows, positions, weights, using: _many(rows, len(positions)),
+    forward_fake=lambda rows, positions, weights, using: _many(rows, positions.shape[0]),
     backward=_weighted_backward,
     backward_fake=lambda rows, positions, weights, using, dy: [lines.like(rows), lines.like(weights)],
     backward_reference=lambda rows, positions, weights, using, dy: reference.backward(rows, positions, weights, dy),

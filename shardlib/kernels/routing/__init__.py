@@ -89,7 +89,8 @@ def _sorted(experts: torch.Tensor, count: int, using: str | None) -> list[torch.
 
 def _best_fake(scores: torch.Tensor, k: int, using: str | None) -> list[torch.Tensor]:
     return [
-        scores.new_empty(size, dtype=torch.int64) for size in ((len(scores), k), scores.shape[1:], (len(scores), k))
+        scores.new_empty(size, dtype=torch.int64)
+        for size in ((scores.shape[0], k), scores.shape[1:], (scores.shape[0], k))
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,6 +11,12 @@ from shardlib.kernels.routing import by_expert
 from shardlib.nn.moe.noise import Tokens
 
 PRIORITIES = ("position", "choice", "probability", "random")
+
+
+def share_of(factor: float, count: int, number: int) -> int:
+    """``ceil(factor · count / number)``, in whole numbers, so that ``count`` may be a length in a trace."""
+    exact = Fraction(str(factor))  # as it is written: 1.1 is 11/10, and not the binary number next to it, a little more
+    return -(-exact.numerator * count // (exact.denominator * number))
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,7 @@ class Capacity:
 
     def of(self, tokens: int, choices: int, experts: int) -> int:
         """The capacity of an expert."""
-        # The factor as it is written: 1.1 is 11/10, and not the binary number next to it, which is a little more.
-        return max(math.ceil(Fraction(str(self.factor)) * choices * tokens / experts), self.minimum)
+        return max(share_of(self.factor, choices * tokens, experts), self.minimum)
 
     def keeps(
         self,

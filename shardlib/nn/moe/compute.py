@@ -29,11 +29,11 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, routing: Routing) -> Rows:
         kept, shape, number = routing.kept, routing.experts.shape, len(routing.counts)
-        positions = kept.new_full((shape.numel() + 1,), -1)
-        positions = positions.scatter(0, kept, torch.arange(len(kept), device=kept.device))[:-1].view(shape)
+        positions = kept.new_full((routing.experts.numel() + 1,), -1)
+        positions = positions.scatter(0, kept, torch.arange(kept.shape[0], device=kept.device))[:-1].view(shape)
         experts = torch.cat([routing.experts.flatten(), routing.experts.new_full((1,), number)])[kept]
         ends = torch.searchsorted(experts, torch.arange(number, device=kept.device), right=True)
-        return cls(positions, ends.diff(prepend=ends.new_zeros(1)), len(kept))
+        return cls(positions, ends.diff(prepend=ends.new_zeros(1)), kept.shape[0])
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def entropy(probabilities: torch.Tensor, mask: torch.Tensor | None = None) -> to
 def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """The mean of a value per token; 0 without tokens."""
     if mask is None:
-        return values.sum() / max(len(values), 1)
+        return values.sum() / max(values.shape[0], 1)
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 

@@ -5,6 +5,7 @@ from ..planting import Defect
 _SEAMS = "tests/models/test_seams.py"
 _HELD = f"{_SEAMS}::test_what_holds_parts_of_a_module_trains_as_in_torch"
 _GRAPH = "tests/execute/test_graph.py"
+_LENGTHS = "tests/execute/test_dynamic_lengths.py"
 _AROUND = "tests/execute/test_func_around.py"
 _GOES_ON = f"{_GRAPH}::test_states_go_on_from_a_step_with_a_graph_to_one_without"
 _DONE = f"{_SEAMS}::test_what_is_done_to_the_module_is_done_to_its_copies"
@@ -441,6 +442,33 @@ DEFECTS = (
         "kept = {root for root in settled if not chosen.issuperset((root, *writes[root]))}",
         "kept = set[Node]()",
         (f"{_GRAPH}::test_sums_in_place_are_recomputed",),
+    ),
+    Defect(
+        "a branch by a length for all lengths",
+        "stale",
+        "common/_compat.py",
+        "a graph is used for lengths of which its trace would have gone another way",
+        "return values if all(guard.expr.xreplace(values) == sympy.true for guard in guards) else None",
+        "return values",
+        (f"{_LENGTHS}::test_branches_take_a_trace_each",),
+    ),
+    Defect(
+        "two lengths that were equal once",
+        "stale",
+        "execute/graph/lengths.py",
+        "a graph is used for a batch of which sizes that were numbers in its trace, or one symbol, are others",
+        "return values if all(number_at(each, values) == number for each, number in zip(made, now)) else None",
+        "return values",
+        (f"{_LENGTHS}::test_rows_and_lengths", f"{_LENGTHS}::test_lengths_that_equal_other_sizes"),
+    ),
+    Defect(
+        "draws of a batch of one element",
+        "draws",
+        "execute/graph/keys.py",
+        "a graph draws for a share of the batch as if shares before it were of another length",
+        "made.stretch(number_at(count, lengths))",
+        "made.stretch(1)",
+        (f"{_LENGTHS}::test_a_gpt",),
     ),
     Defect(
         "tokens of the first step in all",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import ClassVar
 
 import torch
 
+from shardlib.nn.moe.capacity import share_of
 from shardlib.nn.moe.noise import Tokens
 from shardlib.nn.moe.routers.base import Router
 
@@ -37,7 +36,7 @@ class ExpertChoice(Router):
 
     def tokens_of_one(self, count: int, number: int) -> int:
         """How many of ``count`` tokens one of ``number`` experts takes."""
-        return min(count, math.ceil(Fraction(str(self.factor)) * count / number))
+        return min(count, share_of(self.factor, count, number))
 
     def slots(self, shape: tuple[int, ...], number: int) -> int:
         return self.tokens_of_one(shape[0], number)

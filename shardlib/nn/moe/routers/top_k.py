@@ -63,7 +63,7 @@ class TopK(Router):
                 f"{experts} experts in {self.groups} groups of which {self.kept_groups} are kept: the groups must be of "
                 f"equal size, and those kept must have {self.k} experts"
             )
-        by_group = scores.view(len(scores), self.groups, -1)
+        by_group = scores.view(scores.shape[0], self.groups, -1)
         kept = best(by_group.topk(min(2, by_group.shape[2]), dim=2).values.sum(2), self.kept_groups)
         left_out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=scores.device).scatter(1, kept, False)
         return by_group.masked_fill(left_out[..., None], -torch.inf).flatten(1)
