@@ -51,8 +51,8 @@ class _Compiled(native.Compiled):
 
     @classmethod
     def sum_of_squares(cls, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((), dtype=torch.float64, device=x.device)
-        partial = torch.empty(-(-x.numel() // cls.EACH), dtype=torch.float64, device=x.device)
+        out = x.new_empty((), dtype=torch.float64)
+        partial = x.new_empty(-(-x.numel() // cls.EACH), dtype=torch.float64)
         where = (partial, out, cls.runs_on(x.device))
         cls.library().sum_of_squares(x, native.DTYPES[x.dtype], x.numel(), *where)
         return out
