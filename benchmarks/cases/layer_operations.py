@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from shardlib.kernels.dropout import Draw, dropout
+from shardlib.kernels.dropout import DropoutDraw, dropout
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy
 from shardlib.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -79,7 +79,7 @@ def operations(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[s
         hidden = hidden | (torch.arange(length, device=device) >= lengths[:, None, None, None])
     tokens, width, words = sizes.loss
     targets = torch.randint(0, words, (tokens,), generator=generator).to(device)
-    draw, wide = Draw(sizes.dropout, 7), (sizes.width,)
+    draw, wide = DropoutDraw(sizes.dropout, 7), (sizes.width,)
 
     def sum_then(function: Function, x: torch.Tensor, r: torch.Tensor, *weights: torch.Tensor) -> Any:
         total = x + r

@@ -20,7 +20,7 @@ from benchmarks.harness.case import CPU, CUDA, Case, Checks, Result, Setting
 from benchmarks.harness.timing import Calls, Times, interleave, medians, one_thread, processor, ratio
 from benchmarks.peers.sparse_attention import Attention, Gathered, flash, flex
 from shardlib.kernels.common.dispatch import choose
-from shardlib.kernels.sparse_attention import Blocks, Options, triton
+from shardlib.kernels.sparse_attention import ComputedBlocks, Options, triton
 from shardlib.sparse import Layout
 
 _LENGTHS = {CPU: (8192, 16384, 32768), CUDA: (16384, 65536, 131072)}
@@ -161,7 +161,9 @@ def _on_a_gpu(lengths: tuple[int, ...], setting: Setting) -> Result:
             times = setting.time({": ".join(key): call for key, call in calls.items()}, warm=rates.GPU_WARM)
             all_times |= {f"{name}, {length}, {key}": seconds for key, seconds in times.items()}
             taken = medians(times)
-            share = triton.work(*inputs[:2], Blocks(layout.row_offsets, layout.columns), Options(_BLOCK, _SIZE**-0.5))
+            share = triton.work(
+                *inputs[:2], ComputedBlocks(layout.row_offsets, layout.columns), Options(_BLOCK, _SIZE**-0.5)
+            )
             for provider, which in calls:
                 median = taken[f"{provider}: {which}"]
                 over = median / taken[f"{_OURS}: {which}"]

@@ -20,7 +20,7 @@ from shardlib.checkpoint.fragments import (
     owned_fragments,
     sharded_fragments,
 )
-from shardlib.checkpoint.packed import Parts, outlined, outlined_params
+from shardlib.checkpoint.packed import CheckpointTrees, outlined, outlined_params
 from shardlib.checkpoint.rank_local import diverged_axis
 from shardlib.collectives import primitives
 from shardlib.errors import IllegalComposition, TreeError, listing
@@ -120,7 +120,7 @@ def write_leaf(
     return after
 
 
-class _Values:
+class _ReplacedTensors:
     """Whole tensors by name, in the place of saved ones."""
 
     def __init__(self, whole: Mapping[str, torch.Tensor]) -> None:
@@ -167,7 +167,7 @@ def _write(
     for name in one & given.keys():
         given |= dict.fromkeys(one, given[name])
     writes = InPlace(packed.values())
-    saved: Any = _Values(given)
+    saved: Any = _ReplacedTensors(given)
     fills = [Fill(fragment, ((fragment.name, 1.0),)) for fragment in held if fragment.name in given]
     with torch.no_grad():
         writes.begin()
@@ -179,7 +179,7 @@ def _owned(state: TrainState | Sharded, path: str) -> Iterator[Fragment]:
     """Ranges of what the state has for a leaf, each on one rank."""
     if isinstance(state, Sharded):
         params, packed = outlined_params(state)
-        parts = Parts(params, OptimizerState({}, ()), {}, None, {}, packed, {})
+        parts = CheckpointTrees(params, OptimizerState({}, ()), {}, None, {}, packed, {})
         fragments = sharded_fragments(params, owned=True)
     else:
         parts = outlined(state.settled())

@@ -12,7 +12,7 @@ import torch
 
 from shardlib.checkpoint.common import common_leaves
 from shardlib.checkpoint.fragments import MASTERS, PARAMS, Fragment, needed_fragments, source_of
-from shardlib.checkpoint.packed import Parts, fillable, outlined, with_numbers_of
+from shardlib.checkpoint.packed import CheckpointTrees, fillable, outlined, with_numbers_of
 from shardlib.checkpoint.residuals import kept_fragments
 from shardlib.checkpoint.save import require_state
 from shardlib.collectives import primitives
@@ -75,7 +75,7 @@ def carry(state: TrainState, fresh: TrainState, *, anew: Sequence[str] = (), don
     return made
 
 
-def _matched(given: Parts, parts: Parts, anew: Sequence[str]) -> _Copies:
+def _matched(given: CheckpointTrees, parts: CheckpointTrees, anew: Sequence[str]) -> _Copies:
     """What is to be copied: tensors of ``parts``, and those of ``given`` of the same names. Collective."""
     held: dict[str, list[Fragment]] = {}
     for fragment in _fragments(given):
@@ -129,7 +129,7 @@ def _copy(copies: _Copies) -> None:
         into.copy_(values)
 
 
-def _fragments(parts: Parts) -> Iterator[Fragment]:
+def _fragments(parts: CheckpointTrees) -> Iterator[Fragment]:
     """What is sharded, as views."""
     yield from needed_fragments(parts)
     yield from kept_fragments(parts)

@@ -15,7 +15,7 @@ import torch
 
 from shardlib.checkpoint.decoding import decoded
 from shardlib.checkpoint.fragments import BUFFERS, Fragment, flat_tensors, whole
-from shardlib.checkpoint.packed import Parts
+from shardlib.checkpoint.packed import CheckpointTrees
 from shardlib.checkpoint.rank_local_buffers import local_name
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
@@ -23,13 +23,13 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.sharded.checksum import checksum
 from shardlib.tree import named_leaves, path_name
 
-Digest = tuple[tuple[int, ...], str]  # of a rank's `Held`: its place, and a hash
+Digest = tuple[tuple[int, ...], str]  # of a rank's `CommonTensors`: its place, and a hash
 
 _ABSENT = "absent"
 _GROUPS = 4  # of ranks, that a message tells apart
 
 
-class Held(NamedTuple):
+class CommonTensors(NamedTuple):
     """The common tensors of a rank.
 
     Attributes:
@@ -44,7 +44,7 @@ class Held(NamedTuple):
         return self.place, hashlib.blake2b(repr(sorted(self.sums.items())).encode()).hexdigest()
 
 
-def common_leaves(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
+def common_leaves(parts: CheckpointTrees) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and values of the tensors that are not sharded on this rank, and of what stands for numbers."""
     for prefix, tree in (("opt", parts.opt), ("also", parts.also), ("buffers", parts.buffers)):
         for path, leaf in named_leaves(tree):
@@ -54,7 +54,7 @@ def common_leaves(parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
     yield from parts.numbers.items()
 
 
-def held_by(parts: Parts) -> Held:
+def held_by(parts: CheckpointTrees) -> CommonTensors:
     """The common tensors of this rank; on a mesh of one without checksums, which nobody looks at.
 
     Raises:
@@ -71,10 +71,10 @@ def held_by(parts: Parts) -> Held:
         each.name: f"{list(each.window.shape)} {checksum(each.data)}" if mesh.size > 1 else ""
         for each in decoded(parts, fragments)
     }
-    return Held(tuple(mesh.coords[axis] for axis in stages), sums)
+    return CommonTensors(tuple(mesh.coords[axis] for axis in stages), sums)
 
 
-def owned_leaves(parts: Parts, held: Held, digests: Sequence[Digest]) -> list[Fragment]:
+def owned_leaves(parts: CheckpointTrees, held: CommonTensors, digests: Sequence[Digest]) -> list[Fragment]:
     """The tensors that this rank saves: on each name the first stage that holds it, and rank-local buffers. Collective.
 
     Args:
@@ -103,7 +103,9 @@ def owned_leaves(parts: Parts, held: Held, digests: Sequence[Digest]) -> list[Fr
     ]
 
 
-def _exchanged(mesh: Mesh, stages: Sequence[str], held: Held, digests: Sequence[Digest]) -> list[tuple[int, Held]]:
+def _exchanged(
+    mesh: Mesh, stages: Sequence[str], held: CommonTensors, digests: Sequence[Digest]
+) -> list[tuple[int, CommonTensors]]:
     """Ranks, and what they hold: one rank of each stage, or all where some differ."""
     if len(set(digests)) == len({place for place, _ in digests}):  # no rank differs from others of its stage
         found = primitives.all_gather_object(mesh, list(stages), (mesh.rank, held))
@@ -112,7 +114,7 @@ def _exchanged(mesh: Mesh, stages: Sequence[str], held: Held, digests: Sequence[
     return primitives.all_gather_object(mesh, list(mesh.shape), (mesh.rank, held))
 
 
-def _differing(found: Sequence[tuple[int, Held]]) -> dict[str, tuple[tuple[int, ...], ...]]:
+def _differing(found: Sequence[tuple[int, CommonTensors]]) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Name -> the groups of ranks that hold the same; of tensors that differ, or that some ranks of a stage lack."""
     of_place: dict[tuple[int, ...], set[str]] = {}
     for _, (place, sums) in found:

@@ -95,7 +95,7 @@ def _imported(folder: Path, optimizer: str) -> Imported:
     return Imported(folder, held, step, numbers, optimizer)
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler of `.metadata` files that makes what they need, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -116,7 +116,7 @@ def _member(kind: Any, name: str) -> Enum:
 
 def _read(folder: Path) -> Manifest:
     """The tensors of a checkpoint, with the places of their elements."""
-    found = _Unpickler(io.BytesIO((folder / metadata.NAME).read_bytes())).load()
+    found = _MetadataUnpickler(io.BytesIO((folder / metadata.NAME).read_bytes())).load()
     tensors: dict[str, Entry] = {}
     for index, place in found.storage_data.items():
         described = found.state_dict_metadata[index.fqn]
@@ -138,11 +138,11 @@ def _read(folder: Path) -> Manifest:
 
 def _elements_at(path: Path, offset: int, length: int) -> int:
     """Where the elements begin in an item (see `shardlib.checkpoint.items`)."""
-    with _Part(path, offset, length) as part, zipfile.ZipFile(part) as archive:
+    with _FilePart(path, offset, length) as part, zipfile.ZipFile(part) as archive:
         return data_at(part, path, next(each for each in archive.infolist() if each.filename.endswith("/data/0")))
 
 
-class _Part(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """A part of a file as a file."""
 
     def __init__(self, path: Path, offset: int, length: int) -> None:

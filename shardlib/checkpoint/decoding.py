@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.checkpoint.fragments import Fragment
-from shardlib.checkpoint.packed import Parts
+from shardlib.checkpoint.packed import CheckpointTrees
 from shardlib.common._compat import storage_id
 from shardlib.optim.base import Packed
 
@@ -22,14 +22,14 @@ class Saving:
         outlines: the fragments; those of packed tensors have no elements.
     """
 
-    parts: Parts
+    parts: CheckpointTrees
     outlines: Sequence[Fragment]
 
     def __iter__(self) -> Iterator[Fragment]:
         return decoded(self.parts, self.outlines)
 
 
-def decoded(parts: Parts, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
+def decoded(parts: CheckpointTrees, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
     """``fragments`` with the elements of packed tensors. Those of one tensor come one after the other, so that it is decoded
     once, and no two are held here."""
     held: tuple[Packed | None, torch.Tensor] = None, torch.empty(0)

@@ -8,7 +8,7 @@ import torch
 
 from shardlib.checkpoint.agreement import read_on_all_ranks
 from shardlib.checkpoint.fragments import Fragment
-from shardlib.checkpoint.reading import BUFFER, Saved
+from shardlib.checkpoint.reading import BUFFER, TensorsOnDisk
 from shardlib.errors import TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
@@ -49,7 +49,9 @@ def check_apart(paths: Iterable[str], buffers: Iterable[str] = ()) -> None:
         )
 
 
-def check_ties(saved: Saved, mesh: Mesh, fragments: Iterable[Fragment], names: Mapping[str, Sequence[str]]) -> None:
+def check_ties(
+    saved: TensorsOnDisk, mesh: Mesh, fragments: Iterable[Fragment], names: Mapping[str, Sequence[str]]
+) -> None:
     """Refuse files that have other values for some names of a tied leaf than for others. Every rank must call it.
 
     Args:
@@ -74,7 +76,7 @@ def check_ties(saved: Saved, mesh: Mesh, fragments: Iterable[Fragment], names: M
         )
 
 
-def _differing(saved: Saved, fragment: Fragment, names: Sequence[str]) -> Iterator[str]:
+def _differing(saved: TensorsOnDisk, fragment: Fragment, names: Sequence[str]) -> Iterator[str]:
     """One line for each name whose elements of a fragment are others than those of the first name."""
     first, *others = [name for name in names if name in saved.tensors] or [""]
     if not others or not saved.has(fragment, first):
@@ -90,7 +92,7 @@ def _differing(saved: Saved, fragment: Fragment, names: Sequence[str]) -> Iterat
             yield f"{first} and {other}"
 
 
-def _read(saved: Saved, fragment: Fragment, name: str) -> torch.Tensor:
+def _read(saved: TensorsOnDisk, fragment: Fragment, name: str) -> torch.Tensor:
     """The elements of a fragment in the widest dtype of their kind."""
     held = torch.zeros(fragment.data.numel(), dtype=saved.tensors[name].torch_dtype)
     saved.fill(fragment._replace(data=held), name)

@@ -19,8 +19,8 @@ from shardlib.checkpoint.fragments import (
     source_of,
     whole,
 )
-from shardlib.checkpoint.packed import Parts
-from shardlib.checkpoint.reading import Saved
+from shardlib.checkpoint.packed import CheckpointTrees
+from shardlib.checkpoint.reading import TensorsOnDisk
 from shardlib.checkpoint.residuals import log_dropped, residual_fills
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
@@ -30,7 +30,9 @@ from shardlib.optim.train_state import Pending
 from shardlib.tree import matches
 
 
-def fill_state(saved: Saved, parts: Parts, partial: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
+def fill_state(
+    saved: TensorsOnDisk, parts: CheckpointTrees, partial: Sequence[str], check: Callable[[], None] = lambda: None
+) -> None:
     """Fill this rank's part of a state, and of further trees, in place. Numbers are then in ``parts`` alone. Arguments and
     errors as in `shardlib.checkpoint.restore`.
 
@@ -62,23 +64,23 @@ def fill_state(saved: Saved, parts: Parts, partial: Sequence[str], check: Callab
     log_dropped(parts, saved)
 
 
-def _delayed(saved: Saved) -> bool:
+def _delayed(saved: TensorsOnDisk) -> bool:
     """Whether the checkpoint is of a run under ``offload(delay=True)``. Others leave no gradient to be applied."""
     return any(name.startswith(PENDING) for name in saved.names)
 
 
-def run_fills(saved: Saved, mesh: Mesh, fill: Callable[[], None]) -> None:
+def run_fills(saved: TensorsOnDisk, mesh: Mesh, fill: Callable[[], None]) -> None:
     """Run this rank's ``fill``; if it fails on one rank, all raise."""
     read_on_all_ranks(mesh, fill, f"{saved.folder} could not be read to its end", "What was being filled is unusable.")
 
 
-def planned(saved: Saved, parts: Parts) -> Iterator[Fill | PackedFill]:
+def planned(saved: TensorsOnDisk, parts: CheckpointTrees) -> Iterator[Fill | PackedFill]:
     """All that this rank reads. ``parts`` are `outlined`."""
     yield from joined(_fills(saved, parts), parts.packed)
     yield from residual_fills(parts, saved)
 
 
-def _fills(saved: Saved, parts: Parts) -> Iterator[Fill]:
+def _fills(saved: TensorsOnDisk, parts: CheckpointTrees) -> Iterator[Fill]:
     """What fills each fragment that this rank holds."""
     ways = rank_local.ways_of(saved.tensors)
     for fragment, into in _needed(parts):
@@ -88,7 +90,7 @@ def _fills(saved: Saved, parts: Parts) -> Iterator[Fill]:
             yield Fill(fragment, sources, into)
 
 
-def _source(saved: Saved, parts: Parts, name: str) -> str:
+def _source(saved: TensorsOnDisk, parts: CheckpointTrees, name: str) -> str:
     """The name of the saved tensor that fills fragments called ``name``, unless several do."""
     mesh = parts.params.mesh
     local = rank_local_buffers.local_name(name, mesh)
@@ -97,7 +99,7 @@ def _source(saved: Saved, parts: Parts, name: str) -> str:
     return source_of(name, saved.tensors)
 
 
-def _needed(parts: Parts) -> Iterator[tuple[Fragment, torch.Tensor | None]]:
+def _needed(parts: CheckpointTrees) -> Iterator[tuple[Fragment, torch.Tensor | None]]:
     """Every fragment that this rank holds; with its tensor, where it is no view of it."""
     for fragment in needed_fragments(parts):
         yield fragment, None
@@ -106,7 +108,7 @@ def _needed(parts: Parts) -> Iterator[tuple[Fragment, torch.Tensor | None]]:
         yield (fragment, None) if leaf.is_contiguous() else (fragment._replace(data=fragment.data.to("meta")), leaf)
 
 
-def _check_alike(saved: Saved, parts: Parts, partial: Sequence[str]) -> None:
+def _check_alike(saved: TensorsOnDisk, parts: CheckpointTrees, partial: Sequence[str]) -> None:
     """Raise one `TreeError` that lists every tensor that the checkpoint or the state lacks, or that differs in shape."""
     mesh = parts.params.mesh
     needed = [fragment for fragment, _ in _needed(parts)]
@@ -151,7 +153,7 @@ def _check_alike(saved: Saved, parts: Parts, partial: Sequence[str]) -> None:
         )
 
 
-def check_intact(saved: Saved, mesh: Mesh) -> None:
+def check_intact(saved: TensorsOnDisk, mesh: Mesh) -> None:
     """Raise one `CheckpointError`, on all ranks, that lists all damage that any rank sees."""
     problems = saved.damages(mesh.rank, mesh.size)
     found = dict.fromkeys(_flat(primitives.all_gather_object(mesh, list(mesh.shape), problems)))

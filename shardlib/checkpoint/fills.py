@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.checkpoint.fragments import Fragment
-from shardlib.checkpoint.reading import BUFFER, Saved
+from shardlib.checkpoint.reading import BUFFER, TensorsOnDisk
 from shardlib.common._compat import storage_id
 from shardlib.optim.base import Packed
 
@@ -28,12 +28,12 @@ class Fill(NamedTuple):
     sources: tuple[tuple[str, float], ...]
     into: torch.Tensor | None = None
 
-    def bytes(self, saved: Saved) -> int:
+    def bytes(self, saved: TensorsOnDisk) -> int:
         """Bytes that `run` reads."""
         parts = self._parts()
         return sum(each.bytes for part in parts for name, _ in self.sources for each in saved.transfers(part, name))
 
-    def run(self, saved: Saved) -> None:
+    def run(self, saved: TensorsOnDisk) -> None:
         if self.into is None:
             self._fill(self.fragment, saved)
             return
@@ -41,7 +41,7 @@ class Fill(NamedTuple):
         self._fill(self.fragment._replace(data=flat[: self.fragment.data.numel()]), saved)
         self.into.copy_(flat.view(self.into.shape))
 
-    def _fill(self, fragment: Fragment, saved: Saved) -> None:
+    def _fill(self, fragment: Fragment, saved: TensorsOnDisk) -> None:
         if self._plain:
             saved.fill(fragment, self.sources[0][0])
             return
@@ -86,12 +86,12 @@ class PackedFill(NamedTuple):
     node: Packed
     fills: Sequence[Fill]
 
-    def bytes(self, saved: Saved) -> int:
+    def bytes(self, saved: TensorsOnDisk) -> int:
         """Bytes that `run` reads."""
         parts = ((first, torch.empty(stop - first, device="meta")) for first, stop in self._parts())
         return sum(fill.bytes(saved) for first, values in parts for fill in self._within(first, values))
 
-    def run(self, saved: Saved) -> None:
+    def run(self, saved: TensorsOnDisk) -> None:
         for first, stop in self._parts():
             values = self.node.part(first, stop)
             for fill in self._within(first, values):

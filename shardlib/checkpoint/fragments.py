@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.checkpoint.packed import Parts
+from shardlib.checkpoint.packed import CheckpointTrees
 from shardlib.common.thresholds import Threshold
 from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.mesh.specs import Window
@@ -64,7 +64,7 @@ def whole(tensor: torch.Tensor, name: str) -> Fragment:
     return Fragment(name, 0, tensor.detach().reshape(-1).contiguous(), Window.whole(tuple(tensor.shape)))
 
 
-def owned_fragments(parts: Parts, diverged: str | None = None) -> Iterator[Fragment]:
+def owned_fragments(parts: CheckpointTrees, diverged: str | None = None) -> Iterator[Fragment]:
     """The fragments of sharded tensors that this rank saves: the ranges it owns, which ranks with copies share out.
 
     Args:
@@ -100,7 +100,7 @@ def _shared_out(fragments: Iterable[Fragment], mesh: Mesh, copies: Sequence[str]
             yield fragment
 
 
-def bucket_fragments(parts: Parts, bucket: Bucket) -> Iterator[Fragment]:
+def bucket_fragments(parts: CheckpointTrees, bucket: Bucket) -> Iterator[Fragment]:
     """The ranges of a bucket's parameters, and of the optimizer's trees for them, that this rank owns: views."""
     yield from _owned(parts.params, bucket)
     for prefix, subset, tensor in flat_states(parts, bucket):
@@ -140,7 +140,7 @@ def sharded_fragments(sharded: Sharded, *, owned: bool = False) -> Iterator[Frag
             yield from _shared_out(held, mesh, plan.copies(bucket))
 
 
-def needed_fragments(parts: Parts) -> Iterator[Fragment]:
+def needed_fragments(parts: CheckpointTrees) -> Iterator[Fragment]:
     """Every range of the sharded tensors that this rank holds, as views to fill."""
     yield from needed_params(parts.params)
     for bucket in parts.params.plan.buckets:
@@ -160,7 +160,7 @@ def source_of(name: str, saved: Container[str]) -> str:
     return name
 
 
-def flat_states(parts: Parts, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
+def flat_states(parts: CheckpointTrees, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
     """The flat tensors in the optimizer's layout for a bucket or a subset of its leaves: prefix of their names, bucket of
     these leaves, tensor.
 

@@ -20,8 +20,8 @@ from shardlib.checkpoint.filling import check_intact, fill_state, run_fills
 from shardlib.checkpoint.fills import Fill, joined
 from shardlib.checkpoint.fragments import BUFFERS, MASTERS, PARAMS, Fragment, needed_fragments, needed_params
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.checkpoint.packed import Parts, fillable, outlined_params, with_numbers_of
-from shardlib.checkpoint.reading import Saved
+from shardlib.checkpoint.packed import CheckpointTrees, fillable, outlined_params, with_numbers_of
+from shardlib.checkpoint.reading import TensorsOnDisk
 from shardlib.collectives import primitives
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
@@ -89,7 +89,7 @@ def import_into(
         The parameters, or a state at the step.
     """
     if isinstance(target, Sharded):
-        with Saved(read.folder, read.held) as saved:  # parameters alone have no place for buffers
+        with TensorsOnDisk(read.folder, read.held) as saved:  # parameters alone have no place for buffers
             fill_params(saved, target, prefix, [*globs_of(partial), *map(glob.escape, read.buffers)])
         return target
     return _import_state(read if step is None else read._replace(step=step), target, prefix, partial)
@@ -113,7 +113,7 @@ def _import_state(read: Imported, state: TrainState, prefix: str, partial: str |
     renamed = {name: read.held.tensors[every[0]] for name, every in named.items()}
     held = replace(read.held, tensors=renamed | others)
     fragments = [fragment for fragment in needed_fragments(parts) if fragment.name in named]
-    with Saved(read.folder, held) as saved, Saved(read.folder, read.held) as theirs:
+    with TensorsOnDisk(read.folder, held) as saved, TensorsOnDisk(read.folder, read.held) as theirs:
         fill_state(
             saved,
             parts,
@@ -148,7 +148,7 @@ def _one(read: Imported, kind: str) -> float:
     return next(iter(values.values()))
 
 
-def _named(read: Imported, parts: Parts, prefix: str) -> dict[str, list[str]]:
+def _named(read: Imported, parts: CheckpointTrees, prefix: str) -> dict[str, list[str]]:
     """Name of a tensor of this rank's part of a state -> its names in a checkpoint: several of a tied parameter's."""
     found = {}
     known = dotted_names(parts.params.plan, prefix)
@@ -175,7 +175,7 @@ def _theirs(name: str, known: Mapping[str, Sequence[str]], prefix: str, optimize
 
 
 def fill_params(
-    saved: Saved,
+    saved: TensorsOnDisk,
     params: Sharded,
     prefix: str,
     partial: Sequence[str],

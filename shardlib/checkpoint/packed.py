@@ -18,7 +18,7 @@ from shardlib.sharded.tree import Sharded
 from shardlib.tree import path_name, tied_pairs
 
 
-class Parts(NamedTuple):
+class CheckpointTrees(NamedTuple):
     """The trees of a checkpoint.
 
     Attributes:
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
     numbers: Mapping[str, torch.Tensor]
 
 
-def outlined(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
+def outlined(state: TrainState, also: Mapping[str, Any] | None = None) -> CheckpointTrees:
     """The trees of a state and of ``also``, with tensors without memory instead of packed ones; all others share memory with
     them, except those that stand for numbers.
 
@@ -58,10 +58,10 @@ def outlined(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
     _require_tensors(further)
     params, on_disk = outlined_params(state.params)
     numbers = tensors_of_numbers("opt", opt) | tensors_of_numbers("buffers", state.buffers)
-    return Parts(params, opt, state.comm, state.buffers, further, packed | on_disk, numbers)
+    return CheckpointTrees(params, opt, state.comm, state.buffers, further, packed | on_disk, numbers)
 
 
-def fillable(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
+def fillable(state: TrainState, also: Mapping[str, Any] | None = None) -> CheckpointTrees:
     """`outlined` trees that are to be filled in place. Buffers have memory of their own: those that a loss returned, or a
     caller gave, may be one tensor or views of a batch.
 
@@ -77,7 +77,7 @@ def fillable(state: TrainState, also: Mapping[str, Any] | None = None) -> Parts:
     return parts._replace(buffers=copied(state.buffers))
 
 
-def with_numbers_of(parts: Parts, state: TrainState) -> tuple[OptimizerState, Any]:
+def with_numbers_of(parts: CheckpointTrees, state: TrainState) -> tuple[OptimizerState, Any]:
     """The optimizer's state and the buffers of a state, with the numbers of its `outlined` parts."""
     return with_numbers("opt", state.opt, parts.numbers), with_numbers("buffers", parts.buffers, parts.numbers)
 

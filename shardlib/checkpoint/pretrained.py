@@ -16,7 +16,7 @@ import torch
 from shardlib.checkpoint.agreement import from_first_rank
 from shardlib.checkpoint.importing import fill_params
 from shardlib.checkpoint.manifest import Entry
-from shardlib.checkpoint.reading import Saved
+from shardlib.checkpoint.reading import TensorsOnDisk
 from shardlib.checkpoint.safetensors_files import opened
 from shardlib.common._compat import own_buffers
 from shardlib.common.optional import require
@@ -119,7 +119,7 @@ def from_pretrained(
     if frozen and untrained[0]:
         transform = chain(transform, freeze(untrained[0]))
     params = shard_by(bound(partly_drawn, module, drawn, Key(seed)), mesh, transform, filled_later=True)
-    with Saved(files, replace(held, tensors=read)) as saved:
+    with TensorsOnDisk(files, replace(held, tensors=read)) as saved:
         fill_params(saved, params, "", [*globs_of(partial), *map(glob.escape, drawn)], of_files)
     apply, _, *rest = from_module(module, buffers=buffers, frozen=frozen)  # takes copies of the buffers as they are now
     return apply, params, *rest

@@ -10,19 +10,19 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from shardlib.checkpoint.fragments import MASTERS, PARAMS, Fragment, bucket_fragments
-from shardlib.checkpoint.packed import Parts
+from shardlib.checkpoint.packed import CheckpointTrees
 from shardlib.tree import named_leaves, path_name
 
 PREFIX = "rank_local/"
 
 
-def diverged_axis(parts: Parts) -> str | None:
+def diverged_axis(parts: CheckpointTrees) -> str | None:
     """The axis whose ranks do not have equal parameters now, or None."""
     owner = parts.params.plan.reductions.owner
     return owner.axis if owner is not None and _rank_local_trees(parts.opt) else None
 
 
-def rank_local_fragments(parts: Parts) -> Iterator[Fragment]:
+def rank_local_fragments(parts: CheckpointTrees) -> Iterator[Fragment]:
     """Fragments of the parameters and of the trees of the optimizer's state that are rank-local now."""
     plan, mesh, axis = parts.params.plan, parts.params.mesh, diverged_axis(parts)
     if axis is None:
@@ -42,7 +42,7 @@ def ways_of(saved: Iterable[str]) -> int:
     return int(first.removeprefix(PREFIX).partition("/")[0].rpartition(" of ")[2]) if first else 0
 
 
-def sources(parts: Parts, name: str, saved: Container[str], ways: int) -> tuple[tuple[str, float], ...]:
+def sources(parts: CheckpointTrees, name: str, saved: Container[str], ways: int) -> tuple[tuple[str, float], ...]:
     """The saved tensors, with weights, whose sum fills fragments called ``name``; none if ranks held it in common.
 
     Args:

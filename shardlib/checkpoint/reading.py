@@ -1,4 +1,4 @@
-"""`Saved`: a checkpoint on disk, of which ranks read the bytes that they need."""
+"""`TensorsOnDisk`: a checkpoint on disk, of which ranks read the bytes that they need."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHORT, _GAP = Threshold(1 << 12), Threshold(1 << 16)
 _OPEN = 128  # files at a time: systems allow a process about a thousand
 
 
-class Transfer(NamedTuple):
+class ChunkPart(NamedTuple):
     """Elements of a fragment that one chunk holds.
 
     Attributes:
@@ -49,7 +49,7 @@ class Transfer(NamedTuple):
         return self.read.numel * self.entry.torch_dtype.itemsize
 
 
-def open_checkpoint(folder: Path) -> Saved:
+def open_checkpoint(folder: Path) -> TensorsOnDisk:
     """The checkpoint in a folder, by its manifest.
 
     Raises:
@@ -59,10 +59,10 @@ def open_checkpoint(folder: Path) -> Saved:
         text = (folder / manifest.NAME).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{folder / manifest.NAME} cannot be read ({error}); use another checkpoint") from error
-    return Saved(folder, manifest.loads(text, folder / manifest.NAME))
+    return TensorsOnDisk(folder, manifest.loads(text, folder / manifest.NAME))
 
 
-class Saved:
+class TensorsOnDisk:
     """Tensors on disk.
 
     Attributes:
@@ -74,7 +74,7 @@ class Saved:
         self.folder, self.manifest = folder, held
         self._files: dict[str, int] = {}
 
-    def __enter__(self) -> Saved:
+    def __enter__(self) -> TensorsOnDisk:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -111,7 +111,7 @@ class Saved:
             else ""
         )
 
-    def transfers(self, fragment: Fragment, name: str) -> Iterator[Transfer]:
+    def transfers(self, fragment: Fragment, name: str) -> Iterator[ChunkPart]:
         """What has to be read to fill a fragment from tensor ``name``."""
         entry, first = self.tensors[name], 0
         for box in boxes(fragment.window, fragment.start, fragment.stop):
@@ -122,14 +122,14 @@ class Saved:
                 shared = box.overlap(held)
                 if shared is not None:
                     target = shared.inside(box).of(view)
-                    yield Transfer(entry, chunk, shared, _read_box(shared, held, entry), target)
+                    yield ChunkPart(entry, chunk, shared, _read_box(shared, held, entry), target)
 
     def fill(self, fragment: Fragment, name: str) -> None:
         """Read a fragment's elements from tensor ``name``. Those that the checkpoint lacks stay as they are."""
         for transfer in self.transfers(fragment, name):
             self._read(transfer)
 
-    def _read(self, transfer: Transfer) -> None:
+    def _read(self, transfer: ChunkPart) -> None:
         entry, target = transfer.entry, transfer.target
         plain = target.device.type == "cpu" and target.dtype == entry.torch_dtype and target.is_contiguous()
         if plain and transfer.read == transfer.wanted:
@@ -143,7 +143,7 @@ class Saved:
             source = wanted.inside(read).of(buffer.view(read.sizes))
             wanted.inside(transfer.wanted).of(target).copy_(source)
 
-    def _read_runs(self, transfer: Transfer, box: Window, out: torch.Tensor) -> None:
+    def _read_runs(self, transfer: ChunkPart, box: Window, out: torch.Tensor) -> None:
         """Read a box of a transfer's chunk into a flat tensor on the CPU."""
         chunk, itemsize = transfer.chunk, out.element_size()
         found = runs(box, transfer.entry.box(chunk))

@@ -19,8 +19,8 @@ import torch
 
 from shardlib.checkpoint.fills import Fill
 from shardlib.checkpoint.fragments import Fragment, windows
-from shardlib.checkpoint.packed import Parts
-from shardlib.checkpoint.reading import Saved
+from shardlib.checkpoint.packed import CheckpointTrees
+from shardlib.checkpoint.reading import TensorsOnDisk
 from shardlib.collectives.codecs.base import Kept
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Window
@@ -71,7 +71,7 @@ class KeptLeaf(NamedTuple):
         return Fragment(self.name, self.start, data[: max(0, self.numel - self.start)], self.window)
 
 
-class Name(NamedTuple):
+class ResidualName(NamedTuple):
     """A `KeptLeaf.name`, split into its fields."""
 
     kind: str
@@ -80,12 +80,12 @@ class Name(NamedTuple):
     path: str
 
 
-def _parse(name: str) -> Name:
+def _parse(name: str) -> ResidualName:
     _, kind, exchange, holder, path = name.split("/", 4)
-    return Name(kind, exchange, int(holder.rpartition(" of ")[2]), path)
+    return ResidualName(kind, exchange, int(holder.rpartition(" of ")[2]), path)
 
 
-def residual_fragments(parts: Parts) -> Iterator[Fragment]:
+def residual_fragments(parts: CheckpointTrees) -> Iterator[Fragment]:
     """This rank's fragments of the tensors that exchanges keep."""
     for channel in parts.params.plan.channels:
         for leaf in _kept_leaves(parts, channel):
@@ -93,7 +93,7 @@ def residual_fragments(parts: Parts) -> Iterator[Fragment]:
                 yield leaf.fragment(leaf.data.reshape(-1))
 
 
-def kept_fragments(parts: Parts) -> Iterator[Fragment]:
+def kept_fragments(parts: CheckpointTrees) -> Iterator[Fragment]:
     """The fragments of all tensors that exchanges keep on this rank: views, one for each row where rows are scattered."""
     for channel in parts.params.plan.channels:
         for leaf in _kept_leaves(parts, channel):
@@ -102,7 +102,7 @@ def kept_fragments(parts: Parts) -> Iterator[Fragment]:
                 yield leaf._replace(start=leaf.start + number * width).fragment(leaf.data[index])
 
 
-def residual_fills(parts: Parts, saved: Saved) -> Iterator[Fill]:
+def residual_fills(parts: CheckpointTrees, saved: TensorsOnDisk) -> Iterator[Fill]:
     """What fills the tensors that the exchanges of ``parts`` keep from a checkpoint."""
     plan = parts.params.plan
     trained = {path for bucket in plan.trained for path in bucket.paths}
@@ -127,7 +127,7 @@ def residual_fills(parts: Parts, saved: Saved) -> Iterator[Fill]:
         yield Fill(_planned(leaf), sources, leaf.data)
 
 
-def log_dropped(parts: Parts, saved: Saved) -> None:
+def log_dropped(parts: CheckpointTrees, saved: TensorsOnDisk) -> None:
     """Warn of residuals in a checkpoint that no exchange of ``parts`` can take."""
     parsed = [_parse(name) for name in saved.names if name.startswith(PREFIX)]
     kinds = {name.kind for name in parsed if name.kind in _RESIDUALS}
@@ -145,7 +145,7 @@ def _planned(leaf: KeptLeaf) -> Fragment:
     return leaf.fragment(torch.empty(leaf.data.numel(), dtype=leaf.data.dtype, device="meta"))
 
 
-def _factor_fill(leaf: KeptLeaf, usable: Mapping[str, Name]) -> Iterator[Fill]:
+def _factor_fill(leaf: KeptLeaf, usable: Mapping[str, ResidualName]) -> Iterator[Fill]:
     """What fills a factor: this rank's saved one, or else any rank's; none keeps the drawn factor if none of the shape was
     saved."""
     names = [name for name, parsed in usable.items() if (parsed.kind, parsed.path) == (leaf.kind, leaf.path)]
@@ -153,7 +153,7 @@ def _factor_fill(leaf: KeptLeaf, usable: Mapping[str, Name]) -> Iterator[Fill]:
         yield Fill(leaf.fragment(leaf.data), ((name, 1.0),))
 
 
-def _total(leaf: KeptLeaf, usable: Mapping[str, Name]) -> Iterator[tuple[str, float]]:
+def _total(leaf: KeptLeaf, usable: Mapping[str, ResidualName]) -> Iterator[tuple[str, float]]:
     """The saved tensors, with weights, whose sum is a leaf's share of all ranks' residuals (for a mean, their mean)."""
     for name, parsed in usable.items():
         if (parsed.kind, parsed.path) == (leaf.kind, leaf.path):
@@ -177,7 +177,7 @@ def _exchange(channel: Channel, kept: Kept) -> str:
     return f"{channel.axis} {kept.name}"
 
 
-def _kept_leaves(parts: Parts, channel: Channel) -> Iterator[KeptLeaf]:
+def _kept_leaves(parts: CheckpointTrees, channel: Channel) -> Iterator[KeptLeaf]:
     """Each leaf's elements in the tensors that a channel keeps on this rank."""
     plan, mesh, bucket = parts.params.plan, parts.params.mesh, channel.bucket
     slices, coords = windows(plan, mesh, bucket), mesh.coords

@@ -11,7 +11,7 @@ from shardlib.checkpoint import commit
 from shardlib.checkpoint.agreement import from_first_rank, read_on_all_ranks
 from shardlib.checkpoint.filling import fill_state, planned
 from shardlib.checkpoint.packed import fillable, outlined, with_numbers_of
-from shardlib.checkpoint.reading import Saved, open_checkpoint
+from shardlib.checkpoint.reading import TensorsOnDisk, open_checkpoint
 from shardlib.checkpoint.save import require_state
 from shardlib.errors import CheckpointError, listing
 from shardlib.mesh.mesh import Mesh
@@ -134,11 +134,11 @@ def checkpoint_at(checkpoint: str | Path) -> Path:
     return newest
 
 
-def _opened_on_all_ranks(checkpoint: Path, mesh: Mesh) -> Saved:
+def _opened_on_all_ranks(checkpoint: Path, mesh: Mesh) -> TensorsOnDisk:
     """The checkpoint that rank 0 finds, on every rank. A shared file system may show others an older state of the folder."""
     inside = from_first_rank(mesh, lambda: checkpoint_at(checkpoint).relative_to(checkpoint), checkpoint)
     problem, remedy = f"{checkpoint / inside} cannot be restored", "All ranks must see the same folder."
-    opened: list[Saved] = []
+    opened: list[TensorsOnDisk] = []
 
     def look() -> int:
         opened.append(open_checkpoint(checkpoint / inside))

@@ -14,7 +14,7 @@ from shardlib.checkpoint.agreement import from_first_rank, on_all_ranks
 from shardlib.checkpoint.dotted import check_apart, dotted, dotted_names
 from shardlib.checkpoint.fragments import BUFFERS, PARAMS, Fragment, owned_params, source_of, whole
 from shardlib.checkpoint.importing import fill_params, require_params
-from shardlib.checkpoint.reading import BUFFER, Saved, open_checkpoint
+from shardlib.checkpoint.reading import BUFFER, TensorsOnDisk, open_checkpoint
 from shardlib.checkpoint.safetensors_files import SHARD, begin, finish, laid_out, opened, write
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.specs import Window
@@ -118,7 +118,7 @@ def import_safetensors(
     tensor(6.)
     """
     mesh = require_params("import_safetensors", params).mesh
-    with Saved(*from_first_rank(mesh, lambda: opened(Path(folder), module), folder)) as saved:
+    with TensorsOnDisk(*from_first_rank(mesh, lambda: opened(Path(folder), module), folder)) as saved:
         fill_params(saved, params, "", partial, buffers or {})
     return params
 
@@ -188,7 +188,7 @@ def convert(checkpoint: Path, folder: Path, prefix: str = "", dtype: torch.dtype
                 yield fragment._replace(data=data.to(places[theirs].dtype))
 
     kept = _held(_unchanged(described))
-    with Saved(checkpoint, held) as saved:
+    with TensorsOnDisk(checkpoint, held) as saved:
         if damages := saved.damages():
             raise CheckpointError(f"{checkpoint} is damaged:\n{listing(damages)}\nExport an older checkpoint")
         begin(folder, places)

@@ -10,12 +10,12 @@ from typing import Any
 
 from shardlib.checkpoint.agreement import on_all_ranks
 from shardlib.checkpoint.commit import Commit
-from shardlib.checkpoint.common import Digest, Held, held_by, owned_leaves
+from shardlib.checkpoint.common import CommonTensors, Digest, held_by, owned_leaves
 from shardlib.checkpoint.decoding import Saving
 from shardlib.checkpoint.fragments import owned_fragments
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.numbers import require_kept
-from shardlib.checkpoint.packed import Parts, outlined
+from shardlib.checkpoint.packed import CheckpointTrees, outlined
 from shardlib.checkpoint.rank_local import diverged_axis, rank_local_fragments
 from shardlib.checkpoint.residuals import residual_fragments
 from shardlib.common.version import VERSION
@@ -144,7 +144,7 @@ def saved_fragments(state: TrainState, also: Mapping[str, Any] | None) -> Saving
         CheckpointError: ranks hold different values of what is not sharded; on all ranks.
         RankFailure: the state cannot be saved as it is on other ranks.
     """
-    made: list[tuple[Parts, Held]] = []
+    made: list[tuple[CheckpointTrees, CommonTensors]] = []
 
     def look() -> Digest:
         parts = outlined(state.settled(), also)

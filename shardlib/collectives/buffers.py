@@ -2,7 +2,7 @@
 
 A buffer is the last dimension of a tensor, and the dimensions before it are those of `torch.func.vmap`: one message carries
 all of them. Each exchange is one opaque operator, so that a graph has it as a node whose arguments say what is exchanged:
-the number of a `Link` stands for an axis of a mesh, which no graph can hold.
+the number of a `AxisLink` stands for an axis of a mesh, which no graph can hold.
 
 The types are those of `shardlib.collectives.pairs`: a gathered buffer is used differently by each rank, a sum is used alike.
 
@@ -33,11 +33,11 @@ from shardlib.mesh.transport import Work
 from shardlib.mesh.transport.activity import naming
 
 _numbers = itertools.count()
-_links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
+_links: weakref.WeakValueDictionary[int, AxisLink] = weakref.WeakValueDictionary()
 _registering = threading.Lock()  # simulated ranks are threads
 
 
-class Link:
+class AxisLink:
     """An axis of a mesh, as flat buffers are exchanged along it.
 
     Attributes:
@@ -59,14 +59,14 @@ class Link:
         return self.mesh.shape[self.axis]
 
 
-class Sent:
+class PendingExchange:
     """An exchange under way.
 
     Attributes:
         link: along which.
     """
 
-    def __init__(self, link: Link, work: Work, out: torch.Tensor, kept: torch.Tensor, batch: Sequence[int]) -> None:
+    def __init__(self, link: AxisLink, work: Work, out: torch.Tensor, kept: torch.Tensor, batch: Sequence[int]) -> None:
         self.link, self._work, self._out, self._kept, self._batch = link, work, out, kept, tuple(batch)
 
     def wait(self) -> torch.Tensor:
@@ -78,28 +78,30 @@ class Sent:
         return self._out.movedim(0, -2).reshape(*self._batch, -1)  # of a gather
 
 
-def start_gather(x: torch.Tensor, number: int) -> Sent:
+def start_gather(x: torch.Tensor, number: int) -> PendingExchange:
     """Start the exchange of `gathered`."""
     link, x = _links[number], x.contiguous()
     out = x.new_empty((link.ways, *x.shape))
     with naming(link.label):
-        return Sent(link, primitives.all_gather(link.mesh, link.axis, out, x), out, x, x.shape[:-1])
+        return PendingExchange(link, primitives.all_gather(link.mesh, link.axis, out, x), out, x, x.shape[:-1])
 
 
-def start_scatter(x: torch.Tensor, number: int) -> Sent:
+def start_scatter(x: torch.Tensor, number: int) -> PendingExchange:
     """Start the exchange of `scattered`."""
     link = _links[number]
     chunks = x.unflatten(-1, (link.ways, -1)).movedim(-2, 0).contiguous()
     out = torch.empty_like(chunks[0])
     with naming(link.label):
-        return Sent(link, primitives.reduce_scatter(link.mesh, link.axis, out, chunks), out, chunks, x.shape[:-1])
+        return PendingExchange(
+            link, primitives.reduce_scatter(link.mesh, link.axis, out, chunks), out, chunks, x.shape[:-1]
+        )
 
 
-def start_sum(x: torch.Tensor, number: int) -> Sent:
+def start_sum(x: torch.Tensor, number: int) -> PendingExchange:
     """Start the exchange of `summed`."""
     link, out = _links[number], x.clone(memory_format=torch.contiguous_format)
     with naming(link.label):
-        return Sent(link, primitives.all_reduce(link.mesh, link.axis, out), out, out, x.shape[:-1])
+        return PendingExchange(link, primitives.all_reduce(link.mesh, link.axis, out), out, out, x.shape[:-1])
 
 
 def _gather(x: torch.Tensor, link: int) -> list[torch.Tensor]:
@@ -126,12 +128,12 @@ SUM = opaque("sum_buffer", _sum, lambda x, link: [torch.empty_like(x, memory_for
 STARTS = {GATHER: start_gather, SCATTER: start_scatter, SUM: start_sum}
 
 
-def link_of(number: int) -> Link:
+def link_of(number: int) -> AxisLink:
     """The link of a number among an operator's arguments."""
     return _links[number]
 
 
-class _Exchange(torch.autograd.Function):
+class _LinearExchange(torch.autograd.Function):
     """A linear exchange: a tangent is exchanged as its buffer is, and a batch of buffers in one message."""
 
     @staticmethod
@@ -149,7 +151,7 @@ class _Exchange(torch.autograd.Function):
         cls.jvp = staticmethod(lambda ctx, tangent, _: cls.apply(tangent, ctx.link))  # type: ignore[method-assign]
 
 
-class _Gathered(_Exchange):
+class _Gathered(_LinearExchange):
     @staticmethod
     def forward(x: torch.Tensor, link: int) -> torch.Tensor:
         return GATHER(x, link)[0]
@@ -159,7 +161,7 @@ class _Gathered(_Exchange):
         return _Scattered.apply(grad, ctx.link), None
 
 
-class _Scattered(_Exchange):
+class _Scattered(_LinearExchange):
     @staticmethod
     def forward(x: torch.Tensor, link: int) -> torch.Tensor:
         return SCATTER(x, link)[0]
@@ -169,7 +171,7 @@ class _Scattered(_Exchange):
         return _Gathered.apply(grad, ctx.link), None
 
 
-class _Summed(_Exchange):
+class _Summed(_LinearExchange):
     @staticmethod
     def forward(x: torch.Tensor, link: int) -> torch.Tensor:
         return SUM(x, link)[0]
@@ -179,7 +181,7 @@ class _Summed(_Exchange):
         return _Shared.apply(grad, ctx.link), None
 
 
-class _Shared(_Exchange):
+class _Shared(_LinearExchange):
     @staticmethod
     def forward(x: torch.Tensor, link: int) -> torch.Tensor:
         return x.view_as(x)
@@ -189,21 +191,21 @@ class _Shared(_Exchange):
         return _Summed.apply(grad, ctx.link), None
 
 
-def gathered(x: torch.Tensor, link: Link) -> torch.Tensor:
+def gathered(x: torch.Tensor, link: AxisLink) -> torch.Tensor:
     """The ranks' buffers one after the other: ``[..., n]`` to ``[..., ways * n]``."""
     return _Gathered.apply(x, link.number)
 
 
-def scattered(x: torch.Tensor, link: Link) -> torch.Tensor:
+def scattered(x: torch.Tensor, link: AxisLink) -> torch.Tensor:
     """This rank's chunk of the sum of the ranks' buffers: ``[..., ways * n]`` to ``[..., n]``."""
     return _Scattered.apply(x, link.number)
 
 
-def summed(x: torch.Tensor, link: Link) -> torch.Tensor:
+def summed(x: torch.Tensor, link: AxisLink) -> torch.Tensor:
     """The sum of the ranks' buffers, from which all ranks then compute the same."""
     return _Summed.apply(x, link.number)
 
 
-def shared(x: torch.Tensor, link: Link) -> torch.Tensor:
+def shared(x: torch.Tensor, link: AxisLink) -> torch.Tensor:
     """``x``, which is equal on all ranks, for each to compute something else from: the dual of `summed`."""
     return _Shared.apply(x, link.number)

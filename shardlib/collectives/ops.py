@@ -1,7 +1,7 @@
 """Exchanges as functions of tensors, which a traced function has as operators.
 
-In eager an `Exchange` calls its primitive and waits. Where a function is traced (`make_fx`, `torch.compile`) tensors have no
-values, and an exchange is two operators, between which a pass may move other work::
+In eager an `ExchangeFunction` calls its primitive and waits. Where a function is traced (`make_fx`, `torch.compile`) tensors
+have no values, and an exchange is two operators, between which a pass may move other work::
 
     ticket = torch.ops.shardlib.all_gather_start(x, [], mesh, axis, [], "what it is for")
     out = torch.ops.shardlib.wait(ticket, x, shape)
@@ -105,7 +105,7 @@ def mesh_of(place: Place) -> Mesh:
     return mesh
 
 
-class Exchange:
+class ExchangeFunction:
     """A function that exchanges tensors along an axis: ``exchange(x, place, axis, *options)``.
 
     Args:
@@ -214,11 +214,11 @@ def _same(x: torch.Tensor, ranks: int, *_: int) -> Sequence[int]:
     return x.shape
 
 
-all_reduce = Exchange("all_reduce", _all_reduce, _same)
-all_gather = Exchange("all_gather", _all_gather, lambda x, ranks: (ranks, *x.shape))  # by rank
-reduce_scatter = Exchange("reduce_scatter", _reduce_scatter, lambda x, ranks: x.shape[1:])  # of chunks by rank
+all_reduce = ExchangeFunction("all_reduce", _all_reduce, _same)
+all_gather = ExchangeFunction("all_gather", _all_gather, lambda x, ranks: (ranks, *x.shape))  # by rank
+reduce_scatter = ExchangeFunction("reduce_scatter", _reduce_scatter, lambda x, ranks: x.shape[1:])  # of chunks by rank
 # Of chunks by rank, of rows of the first dimension. Option: none, or how many arrive. ``sizes``: none where all chunks are
 # equal; else int64 in host memory, how many rows go to each rank, and how many come from each.
-all_to_all = Exchange("all_to_all", _all_to_all, _exchanged)
-permute = Exchange("permute", _permute, _same)  # options: source, destination, source, destination …
-broadcast = Exchange("broadcast", _broadcast, _same)  # option: the source
+all_to_all = ExchangeFunction("all_to_all", _all_to_all, _exchanged)
+permute = ExchangeFunction("permute", _permute, _same)  # options: source, destination, source, destination …
+broadcast = ExchangeFunction("broadcast", _broadcast, _same)  # option: the source

@@ -16,7 +16,7 @@ import torch
 
 from shardlib import optim
 from shardlib.collectives import primitives
-from shardlib.execute.phases import Work
+from shardlib.execute.phases import WorkCount
 from shardlib.make_plan import make_plan
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt
@@ -133,7 +133,7 @@ def _operators(mesh: Mesh, flops: float) -> tuple[float, float]:
     for width, (count, length) in _SIZES:
         config = replace(_TINY, layers=2, width=width * _WIDTHS[mesh.device.type], heads=4, sequence=length)
         params = tree_map(lambda leaf: leaf.to(mesh.device).requires_grad_(), gpt.init(config))
-        gradient, work = partial(_gradient, gpt.make_loss(config), params, _batch(config, count, mesh)), Work()
+        gradient, work = partial(_gradient, gpt.make_loss(config), params, _batch(config, count, mesh)), WorkCount()
         with work:
             gradient()
         seconds = _computing(mesh, gradient)

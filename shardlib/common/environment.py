@@ -18,10 +18,10 @@ class Environment:
     Attributes:
         mesh: the mesh of collectives that are called with an axis name alone. `launch` and `simulate` set it, too.
         averaged: the axes over which the step takes the mean of the ranks' losses.
-        rows: gathers the rows of all ranks; see `shardlib.nn.batch.Rows`.
+        rows: gathers the rows of all ranks; see `shardlib.nn.batch.BatchRows`.
         parts: of the sequence; see `shardlib.nn.sequence.Parts`.
         modules: those that run in tiles; see `shardlib.nn.tiled_modules`.
-        tokens: how tokens travel to experts that are dealt out; see `shardlib.nn.moe.experts.Exchange`.
+        tokens: how tokens travel to experts that are dealt out; see `shardlib.nn.moe.experts.ExpertExchange`.
         blocks: how blocks are called; see `shardlib.nn.blocks.Runner`.
         names: what is done with values that are named; see `shardlib.nn.names`.
         decides: how decisions are made that recomputation takes over; see `shardlib.common.once`.

@@ -22,7 +22,7 @@ START = 4096  # the first array's byte
 CHUNK = 1 << 20  # elements that are read at once where a whole array is
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """A kind of headed file: the bytes that it begins with, its name with an article, and the command that writes one."""
 
     magic: bytes
@@ -30,11 +30,11 @@ class Kind(NamedTuple):
     command: str
 
 
-TOKENS = Kind(b"SHARDTOK", "a token file", "shardlib tokenize")
-INDEX = Kind(b"SHARDIDX", "an index file", "shardlib analyze")
+TOKENS = FileKind(b"SHARDTOK", "a token file", "shardlib tokenize")
+INDEX = FileKind(b"SHARDIDX", "an index file", "shardlib analyze")
 
 
-def kind_of(start: bytes) -> Kind | None:
+def kind_of(start: bytes) -> FileKind | None:
     """The kind of a file that begins so; None if it is no headed file. Whatever reads a file of another format asks first."""
     return next((kind for kind in (TOKENS, INDEX) if start.startswith(kind.magic)), None)
 
@@ -46,7 +46,7 @@ class NewFile:
         header: what it is to say, beside the checksum, which is ``blake2b``. Set by the writer.
     """
 
-    def __init__(self, file: IO[bytes], kind: Kind) -> None:
+    def __init__(self, file: IO[bytes], kind: FileKind) -> None:
         self.header: dict[str, Any] = {}
         self._file, self._magic, self._digest = file, kind.magic, hashlib.blake2b(digest_size=16)
         file.write(b"\0" * START)
@@ -76,7 +76,7 @@ class NewFile:
 
 
 @contextmanager
-def new_file(path: Path, kind: Kind) -> Iterator[NewFile]:
+def new_file(path: Path, kind: FileKind) -> Iterator[NewFile]:
     """A file to write, which gets its name when the block ends and all of it is on the disk.
 
     So a crash leaves the old file, if there was one, or the new one; and so does an error in the block.
@@ -94,7 +94,7 @@ def new_file(path: Path, kind: Kind) -> Iterator[NewFile]:
     sync_folder(path.parent)
 
 
-def header_of(path: Path, kind: Kind, error: type[Exception]) -> dict[str, Any]:
+def header_of(path: Path, kind: FileKind, error: type[Exception]) -> dict[str, Any]:
     """The header of a file of one kind; raises ``error`` for others.
 
     Raises:

@@ -13,7 +13,7 @@ from shardlib.data.index import Index
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RankRun:
     """The ranks from ``low`` to before ``high`` of a part, whose samples are numbered from ``first`` on."""
 
     part: Index
@@ -28,10 +28,10 @@ class _Run:
     def value(self, rank: int) -> float:
         return float(self.part.values[self.part.samples[rank]])
 
-    def until(self, rank: int) -> _Run:
+    def until(self, rank: int) -> _RankRun:
         return replace(self, high=rank)
 
-    def since(self, rank: int) -> _Run:
+    def since(self, rank: int) -> _RankRun:
         return replace(self, low=rank)
 
     def samples(self, low: int, high: int) -> np.ndarray:
@@ -50,7 +50,7 @@ def merged(parts: Sequence[Index], room: int) -> Iterator[np.ndarray]:
         room: the number of samples that are sorted, or read, at once.
     """
     firsts = accumulate((len(part) for part in parts), initial=0)
-    left = [[_Run(part, first, 0, len(part)) for part, first in zip(parts, firsts)]]
+    left = [[_RankRun(part, first, 0, len(part)) for part, first in zip(parts, firsts)]]
     while left:
         runs = [run for run in left.pop() if run.size]
         if sum(run.size for run in runs) <= room:
@@ -70,7 +70,7 @@ def merged(parts: Sequence[Index], room: int) -> Iterator[np.ndarray]:
             left.append([run.until(start) for run, start in zip(runs, below)])
 
 
-def _sorted(runs: Sequence[_Run]) -> np.ndarray:
+def _sorted(runs: Sequence[_RankRun]) -> np.ndarray:
     if not runs:
         return np.empty(0, np.int64)
     values = [run.part.values[run.part.samples[run.low : run.high]] for run in runs]

@@ -63,7 +63,7 @@ class Windows(RowsDataset):
         return {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
 
 
-def packed(documents: str | Path | Sequence[Any], sequence: int, *, pad: int = 0) -> Packed:
+def packed(documents: str | Path | Sequence[Any], sequence: int, *, pad: int = 0) -> PackedDataset:
     """Documents packed into rows of ``sequence`` tokens, as a dataset for `loader`.
 
     Each document lies in one row, in the fullest that has room for it (best fit, longest first); longer ones are cut into
@@ -87,7 +87,9 @@ def packed(documents: str | Path | Sequence[Any], sequence: int, *, pad: int = 0
     >>> {name: row[name].tolist() for name in ("segments", "positions")}
     {'segments': [0, 0, 0, 1, 1, -1], 'positions': [0, 1, 2, 0, 1, 0]}
     """
-    return Packed(TokenFile(documents) if isinstance(documents, (str, Path)) else _Listed(documents), sequence, pad)
+    return PackedDataset(
+        TokenFile(documents) if isinstance(documents, (str, Path)) else _Listed(documents), sequence, pad
+    )
 
 
 class _Listed:
@@ -112,7 +114,7 @@ class _Listed:
         return {"blake2b": checksum_of((self.tokens, self.ends))}
 
 
-class Packed(RowsDataset):
+class PackedDataset(RowsDataset):
     """The dataset of `packed`.
 
     Attributes:

@@ -10,7 +10,7 @@ from shardlib.debug.difference import Difference, difference
 from shardlib.debug.finding import Finding, worst
 from shardlib.debug.forward import how
 from shardlib.debug.layout import slice_of
-from shardlib.debug.notes import Call, Run
+from shardlib.debug.notes import NotedCall, NotedRun
 from shardlib.debug.view import StepView
 
 
@@ -83,7 +83,7 @@ def _calls(view: StepView, cell: int, bad_leaves: set[str]) -> Finding | None:
     return None
 
 
-def _in_another_form(view: StepView, rank: int, mine: Call, wanted: Call) -> bool:
+def _in_another_form(view: StepView, rank: int, mine: NotedCall, wanted: NotedCall) -> bool:
     """Whether a rank holds other values than its part of one device's, such as rows in the order of their experts. (The
     forward has been compared, so that what is computed from them is right.)"""
     apart = view.apart(rank, mine.values, wanted.values)
@@ -113,7 +113,7 @@ def interrupted(view: StepView) -> Finding | None:
     return _named(view, cell, number, (ranks, never))
 
 
-def _without_gradient(wanted: Run, calls: dict[int, Call]) -> list[int]:
+def _without_gradient(wanted: NotedRun, calls: dict[int, NotedCall]) -> list[int]:
     """The calls whose results have a gradient on one device, and none yet on a rank."""
     return [
         number
@@ -122,7 +122,9 @@ def _without_gradient(wanted: Run, calls: dict[int, Call]) -> list[int]:
     ]
 
 
-def _sums_to(view: StepView, number: int, wanted: Call, aligned: dict[int, dict[int, Call]], seed: float) -> bool:
+def _sums_to(
+    view: StepView, number: int, wanted: NotedCall, aligned: dict[int, dict[int, NotedCall]], seed: float
+) -> bool:
     """Whether ranks that work on one micro-batch have parts of the gradient of what is computed from parameters alone."""
     if not wanted.paths or wanted.before:
         return False

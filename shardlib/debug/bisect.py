@@ -12,7 +12,7 @@ import torch
 from shardlib.debug.comparing import RAISED, first_difference
 from shardlib.debug.finding import PHASES, Finding
 from shardlib.debug.mean import OverRows, mean_over_rows
-from shardlib.debug.replay import Trial
+from shardlib.debug.replay import PlanTrial
 from shardlib.debug.subject import (
     by_design,
     eagerly,
@@ -119,7 +119,7 @@ def bisect(
         found = []
         for name, plan in plans.items():
             plan = in_float64(plan) if exact else like_one_device(plan)
-            finding = first_difference(plan, Trial(loss_fn, values, rows, optimizer, steps, key))
+            finding = first_difference(plan, PlanTrial(loss_fn, values, rows, optimizer, steps, key))
             if finding is not None:
                 found.append(replace(finding, plan=name))
         if len(found) == 2 and found[0] == found[1]:
@@ -127,7 +127,7 @@ def bisect(
         return min(found, key=lambda each: (each.step, PHASES.index(each.phase)), default=None)
 
     with eagerly():
-        trial = Trial(loss_fn, params, batch, optimizer, steps, key)
+        trial = PlanTrial(loss_fn, params, batch, optimizer, steps, key)
         return _judged(first, plans, lambda plan: mean_over_rows(plan, trial), notes)
 
 

@@ -18,7 +18,7 @@ from shardlib.debug.layout import coords_of
 from shardlib.debug.mean import mean_over_rows
 from shardlib.debug.placing import placing
 from shardlib.debug.reduction import reduction
-from shardlib.debug.replay import Replay, Trial, replay, share_of
+from shardlib.debug.replay import PlanTrial, Replay, replay, share_of
 from shardlib.debug.subject import drawn, eagerly, in_float64, left_out, plan_of, widened
 from shardlib.debug.update import norm, update
 from shardlib.debug.view import StepView
@@ -139,7 +139,7 @@ def check(
     values = widened(drawn(given) if params is None else params)
     key = rng if isinstance(rng, Key) else Key(rng)
     rows = as_tensors(batch, torch.device("cpu"))
-    subject = _Subject(in_float64(given), Trial(loss_fn, values, widened(rows), optimizer, _STEPS, key))
+    subject = _Subject(in_float64(given), PlanTrial(loss_fn, values, widened(rows), optimizer, _STEPS, key))
     with eagerly():
         laws = (*subject.laws(), *_in_few_bits(with_owner(given, optimizer)))
         return Check(laws, (*left_out(given, optimizer), *subject.notes))
@@ -154,7 +154,7 @@ class _Subject:
     """
 
     plan: Plan
-    trial: Trial
+    trial: PlanTrial
     notes: list[str] = field(default_factory=list)
 
     def laws(self) -> Iterator[Law]:

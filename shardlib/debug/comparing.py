@@ -13,7 +13,7 @@ from shardlib.debug.forward import forward
 from shardlib.debug.one_device import OneDevice
 from shardlib.debug.placing import placing
 from shardlib.debug.reduction import reduction
-from shardlib.debug.replay import Replay, Trial, cells, replay
+from shardlib.debug.replay import PlanTrial, Replay, cells, replay
 from shardlib.debug.update import norm, update
 from shardlib.debug.view import StepView
 from shardlib.errors import IllegalComposition, ShardlibError
@@ -25,7 +25,7 @@ from shardlib.tree import tree_map
 RAISED = "what the step raised"  # the operation of an error beside which nothing differs
 
 
-def first_difference(plan: Plan, trial: Trial) -> Finding | None:
+def first_difference(plan: Plan, trial: PlanTrial) -> Finding | None:
     """The first value of a trial's steps under a plan that one device does not give; None if there is none.
 
     Each part of a step is compared on what the part before it gave.
@@ -50,7 +50,7 @@ def first_difference(plan: Plan, trial: Trial) -> Finding | None:
     return None
 
 
-def side_by_side(plan: Plan, trial: Trial) -> tuple[Replay, Iterator[StepView]]:
+def side_by_side(plan: Plan, trial: PlanTrial) -> tuple[Replay, Iterator[StepView]]:
     """A replay of a trial under a plan, and its steps beside one device, which takes each step in `update`.
 
     Raises what `first_difference` raises.

@@ -10,7 +10,7 @@ import torch
 from shardlib.debug.difference import Difference, difference
 from shardlib.debug.finding import Finding
 from shardlib.debug.one_device import Evaluated, OneDevice, mean_gradient
-from shardlib.debug.replay import Trial, cells
+from shardlib.debug.replay import PlanTrial, cells
 from shardlib.debug.subject import in_float64, widened
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key
@@ -36,7 +36,7 @@ class OverRows(NamedTuple):
     note: str = ""
 
 
-def mean_over_rows(plan: Plan, trial: Trial) -> OverRows:
+def mean_over_rows(plan: Plan, trial: PlanTrial) -> OverRows:
     """Compare the mean over the micro-batches of all ranks with the value for the batch, on one device in float64.
 
     Of a loss function that draws, micro-batches that are all alike tell whether it draws row by row. If not, a difference

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass
-class Call:
+class NotedCall:
     """One call of a function of torch, or of `shardlib.nn`, in a loss function.
 
     Attributes:
@@ -49,11 +49,11 @@ class Block:
     name: str
     params: dict[str, torch.Tensor] = field(default_factory=dict)
     outputs: list[torch.Tensor] = field(default_factory=list)
-    again: list[list[Call]] = field(default_factory=list)
+    again: list[list[NotedCall]] = field(default_factory=list)
 
 
 @dataclass
-class Run:
+class NotedRun:
     """One run of a loss function, or of the blocks of one stage, on one micro-batch.
 
     Attributes:
@@ -69,7 +69,7 @@ class Run:
     stage: int
     batch: Any
     key: Any
-    calls: list[Call] = field(default_factory=list)
+    calls: list[NotedCall] = field(default_factory=list)
     blocks: dict[int, Block] = field(default_factory=dict)
     leaf_grads: dict[str, torch.Tensor] = field(default_factory=dict)
     total: torch.Tensor | None = None

@@ -11,8 +11,8 @@ import optree
 import torch
 
 from shardlib.common.environment import within
-from shardlib.debug.notes import Run, copied
-from shardlib.debug.watching import Watch
+from shardlib.debug.notes import NotedRun, copied
+from shardlib.debug.watching import LossWatch
 from shardlib.errors import BatchError, LossError, ShardlibError
 from shardlib.execute.losses import read_loss, wants
 from shardlib.execute.surroundings import casting
@@ -26,7 +26,7 @@ Leaves = dict[str, torch.Tensor]
 
 
 class _OneOfSeveral:
-    """A micro-batch without the others, as `shardlib.nn.batch.Rows`."""
+    """A micro-batch without the others, as `shardlib.nn.batch.BatchRows`."""
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         raise LossError(
@@ -39,7 +39,7 @@ class _OneOfSeveral:
 class Evaluated:
     """One micro-batch on one device: its run, and path -> gradient of its total."""
 
-    run: Run
+    run: NotedRun
     grads: Leaves
 
 
@@ -112,7 +112,7 @@ class OneDevice:
         used = {path: copied(leaf).requires_grad_(path in self._trained) for path, leaf in used.items()}
         in_order = [used[leaf.path] for leaf in self._plan.leaves]
         tree = unflatten(self._plan.shape.treedef, in_order)
-        watch, key = Watch(), self.key(step, cell)
+        watch, key = LossWatch(), self.key(step, cell)
         extra = {} if key is None else {"rng": key}
         seed = self._rng.fold_in(step).at_slot(cell)
         with (

@@ -16,7 +16,7 @@ from shardlib.debug.finding import Finding, worst
 from shardlib.debug.local import local_gradient, rounded
 from shardlib.debug.replay import Buffers
 from shardlib.debug.view import StepView
-from shardlib.debug.wire import Exchange
+from shardlib.debug.wire import WireExchange
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Collective
 
@@ -110,7 +110,7 @@ def _unpacked(bucket: Bucket, buffer: torch.Tensor, path: str) -> torch.Tensor:
     return rows.reshape(-1)[: math.prod(bucket.shapes[position])].view(bucket.shapes[position])
 
 
-def _sums_of(view: StepView, bucket: Bucket) -> Iterator[tuple[Exchange, list[int] | None]]:
+def _sums_of(view: StepView, bucket: Bucket) -> Iterator[tuple[WireExchange, list[int] | None]]:
     """The first exchanges of a bucket's gradients in the step, with the index of the micro-batch if each has its own."""
     route = view.plan.tiled.routes[bucket.name] if bucket.tiles == 1 else None
     if route is None or not route.reductions:
@@ -197,7 +197,7 @@ def _not_made(view: StepView) -> Finding | None:
 
 
 def _missing(
-    view: StepView, bucket: Bucket, made: list[Exchange], path: str, wrong: tuple[tuple[int, ...], Difference]
+    view: StepView, bucket: Bucket, made: list[WireExchange], path: str, wrong: tuple[tuple[int, ...], Difference]
 ) -> Finding | None:
     """An exchange that the plan has, or that it lacks, and that was not made."""
     route = view.plan.routes[bucket.name].reductions
@@ -240,7 +240,7 @@ def _summing_axes(view: StepView, bucket: Bucket) -> list[str]:
     return [axis for axis in axes if view.plan.sizes[axis] > 1 and axis not in spec]
 
 
-def _chain(made: list[Exchange]) -> str:
+def _chain(made: list[WireExchange]) -> str:
     return ", ".join(dict.fromkeys(f"{exchange.op} over axis {exchange.axis!r}" for exchange in made))
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from shardlib.debug.layout import coords_of, number
-from shardlib.debug.notes import Run, copied
-from shardlib.debug.watching import Watch
+from shardlib.debug.notes import NotedRun, copied
+from shardlib.debug.watching import LossWatch
 from shardlib.debug.wire import Wire
 from shardlib.errors import BatchError, listing
 from shardlib.execute.batches import as_tensors
@@ -29,7 +29,7 @@ Buffers = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Trial:
+class PlanTrial:
     """What is run under a plan, and on one device.
 
     Attributes:
@@ -75,7 +75,7 @@ class RankStep:
         payload: axis -> payload bytes that the rank has sent.
     """
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[NotedRun] = field(default_factory=list)
     grads: Buffers = field(default_factory=dict)
     scale: float = 1.0
     written: Buffers = field(default_factory=dict)
@@ -102,9 +102,9 @@ class Replay:
     steps: dict[int, list[RankStep]] = field(default_factory=dict)
     error: Exception | None = None
 
-    def of_cell(self, step: int, cell: int) -> dict[int, dict[int, Run]]:
+    def of_cell(self, step: int, cell: int) -> dict[int, dict[int, NotedRun]]:
         """Rank -> first block -> run, for the ranks that work on a micro-batch; see `cells`."""
-        plan, found = self.plan, dict[int, dict[int, Run]]()
+        plan, found = self.plan, dict[int, dict[int, NotedRun]]()
         share, index = divmod(cell, plan.step.microbatches)
         for rank, steps in self.steps.items():
             coords = coords_of(plan.sizes, rank)
@@ -113,7 +113,7 @@ class Replay:
         return found
 
 
-def _of_microbatch(plan: Plan, coords: Mapping[str, int], runs: Sequence[Run], index: int) -> dict[int, Run]:
+def _of_microbatch(plan: Plan, coords: Mapping[str, int], runs: Sequence[NotedRun], index: int) -> dict[int, NotedRun]:
     """First block -> run, of one of a rank's micro-batches. A step that was repeated has the last runs."""
     found = {}
     for stage in plan.stages.local[plan.stages.home(coords)]:
@@ -160,14 +160,14 @@ def share_of(batch: Tree, plan: Plan, coords: Mapping[str, int]) -> Tree:
     )
 
 
-def replay(plan: Plan, trial: Trial) -> Replay:
+def replay(plan: Plan, trial: PlanTrial) -> Replay:
     """Run a trial's steps under a plan. An error that ends them is kept, with what was noted before."""
     made = Replay(plan, Wire())
     batch = as_tensors(trial.batch, torch.device("cpu"))
 
     def of_rank(mesh: Mesh) -> None:
         mesh = made.wire.watched(mesh)
-        rank, watch = mesh.rank, Watch()
+        rank, watch = mesh.rank, LossWatch()
         mine = made.steps[rank] = []
         placed = shard_alike(trial.params, plan.at(mesh.coords), mesh)
         made.start[rank] = _copies(placed.buffers)

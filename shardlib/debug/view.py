@@ -14,7 +14,7 @@ import torch
 from shardlib.debug.difference import Difference, difference
 from shardlib.debug.finding import Finding, worst
 from shardlib.debug.layout import best_part, coords_of, inner_axes, number, segments, shards
-from shardlib.debug.notes import Call, Run
+from shardlib.debug.notes import NotedCall, NotedRun
 from shardlib.debug.one_device import Evaluated, Leaves, OneDevice, mean_gradient
 from shardlib.debug.replay import RankStep, Replay
 from shardlib.errors import NonFiniteError
@@ -85,7 +85,7 @@ class StepView:
                 "nothing to compare: give parameters and a batch with finite ones, or fewer steps"
             )
 
-    def runs(self, cell: int) -> dict[int, list[Run]]:
+    def runs(self, cell: int) -> dict[int, list[NotedRun]]:
         """Rank -> its runs of a micro-batch, in the order of the stages."""
         return {
             rank: [runs[first] for first in sorted(runs)]
@@ -154,7 +154,7 @@ class StepView:
             whole[index[index > 0] - 1] = got[index > 0]
         return {path: whole.view(shapes[path]) for path, whole in wholes.items()}
 
-    def aligned(self, cell: int) -> dict[int, dict[int, Call]]:
+    def aligned(self, cell: int) -> dict[int, dict[int, NotedCall]]:
         """Rank -> number of a call on one device -> the same call on the rank."""
         wanted = self.evaluated[cell].run.calls
         found = {}
@@ -188,5 +188,5 @@ class StepView:
         return largest
 
 
-def _name(call: Call) -> tuple[int | None, str]:
+def _name(call: NotedCall) -> tuple[int | None, str]:
     return call.block, call.name

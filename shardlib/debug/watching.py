@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from shardlib.common.environment import environment, within
-from shardlib.debug.notes import Block, Call, Run, copied
+from shardlib.debug.notes import Block, NotedCall, NotedRun, copied
 from shardlib.errors import LossError
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import read_loss
@@ -29,7 +29,7 @@ _OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 _ROOT = Path(__file__).parents[2]
 
 
-class Watch:
+class LossWatch:
     """What one rank's loss function does in one step.
 
     Attributes:
@@ -37,7 +37,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.runs: list[Run] = []
+        self.runs: list[NotedRun] = []
 
     def watched(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """``loss_fn``, watched."""
@@ -54,9 +54,9 @@ class Watch:
         return watched
 
     @contextmanager
-    def running(self, params: Any, batch: Any, key: Any, first: int = 0) -> Iterator[Run]:
+    def running(self, params: Any, batch: Any, key: Any, first: int = 0) -> Iterator[NotedRun]:
         """A context that notes one run, whose blocks are numbered from ``first``."""
-        run = Run(first, [copied(leaf) for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)], key)
+        run = NotedRun(first, [copied(leaf) for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)], key)
         self.runs.append(run)
         calls = _Calls(run, first)
         calls.meet(params)
@@ -65,7 +65,7 @@ class Watch:
 
 
 class _WatchedBlocks(Sequential):
-    def __init__(self, blocks: Sequential, watch: Watch) -> None:
+    def __init__(self, blocks: Sequential, watch: LossWatch) -> None:
         self.__dict__.update(blocks.__dict__)
         self._watch = watch
 
@@ -77,7 +77,7 @@ class _WatchedBlocks(Sequential):
         return value
 
 
-def _note_loss(run: Run, value: Any) -> None:
+def _note_loss(run: NotedRun, value: Any) -> None:
     outcome = read_loss(value, False)
     if len(outcome.means) > 1:
         raise LossError(
@@ -94,10 +94,10 @@ def _note_loss(run: Run, value: Any) -> None:
 class _Calls(TorchFunctionMode):
     """Notes the calls of a run."""
 
-    def __init__(self, run: Run, first: int) -> None:
+    def __init__(self, run: NotedRun, first: int) -> None:
         super().__init__()
         self._run, self._next = run, first
-        self._into: list[Call] | None = run.calls  # where calls are noted; None while the library's own code runs
+        self._into: list[NotedCall] | None = run.calls  # where calls are noted; None while the library's own code runs
         self._block: int | None = None
         self._paths: dict[int, str] = {}
         self._made: dict[int, int] = {}
@@ -136,7 +136,7 @@ class _Calls(TorchFunctionMode):
             return
         arguments = [value for value in leaves_of(given) if isinstance(value, torch.Tensor)]
         paths = [path for value in arguments if (path := self._path(value))]
-        call = Call(
+        call = NotedCall(
             getattr(func, "__name__", str(func)),
             self._block,
             tuple(dict.fromkeys(paths)),
@@ -188,7 +188,7 @@ class _Calls(TorchFunctionMode):
         return result
 
     @contextmanager
-    def _noting(self, into: list[Call] | None, block: int | None) -> Iterator[None]:
+    def _noting(self, into: list[NotedCall] | None, block: int | None) -> Iterator[None]:
         before = self._into, self._block
         self._into, self._block = into, block
         try:
@@ -197,7 +197,7 @@ class _Calls(TorchFunctionMode):
             self._into, self._block = before
 
 
-def _keep(call: Call, position: int, grad: torch.Tensor | None) -> None:
+def _keep(call: NotedCall, position: int, grad: torch.Tensor | None) -> None:
     if grad is not None:  # as a function's own backward may return
         call.grads[position] = copied(grad)
 

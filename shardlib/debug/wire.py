@@ -15,7 +15,7 @@ from shardlib.mesh.transport.activity import here
 
 
 @dataclass
-class Exchange:
+class WireExchange:
     """One collective, as all ranks of a group make it.
 
     Attributes:
@@ -59,14 +59,14 @@ class Wire:
     """All exchanges of a simulation, in the order in which their first rank made them."""
 
     def __init__(self) -> None:
-        self.exchanges: list[Exchange] = []
-        self._of: dict[Any, Exchange] = {}
+        self.exchanges: list[WireExchange] = []
+        self._of: dict[Any, WireExchange] = {}
 
     def watched(self, mesh: Mesh) -> Mesh:
         """A rank's view of the mesh whose exchanges are noted."""
         return mesh.with_transport(lambda axis, group: _Noted(self, mesh, axis, group))
 
-    def note(self, key: Any, make: Callable[[], Exchange]) -> Exchange:
+    def note(self, key: Any, make: Callable[[], WireExchange]) -> WireExchange:
         if key not in self._of:
             self._of[key] = make()
             self.exchanges.append(self._of[key])
@@ -88,7 +88,7 @@ class _Noted:
         number, self._count = self._count, self._count + 1
         names = here()
         exchange = self._wire.note(
-            (*self._key, number), lambda: Exchange(op, self._axis, names.path, names.step, extra)
+            (*self._key, number), lambda: WireExchange(op, self._axis, names.path, names.step, extra)
         )
         exchange.members[self.rank] = self._world
         exchange.sent[self.rank] = copied(inp)

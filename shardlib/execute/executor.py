@@ -13,8 +13,8 @@ from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import grad, storage_id, without_func
 from shardlib.common.environment import environment, within
 from shardlib.common.writes import has_place, place_of
-from shardlib.execute.activations.host import HostMemory, host_memory
-from shardlib.execute.activations.keeper import Keeper
+from shardlib.execute.activations.host import HostBuffers, host_memory
+from shardlib.execute.activations.keeper import ActivationKeeper
 from shardlib.execute.activations.names import require_known
 from shardlib.execute.activations.shards import store_of
 from shardlib.execute.beside import Beside, unit_beside
@@ -67,7 +67,7 @@ class Executor:
     """
 
     def __init__(
-        self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None, host: HostMemory | None = None
+        self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None, host: HostBuffers | None = None
     ) -> None:
         self.plan, self.mesh, self._trained = plan, mesh, trained
         self._splits = trained and plan.stages.schedule.splits
@@ -116,7 +116,7 @@ class Executor:
         self._saved = SavedTensors(self._touch)
         self.host = host_memory(plan.step.remat, mesh) if trained and host is None else host
         store = store_of(plan.step.remat, mesh, self.host, lambda: self.record.order is None)
-        self._keeper = Keeper(plan.step.remat, store, self.in_parameters, self._saved.innermost)
+        self._keeper = ActivationKeeper(plan.step.remat, store, self.in_parameters, self._saved.innermost)
         self.blocks = Blocks(plan, trained, self._surroundings, self.record, self._slices, mesh.device)
         self._first = FirstRun(self._buckets, plan.styles, self._slices, parts, self.record.updates)
         self._halves: Halves | None = None

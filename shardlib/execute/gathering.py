@@ -64,7 +64,7 @@ class Gatherable(Protocol):
         ...
 
 
-class Reductions(Protocol):
+class BackwardReductions(Protocol):
     """The reductions of a backward, in the order they start: see `shardlib.execute.gradients.Gradients`."""
 
     @property
@@ -125,7 +125,7 @@ class Gathering:
         self.fetched: list[str] = []
         self.turned: int | None = None
         self.touched: set[str] = set()
-        self.reductions: Reductions | None = None
+        self.reductions: BackwardReductions | None = None
         self.strayed = False
 
     def begin(self, left_out: frozenset[str] = frozenset(), computed: bool = False) -> None:
@@ -250,7 +250,7 @@ class Gathering:
         self.end()
         self.reductions = None
 
-    def begin_reductions(self, reductions: Reductions) -> None:
+    def begin_reductions(self, reductions: BackwardReductions) -> None:
         """Start a backward, whose gradients ``reductions`` reduces."""
         self.reductions = reductions
         self._settle()

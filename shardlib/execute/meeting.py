@@ -9,7 +9,7 @@ import torch
 
 from shardlib.collectives.tokens import Coming
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.moe.experts import Exchange
+from shardlib.nn.moe.experts import ExpertExchange
 
 
 class Meeting:
@@ -19,7 +19,7 @@ class Meeting:
     a gather.
     """
 
-    def __init__(self, exchange: Exchange, meet: Callable[[], None]) -> None:
+    def __init__(self, exchange: ExpertExchange, meet: Callable[[], None]) -> None:
         self._exchange, self._meet = exchange, meet
         self.axes, self.padded, self.spare = exchange.axes, exchange.padded, exchange.spare
 

@@ -185,7 +185,7 @@ def _noted(fn: Callable[..., Any], args: Sequence[Any], _: bool) -> tuple[Callab
 watch_checkpoints(_noted)
 
 
-class Work(OperatorMode):
+class WorkCount(OperatorMode):
     """A mode that counts work by the phase in which it is done.
 
     Args:

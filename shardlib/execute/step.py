@@ -20,7 +20,7 @@ from shardlib.execute.inputs import Inputs
 from shardlib.execute.losses import needs, require_function, require_no_buffers, wants
 from shardlib.execute.means import quotients, sum_means
 from shardlib.execute.shares import Shares
-from shardlib.execute.stages.base import Call, Runner, keys_of
+from shardlib.execute.stages.base import Runner, StepInputs, keys_of
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.totals import Sums, Totals
 from shardlib.execute.weighing import Weighing, alike
@@ -174,12 +174,12 @@ class LossStep:
             record.strayed = False  # of a step that raised
         rows = sum(map(rows_of, microbatches))
 
-        def called(first: int | None) -> Call:
+        def called(first: int | None) -> StepInputs:
             keys = keys_of(plan, mesh, microbatches, rng, first)
             thinned = [plan.step.thinned(step, key) for key in keys]
             given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, buffers)
             weighing = Weighing(plan, mesh, self._terms, self._weights)
-            return Call(params, microbatches, keys, thinned, given, loss_scale, self._share, weighing)
+            return StepInputs(params, microbatches, keys, thinned, given, loss_scale, self._share, weighing)
 
         call = called(self._shares.first(rows))
         share += self._shares.number(rows)

@@ -15,7 +15,7 @@ from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.moe.experts import Exchange
+from shardlib.nn.moe.experts import ExpertExchange
 from shardlib.nn.tiled_modules import TiledModules
 from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
@@ -40,7 +40,7 @@ class Surroundings:
     batch: WholeBatch
     parts: SequenceParts | None
     modules: TiledModules | None
-    tokens: Exchange | None
+    tokens: ExpertExchange | None
     autocast: torch.dtype | None
     scaled: ScaledProducts | None = None
     read: Callable[[Sharded], Tree] | None = None

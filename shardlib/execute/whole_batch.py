@@ -16,7 +16,7 @@ from shardlib.plan.plan import Plan
 
 
 class WholeBatch:
-    """The rows of all ranks, as `shardlib.nn.batch.Rows`.
+    """The rows of all ranks, as `shardlib.nn.batch.BatchRows`.
 
     Args:
         trained: whether micro-batches are those of a step.

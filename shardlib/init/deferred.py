@@ -36,7 +36,7 @@ class _Ref:
 
 
 @dataclass
-class _Call:
+class _Recorded:
     """A recorded operation.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Recorder(OperatorMode):
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
-        self.calls: list[_Call] = []
+        self.calls: list[_Recorded] = []
         self.number_of: dict[int, int] = {}
         self.storage_of: list[int] = []
         self.made: list[torch.Tensor] = []  # by number. Tensors, and their storages, are kept so that ids stay unique.
@@ -74,7 +74,7 @@ class _Recorder(OperatorMode):
         with self._fake:
             out = op(*args, **kwargs)
         results = [self._number(value) for value in pytree.tree_flatten(out)[0] if isinstance(value, torch.Tensor)]
-        self.calls.append(_Call(op, arguments, structure, results, self._seeded(op)))
+        self.calls.append(_Recorded(op, arguments, structure, results, self._seeded(op)))
         return out
 
     def _seeded(self, op: Any) -> list[torch.Tensor] | None:
@@ -173,7 +173,7 @@ class Deferred:
         needed |= {source for target, source in copies if target in needed}
         return {storage: draw for storage, draw in draws.items() if storage not in needed}
 
-    def _copies(self, call: _Call, draw: Draw | None) -> bool:
+    def _copies(self, call: _Recorded, draw: Draw | None) -> bool:
         """Whether a copy fills a whole storage with ``draw``, in the same dtype, shape and order."""
         if draw is None:
             return False
@@ -185,7 +185,7 @@ class Deferred:
             and out.untyped_storage().nbytes() == out.nbytes
         )
 
-    def _run(self, call: _Call, live: dict[int, dict[int, torch.Tensor]]) -> None:
+    def _run(self, call: _Recorded, live: dict[int, dict[int, torch.Tensor]]) -> None:
         storage_of = self._recorder.storage_of
 
         def real(value: Any) -> Any:

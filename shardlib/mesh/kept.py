@@ -10,7 +10,7 @@ import torch
 from shardlib.mesh.transfers import Transfers
 
 
-class Keeper(Protocol):
+class MemoryKeeper(Protocol):
     """What keeps host memory for its next use."""
 
     def give_back(self) -> None:
@@ -18,14 +18,14 @@ class Keeper(Protocol):
         ...
 
 
-class Kept:
+class KeptMemory:
     """The memory that one rank's train steps, and what they use, keep between steps."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self._keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
+        self._keepers: weakref.WeakSet[MemoryKeeper] = weakref.WeakSet()
 
-    def add(self, keeper: Keeper) -> None:
+    def add(self, keeper: MemoryKeeper) -> None:
         """Let `give_back` ask a further one, as long as it is there."""
         self._keepers.add(keeper)
 

@@ -17,7 +17,7 @@ AHEAD = 3  # groups of buffers that are read from disk ahead of the one in use
 WRITING = 2  # groups that are on their way to disk
 
 
-class Memory(Protocol):
+class MemoryKind(Protocol):
     """A memory of a rank.
 
     Attributes:
@@ -84,7 +84,7 @@ class Disk(HostMemory):
         return self.slots * whole_blocks(size)
 
 
-MEMORIES: Mapping[str, Memory] = {"device": DeviceMemory(), "host": HostMemory(), "disk": Disk()}
+MEMORIES: Mapping[str, MemoryKind] = {"device": DeviceMemory(), "host": HostMemory(), "disk": Disk()}
 
 
 def window(groups: Collection[int]) -> int:

@@ -83,7 +83,7 @@ def from_module(
                 "a loss made of blocks returns no buffers; use from_module without buffers=True, or without blocks="
             )
         require_all_used(module, blocks)
-        module = Blocks(blocks)
+        module = BlockList(blocks)
     if not frozen:
         require_trained(module)
     require_no_renorm(module)
@@ -97,7 +97,7 @@ def from_module(
     untrained = [_glob(n) for n, leaf in module.named_parameters(remove_duplicate=False) if not leaf.requires_grad]
     last = (untrained,) if frozen else ()
 
-    if isinstance(module, Blocks):
+    if isinstance(module, BlockList):
         return _in_sequence(module, skeletons), params, *last
 
     # How a module is called, unless its forward has arguments of these names.
@@ -118,11 +118,11 @@ def from_module(
     return apply_with_buffers, params, fresh, *last
 
 
-class Blocks(nn.ModuleList):
+class BlockList(nn.ModuleList):
     """Modules that are called one after the other, each with its own tree of parameters."""
 
 
-def _in_sequence(blocks: Blocks, skeletons: Skeletons) -> Sequential:
+def _in_sequence(blocks: BlockList, skeletons: Skeletons) -> Sequential:
     def block_function(index: int, module: nn.Module) -> Callable[..., Any]:
         def run(params: Tree, carry: Any, batch: Any, **rng: Any) -> Any:
             given = flat(params)
@@ -146,7 +146,7 @@ def _named_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 def _tree(module: nn.Module) -> Tree:
     """A module's parameters as nested dictionaries and lists."""
     named = _named_parameters(module)
-    if not isinstance(module, Blocks):
+    if not isinstance(module, BlockList):
         return _nest(named)
     # Block by block: `_nest` of all would leave out a block without parameters, which has an empty tree.
     by_block: list[dict[str, torch.Tensor]] = [{} for _ in module]

@@ -19,7 +19,7 @@ _COPIES = {torch.ops.aten.clone.default, to_copy}
 _MADE_ALIKE = ("new_", "_like")  # parts of names of operators that read of a tensor its form alone
 
 
-class Layout(NamedTuple):
+class StorageLayout(NamedTuple):
     """How a tensor lies in its storage."""
 
     shape: tuple[int, ...]
@@ -27,8 +27,8 @@ class Layout(NamedTuple):
     offset: int
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Layout:
-        return Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    def of(tensor: torch.Tensor) -> StorageLayout:
+        return StorageLayout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 class Lineage(OperatorMode):
@@ -81,7 +81,7 @@ class Lineage(OperatorMode):
             line = self._line(leaf)
             if not self._has_line(leaf):
                 continue
-            if line is None or Layout.of(leaf) != Layout.of(self._own[line][0][1]):
+            if line is None or StorageLayout.of(leaf) != StorageLayout.of(self._own[line][0][1]):
                 failures.append(f"{name}: shape {tuple(leaf.shape)}")
                 continue
             before = [name for name, _ in self._own[line]]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardlib.errors import TreeError, listing
-from shardlib.models.from_module import Blocks, flat
+from shardlib.models.from_module import BlockList, flat
 from shardlib.models.meta import reset_buffers
 from shardlib.models.refusals import require_all_used, require_module
 from shardlib.models.skeleton import Buffers, Skeleton, buffers_of
@@ -46,7 +46,7 @@ def state_dict(
     named = flat(unshard(params) if isinstance(params, Sharded) else params)
     if blocks is not None:
         require_all_used(module, blocks)
-        names = {id(leaf): name for name, leaf in Blocks(blocks).named_parameters(remove_duplicate=False)}
+        names = {id(leaf): name for name, leaf in BlockList(blocks).named_parameters(remove_duplicate=False)}
         if missing := sorted(set(names.values()) - named.keys()):
             raise TreeError(
                 f"these parameters are not those of the {len(blocks)} blocks: {missing[0]} is not among them. Pass the list "

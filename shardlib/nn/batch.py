@@ -9,7 +9,7 @@ import torch
 from shardlib.common.environment import environment
 
 
-class Rows(Protocol):
+class BatchRows(Protocol):
     """The implementation of `gather_batch` on a mesh."""
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
@@ -31,5 +31,5 @@ def gather_batch(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     >>> torch.nn.functional.cross_entropy(scores, torch.arange(len(scores)))
     tensor(0.7437)
     """
-    rows: Rows | None = environment().rows
+    rows: BatchRows | None = environment().rows
     return x if rows is None else rows.gather(x, dim)

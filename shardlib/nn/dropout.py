@@ -9,7 +9,7 @@ import torch
 
 from shardlib.common.environment import environment
 from shardlib.kernels.common.arguments import check_tensors
-from shardlib.kernels.dropout import Draw
+from shardlib.kernels.dropout import DropoutDraw
 from shardlib.kernels.dropout import dropout as dropout_kernel
 from shardlib.rng import Key, require_key
 
@@ -67,7 +67,7 @@ def _is_probability(p: Any) -> bool:
     return isinstance(p, Real | torch.Tensor) and 0.0 <= float(p) < 1.0
 
 
-def _draw(x: torch.Tensor, p: float, key: Key, heads: tuple[int, int] | None) -> Draw:
+def _draw(x: torch.Tensor, p: float, key: Key, heads: tuple[int, int] | None) -> DropoutDraw:
     """The draw of ``x``'s mask: each element's index is its index in the tensor of all ranks' batches, heads and, under a
     sequence plan, positions."""
     parts = environment().parts
@@ -76,10 +76,10 @@ def _draw(x: torch.Tensor, p: float, key: Key, heads: tuple[int, int] | None) ->
     elif heads is None and parts is not None and x.dim() > 1:
         positions, length = parts.positions(x)
     else:
-        return Draw(p, *key.stretch(x.numel()))
+        return DropoutDraw(p, *key.stretch(x.numel()))
     batch, rest = x.shape[0], x.shape[2:].numel()
     seed, first = key.stretch(batch)
     starts = (torch.arange(first, first + batch, device=x.device)[:, None] * length + positions) * rest
-    return Draw(
+    return DropoutDraw(
         p, seed, 0, starts[..., None] + torch.arange(0, rest, max(1, x.shape[2:][-1:].numel()), device=x.device)
     )

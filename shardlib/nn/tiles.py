@@ -25,7 +25,7 @@ class Cut:
         # The graph keeps the sums, and must not keep what it is kept by, or the tensor, longer than a tile needs it.
         self._sum = _Sum(x, view)
         made = not plain and x.requires_grad and torch.is_grad_enabled()
-        self._stand_in = _Gradient.apply(x, self._sum) if made else None
+        self._stand_in = _TileGradient.apply(x, self._sum) if made else None
 
     def take(self, number: int) -> torch.Tensor:
         assert self._x is not None
@@ -56,7 +56,7 @@ class _Sum:
         return gradient
 
 
-class _Gradient(torch.autograd.Function):
+class _TileGradient(torch.autograd.Function):
     """A stand-in without memory for a tensor that is cut; its backward hands on the gradient that the tiles made up."""
 
     @staticmethod

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardlib.collectives.buffers import Link, summed
+from shardlib.collectives.buffers import AxisLink, summed
 from shardlib.collectives.summation import SumOf, sum_of_squares
 from shardlib.common._compat import transformed
 from shardlib.errors import TreeError
@@ -109,7 +109,7 @@ def _product_of_values(one: Tree, other: Tree) -> torch.Tensor:
     for axes, part in parts.items():
         part = part.reshape(1)
         for axis in axes:
-            part = summed(part, Link(mesh, axis, "a product of trees"))
+            part = summed(part, AxisLink(mesh, axis, "a product of trees"))
         total = total + part.reshape(())
     return total
 

@@ -98,7 +98,7 @@ class OnDisk(Packed):
         return f"OnDisk({self.name}, {list(self.shape)}, {self._flat.dtype})"
 
 
-class Following(Packed):
+class PendingChange(Packed):
     """A tensor on disk with a change that nobody has written yet: it is made at each read.
 
     Attributes:
@@ -126,16 +126,16 @@ class Following(Packed):
 
 
 def follow(tree: Tree) -> bool:
-    """Write what is `Following` in a tree to its files; returns whether there was something."""
-    leaves = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Following)]
+    """Write what is `PendingChange` in a tree to its files; returns whether there was something."""
+    leaves = [leaf for leaf in leaves_of(tree) if isinstance(leaf, PendingChange)]
     for leaf in leaves:
         leaf.pack(leaf.unpacked())
     return bool(leaves)
 
 
 def followed(tree: Tree) -> Tree:
-    """A tree with what lies on disk in place of what is `Following`."""
-    return tree_map(lambda leaf: leaf.leaf if isinstance(leaf, Following) else leaf, tree)
+    """A tree with what lies on disk in place of what is `PendingChange`."""
+    return tree_map(lambda leaf: leaf.leaf if isinstance(leaf, PendingChange) else leaf, tree)
 
 
 class BucketOnDisk(Packed):

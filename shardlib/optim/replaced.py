@@ -13,7 +13,7 @@ from shardlib.common.chunks import chunks
 from shardlib.common.pages import cloned
 from shardlib.errors import IllegalComposition
 from shardlib.optim.base import Packed
-from shardlib.optim.on_disk import Following, OnDisk
+from shardlib.optim.on_disk import OnDisk, PendingChange
 from shardlib.optim.storing import optimizer_shard
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
@@ -73,11 +73,11 @@ def _holds(node: Any) -> bool:
 
 
 def _changed(held: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """What ``change`` makes of a tensor; one on disk is `Following` then, and one in few bits gets its values there."""
+    """What ``change`` makes of a tensor; one on disk is `PendingChange` then, and one in few bits gets its values there."""
     if not isinstance(held, Packed):
         return change(held)
     if isinstance(held, OnDisk):
-        return Following(held, change)
+        return PendingChange(held, change)
     held.pack(change(held.unpacked()))
     return held
 

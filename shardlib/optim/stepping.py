@@ -1,8 +1,8 @@
 """One algorithm as both a pure ``update`` and an ``apply`` in place.
 
-The algorithm is a *step*, ``step(params, grads, state, scale, shards) -> (state, Move)``. It may use up the memory of its
-gradients and state, and does not change parameters: the `Move` says how they change. ``update`` runs the step on copies. Both
-apply the same operations to each element, so both give the same bits.
+The algorithm is a *step*, ``step(params, grads, state, scale, shards) -> (state, ParameterChange)``. It may use up
+the memory of its gradients and state, and does not change parameters: the `ParameterChange` says how they change. ``update``
+runs the step on copies. Both apply the same operations to each element, so both give the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardlib.tree import Tree, leaves_of, tree_map
 
 
 @dataclass(frozen=True)
-class Move:
+class ParameterChange:
     """The change of parameters in a step.
 
     Attributes:
@@ -74,7 +74,7 @@ class Move:
         write_copies(copies, params)
 
 
-Step = Callable[[Tree, Tree, Any, torch.Tensor | None, Shards], tuple[Any, Move]]
+Step = Callable[[Tree, Tree, Any, torch.Tensor | None, Shards], tuple[Any, ParameterChange]]
 
 
 def stepping(

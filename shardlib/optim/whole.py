@@ -63,7 +63,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Group:
+class LeafGroup:
     """Parameters of one dtype that are split over the same axes.
 
     Attributes:
@@ -126,7 +126,7 @@ class WholeLeaves:
                 total[axis] = total.get(axis, 0) + 2 * share(message, self._mesh.shape[axis])
         return total
 
-    def _groups(self) -> Iterator[Group]:
+    def _groups(self) -> Iterator[LeafGroup]:
         found: dict[tuple[Any, ...], list[tuple[Bucket, int]]] = {}
         for bucket in self._plan.trained:
             for index, path in enumerate(bucket.paths):
@@ -140,18 +140,18 @@ class WholeLeaves:
                 computer = filled.index(min(filled))
                 members.append(Member(bucket.paths[index], bucket, index, computer, filled[computer]))
                 filled[computer] += bucket.chunks[index]
-            yield Group(slices, axes, dtype, tuple(members), max(filled))
+            yield LeafGroup(slices, axes, dtype, tuple(members), max(filled))
 
     def _ways(self, axes: Sequence[str]) -> int:
         return math.prod(self._mesh.shape[axis] for axis in axes)
 
-    def _rank(self, group: Group) -> int:
+    def _rank(self, group: LeafGroup) -> int:
         rank = 0
         for axis in (*group.slices, *group.axes):
             rank = rank * self._mesh.shape[axis] + self._mesh.coords[axis]
         return rank
 
-    def _exchange(self, group: Group, message: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, group: LeafGroup, message: torch.Tensor) -> torch.Tensor:
         """Exchange ``message``, ``[rank, width]`` with a row for each rank; returns ``[rank, width]`` with a row from
         each."""
         axes = (*group.slices, *group.axes)
@@ -165,12 +165,12 @@ class WholeLeaves:
             message = out.movedim(0, dim)
         return message.reshape(self._ways(axes), group.width)
 
-    def _coords(self, group: Group) -> Iterator[dict[str, int]]:
+    def _coords(self, group: LeafGroup) -> Iterator[dict[str, int]]:
         """The coordinates of each slice of a group, in order."""
         for indices in itertools.product(*(range(self._mesh.shape[axis]) for axis in group.slices)):
             yield dict.fromkeys(self._mesh.shape, 0) | dict(zip(group.slices, indices, strict=True))
 
-    def _assembled(self, member: Member, group: Group, rows: torch.Tensor) -> torch.Tensor:
+    def _assembled(self, member: Member, group: LeafGroup, rows: torch.Tensor) -> torch.Tensor:
         """The whole parameter from its shards ``rows[slice, owner]``."""
         compute, shape = self._plan.placement_of[member.path].compute, member.bucket.shapes[member.index]
         local = [row.reshape(-1)[: math.prod(shape)].view(shape) for row in rows]
@@ -182,7 +182,7 @@ class WholeLeaves:
             view.copy_(padded[: view.shape[0]])
         return whole
 
-    def _cut(self, whole: torch.Tensor, member: Member, group: Group, rows: torch.Tensor) -> None:
+    def _cut(self, whole: torch.Tensor, member: Member, group: LeafGroup, rows: torch.Tensor) -> None:
         """Copy a whole parameter to its shards ``rows[slice, owner]``; padding is zero."""
         spec = self._plan.placement_of[member.path].compute.spec
         for row, coords in zip(rows, self._coords(group), strict=True):

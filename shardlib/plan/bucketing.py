@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from shardlib.common.dtypes import dtype_name
-from shardlib.plan.buckets import Bucket, Memory, stands_alone
+from shardlib.plan.buckets import Bucket, BucketMemory, stands_alone
 from shardlib.plan.claims import Use
 from shardlib.plan.placement import Placement
-from shardlib.plan.placing import Splits
+from shardlib.plan.placing import RoleAxes
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
 from shardlib.plan.tiles import comes
@@ -43,7 +43,7 @@ class _Kind(NamedTuple):
 def buckets_of(
     placements: Sequence[Placement],
     resolved: Resolved,
-    splits: Splits,
+    splits: RoleAxes,
     batch_axes: tuple[str, ...],
     stages: Stages,
     units: Mapping[str, int],
@@ -66,7 +66,7 @@ def buckets_of(
     return tuple(_in_memories(buckets, resolved))
 
 
-def _kind(placement: Placement, resolved: Resolved, splits: Splits) -> _Kind:
+def _kind(placement: Placement, resolved: Resolved, splits: RoleAxes) -> _Kind:
     sizes, use = resolved.sizes, resolved.use(placement.path)
     trainable = placement.grad is not None
     slices = tuple(axis for axis in placement.compute.spec.axes if sizes[axis] > 1)
@@ -117,7 +117,7 @@ def _bucket(
     kind: _Kind,
     members: Sequence[Placement],
     resolved: Resolved,
-    splits: Splits,
+    splits: RoleAxes,
     batch_axes: tuple[str, ...],
     stages: Stages,
 ) -> Bucket:
@@ -164,10 +164,10 @@ def _in_memories(buckets: Sequence[Bucket], resolved: Resolved) -> list[Bucket]:
     for bucket in buckets:
         middle = before[bucket.homes] + bucket.owned / 2
         before[bucket.homes] += bucket.owned
-        memory = Memory(
+        memory = BucketMemory(
             *(
                 at.memory if at.share == 1 or middle > (1 - at.share) * whole[bucket.homes] else "device"
-                for at in map(resolved.location, Memory._fields)
+                for at in map(resolved.location, BucketMemory._fields)
             )
         )
         if memory.optimizer == "device":

@@ -81,7 +81,7 @@ def stands_alone(numel: int, ways: int) -> bool:
     return ways > 1 and chunk_size(numel, ways) >= _ALONE()
 
 
-class Memory(NamedTuple):
+class BucketMemory(NamedTuple):
     """The memory that a bucket lives in: one of `shardlib.mesh.memories.MEMORIES` for each role."""
 
     param: str = "device"
@@ -89,7 +89,7 @@ class Memory(NamedTuple):
     optimizer: str = "device"
 
 
-DEVICE = Memory()
+DEVICE = BucketMemory()
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Bucket:
     short: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     stages: tuple[int, ...] = (0,)
     homes: tuple[int, ...] = (0,)
-    memory: Memory = DEVICE
+    memory: BucketMemory = DEVICE
     tiles: int = 1
     home: str | None = None
 

@@ -21,7 +21,7 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.check_axes import check_axes
 from shardlib.plan.claims import LeafInfo
 from shardlib.plan.placement import check_dtypes, check_parameters
-from shardlib.plan.placing import Splits, in_bucket, padded_slices, placed, second_level, splits_of
+from shardlib.plan.placing import RoleAxes, in_bucket, padded_slices, placed, second_level, splits_of
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import OptimizerNeeds, Shape, StepPlan
 from shardlib.plan.reductions import Reductions
@@ -99,7 +99,7 @@ def build_plan(params: Tree, mesh: Mesh, transform: Transform, *, optimizer: Any
     return plan if optimizer is None else with_needs(with_owner(plan, optimizer), optimizer)
 
 
-def _step(resolved: Resolved, splits: Splits, batch_axes: Sequence[str]) -> tuple[Splits, StepPlan, list[str]]:
+def _step(resolved: Resolved, splits: RoleAxes, batch_axes: Sequence[str]) -> tuple[RoleAxes, StepPlan, list[str]]:
     """The splits, changed where the schedule keeps gradients whole; the schedule of the step; and notes for the log."""
     asked = resolved.step
     ranks = math.prod(resolved.sizes[axis] for axis in batch_axes)

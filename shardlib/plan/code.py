@@ -22,7 +22,7 @@ _AXES = ("axis", "replicate")  # arguments that name an axis
 _NAME = 160  # characters of a name
 
 
-class Call(NamedTuple):
+class CodeCall(NamedTuple):
     """A call of a public function.
 
     Attributes:
@@ -46,12 +46,12 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Coded(Transform):
+class CodedTransform(Transform):
     """A transform that a public function makes. Its repr is code that makes an equal one, where ``sl`` is shardlib."""
 
     @property
     @abstractmethod
-    def call(self) -> Call:
+    def call(self) -> CodeCall:
         """The call that makes the transform."""
 
     @property
@@ -61,7 +61,7 @@ class Coded(Transform):
     def over(self, axis: str, other: str) -> str:
         function, arguments = self.call
         moved = {name: _moved(arguments[name], axis, other) for name in _AXES if name in arguments}
-        return str(Call(function, {**arguments, **moved}))
+        return str(CodeCall(function, {**arguments, **moved}))
 
     def __repr__(self) -> str:
         return f"sl.{self.call}"

@@ -10,7 +10,7 @@ import torch
 
 from shardlib.errors import IllegalComposition, axes_named
 from shardlib.mesh.specs import WHOLE, Leaf, P
-from shardlib.plan.buckets import Bucket, Memory
+from shardlib.plan.buckets import Bucket, BucketMemory
 from shardlib.plan.claims import SECOND, LeafInfo
 from shardlib.plan.placement import Placement
 from shardlib.plan.resolved import Resolved
@@ -18,7 +18,7 @@ from shardlib.plan.value import ROLES
 
 
 @dataclass(frozen=True)
-class Splits:
+class RoleAxes:
     """The axes over which each role is split. A role's axes are the first axes of the next role."""
 
     param: tuple[str, ...]
@@ -29,7 +29,7 @@ class Splits:
         return getattr(self, role)
 
 
-def splits_of(resolved: Resolved) -> Splits:
+def splits_of(resolved: Resolved) -> RoleAxes:
     """The axes over which transforms split each role, axes of size one left out.
 
     Raises:
@@ -50,16 +50,16 @@ def splits_of(resolved: Resolved) -> Splits:
         new = [axis for axis in resolved.sizes if axis in claimed and axis not in before]
         before = (*before, *sorted(new, key=lambda axis: axis not in second))
         splits[role] = before
-    return Splits(**{role: tuple(axis for axis in axes if resolved.sizes[axis] > 1) for role, axes in splits.items()})
+    return RoleAxes(**{role: tuple(axis for axis in axes if resolved.sizes[axis] > 1) for role, axes in splits.items()})
 
 
-def second_level(resolved: Resolved, splits: Splits) -> int | None:
+def second_level(resolved: Resolved, splits: RoleAxes) -> int | None:
     """The level of the second shard, which is kept from forward to backward; None without one."""
     kept = [axis for axis in splits.param if axis in resolved.location(SECOND).axes]
     return len(kept) if 0 < len(kept) < len(splits.param) else None
 
 
-def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: Splits) -> Placement:
+def placed(info: LeafInfo, unit: str, resolved: Resolved, splits: RoleAxes) -> Placement:
     """The placement of one leaf, with no bucket yet."""
     use, dtype = resolved.use(info.path), resolved.dtype(info)
     compute = Leaf(info.path, info.shape, dtype, use.spec or WHOLE)
@@ -94,7 +94,7 @@ def _split(spec: P, split: tuple[str, ...], shape: tuple[int, ...], sizes: tuple
 
 def in_bucket(placement: Placement, bucket: Bucket) -> Placement:
     """The placement of a leaf of ``bucket``, which says where the leaf lives."""
-    leaves = {role: getattr(placement, role) for role in Memory._fields}
+    leaves = {role: getattr(placement, role) for role in BucketMemory._fields}
     moved = {
         role: replace(leaf, memory=memory)
         for (role, leaf), memory in zip(leaves.items(), bucket.memory, strict=True)

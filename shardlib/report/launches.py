@@ -8,7 +8,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from shardlib.execute.phases import Work
+from shardlib.execute.phases import WorkCount
 
 _LAYERS = 64
 _ROUNDS = 7
@@ -25,7 +25,7 @@ def measure_launches(device: torch.device | str = "cpu") -> float:
     """
     x = torch.ones(1, 8, device=device)
     weights = [torch.full((8, 8), 0.1, device=device, requires_grad=True) for _ in range(_LAYERS)]
-    work = Work()
+    work = WorkCount()
     with work:
         _round(x, weights)
     seconds = [_round(x, weights) for _ in range(_ROUNDS + 1)][1:]

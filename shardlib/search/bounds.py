@@ -13,7 +13,7 @@ from shardlib.plan.tables import size
 from shardlib.schedules.partition import Spans, by_cost
 from shardlib.search.model import Model
 from shardlib.search.space import Choice
-from shardlib.search.stages import Stages, Vector, stages_of
+from shardlib.search.stages import StageCosts, Vector, stages_of
 
 
 class Excess(NamedTuple):
@@ -40,7 +40,7 @@ class Bounds:
         self._model, self._machine, self._ranks = model, machine, ranks
         self._spans, self._stages = cache(self._cut), cache(self._put_together)
 
-    def stages(self, choice: Choice) -> Stages:
+    def stages(self, choice: Choice) -> StageCosts:
         """The stages of a choice's pipeline.
 
         Raises:
@@ -69,7 +69,7 @@ class Bounds:
         what = next(what for what, held in parts.items() if held[stage] > machine.memory)
         return Excess(what, math.ceil(parts[what][stage] - machine.memory), stage, "device")
 
-    def _device(self, choice: Choice, stages: Stages) -> dict[str, Vector]:
+    def _device(self, choice: Choice, stages: StageCosts) -> dict[str, Vector]:
         """What a device holds, in words -> bytes of each stage, each time with what comes before."""
         data, place, several = choice.size("data"), choice.offload, choice.microbatches > 1
         stored = stages.bytes(lambda held: held.stored, data, choice.stage == 3)
@@ -93,7 +93,7 @@ class Bounds:
         }
 
     @staticmethod
-    def _in_turn(choice: Choice, stages: Stages) -> Vector:
+    def _in_turn(choice: Choice, stages: StageCosts) -> Vector:
         """Bytes of what comes for its use alone, and of gradients on their way to other ranks, with what is kept then."""
         come = stages.gathered if choice.comes else 0 * stages.gathered
         if choice.stage < 2 or choice.size("data") == 1 or choice.codec is not None:
@@ -106,7 +106,7 @@ class Bounds:
             leave = np.concatenate([leave[:1], backward.reduced[1:]])
         return np.maximum(come, leave)
 
-    def _put_together(self, way: Choice, count: int) -> Stages:
+    def _put_together(self, way: Choice, count: int) -> StageCosts:
         blocks = self._model.blocks(way)
         return stages_of(blocks, blocks.traces(way.rows), self._spans(count))
 

@@ -18,7 +18,7 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.build import build_plan
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
-from shardlib.plan.tiers.known import Traced
+from shardlib.plan.tiers.known import KindTracer
 from shardlib.plan.transform import chain
 from shardlib.rng import Key
 from shardlib.schedules import make_schedule
@@ -28,7 +28,7 @@ from shardlib.transforms.experts import RULES
 from shardlib.tree import Tree, flatten, leaves_of, matches, tree_map
 
 
-class Held(NamedTuple):
+class BucketCost(NamedTuple):
     """Bytes of a bucket on a rank if nothing is split over the data axis.
 
     Attributes:
@@ -50,7 +50,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockCosts:
     """Costs of the blocks of a loss, in order, computed in one way.
 
     Attributes:
@@ -59,7 +59,7 @@ class Blocks:
         whole: whether there is only one, the loss, which nothing cuts.
     """
 
-    held: tuple[tuple[Held, ...], ...]
+    held: tuple[tuple[BucketCost, ...], ...]
     one: tuple[Trace, ...]
     two: tuple[Trace, ...]
     whole: bool
@@ -98,7 +98,7 @@ class Blocks:
             collectives=_summed(trace.collectives for trace in inner),
         )
 
-    def shared(self, start: int, stop: int) -> list[Held]:
+    def shared(self, start: int, stop: int) -> list[BucketCost]:
         """What a stage of some blocks holds, each bucket once."""
         return list({bucket.name: bucket for block in self.held[start:stop] for bucket in block}.values())
 
@@ -149,8 +149,8 @@ class Model:
     ) -> None:
         self._loss, self._params, self._optimizer, self._rules = loss_fn, params, optimizer, rules
         self._batch = tree_map(_shape, batch)
-        self._blocks: dict[Choice, Blocks | ShardlibError] = {}
-        self._known: dict[int, Traced] = {}  # rows of a rank -> the traces of plans
+        self._blocks: dict[Choice, BlockCosts | ShardlibError] = {}
+        self._known: dict[int, KindTracer] = {}  # rows of a rank -> the traces of plans
         self.cuts = isinstance(loss_fn, Sequential) and isinstance(params, (list, tuple))
         self.count = len(params) if self.cuts else 1
 
@@ -211,7 +211,7 @@ class Model:
         spans = plan.stages.spans if plan.stages.axes else ((0, self.count),)
         return replace(plan, traces=tuple(blocks.stage(traces, *span) for span in spans))
 
-    def blocks(self, choice: Choice) -> Blocks:
+    def blocks(self, choice: Choice) -> BlockCosts:
         """The costs of blocks, computed as in a choice.
 
         Raises:
@@ -228,7 +228,7 @@ class Model:
             raise found.with_traceback(None)  # which would hold all that was there, and grow each time
         return found
 
-    def _computed(self, way: Choice) -> Blocks:
+    def _computed(self, way: Choice) -> BlockCosts:
         sizes = {"data": 1, **way.mesh}
         parts = [
             self.transform(replace(way, stage=1, sizes=tuple(sizes.items()), schedule=None))
@@ -246,7 +246,7 @@ class Model:
             for view in plan.views
             for elements in [sum(bucket.owned for bucket in view.trained)]
         )  # fmt: skip
-        return Blocks(held, one, two, not self.cuts)
+        return BlockCosts(held, one, two, not self.cuts)
 
     def _traced(self, plan: Plan, rows: int) -> Plan:
         if rows not in self._known:
@@ -264,11 +264,11 @@ def paced(plan: Plan, microbatches: int) -> Plan:
     return replace(plan, stages=stages, step=replace(plan.step, microbatches=microbatches))
 
 
-def _held(bucket: Bucket, states: float) -> Held:
+def _held(bucket: Bucket, states: float) -> BucketCost:
     """What a bucket takes; ``states``: bytes of the optimizer's states for each element that a rank owns."""
     elements = bucket.size(0)
     trained = elements if bucket.trainable else 0
-    return Held(
+    return BucketCost(
         bucket.name,
         bucket.unit,
         bucket.ways,

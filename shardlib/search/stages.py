@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardlib.plan.records import Trace
 from shardlib.schedules.partition import Spans
-from shardlib.search.model import Blocks, Held
+from shardlib.search.model import BlockCosts, BucketCost
 
 Vector = NDArray[np.float64]
 
@@ -51,7 +51,7 @@ class Backward(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageCosts:
     """Stages of blocks that are computed in one way.
 
     Attributes:
@@ -105,7 +105,7 @@ class Stages:
         return sum(whole, np.zeros(self.count))
 
 
-def stages_of(blocks: Blocks, traces: tuple[Trace, ...], spans: Spans) -> Stages:
+def stages_of(blocks: BlockCosts, traces: tuple[Trace, ...], spans: Spans) -> StageCosts:
     """The stages of some blocks with traces for some number of rows."""
     inner = [blocks.stage(traces, *span) for span in spans]
     held = [blocks.shared(*span) for span in spans]
@@ -124,7 +124,7 @@ def stages_of(blocks: Blocks, traces: tuple[Trace, ...], spans: Spans) -> Stages
     )
     unit, piece, share = _vectors([_units(each) for each in held])
     buckets, trained = _vectors([(len(stage), sum(bucket.gradient > 0 for bucket in stage)) for stage in held])
-    return Stages(
+    return StageCosts(
         kept=_vector([trace.kept for trace in inner]),
         between=_vector([trace.between for trace in inner]),
         live=_vector([trace.live for trace in inner]),
@@ -148,8 +148,8 @@ def stages_of(blocks: Blocks, traces: tuple[Trace, ...], spans: Spans) -> Stages
     )
 
 
-def _gathered(blocks: Blocks, traces: tuple[Trace, ...], start: int, stop: int) -> float:
-    """See `Stages.gathered`."""
+def _gathered(blocks: BlockCosts, traces: tuple[Trace, ...], start: int, stop: int) -> float:
+    """See `StageCosts.gathered`."""
     if blocks.whole:
         return traces[0].kept + _units(blocks.held[0])[0]
     before = most = 0.0
@@ -160,7 +160,7 @@ def _gathered(blocks: Blocks, traces: tuple[Trace, ...], start: int, stop: int) 
 
 
 def _reducing(
-    blocks: Blocks, traces: tuple[Trace, ...], start: int, stop: int, lands: bool
+    blocks: BlockCosts, traces: tuple[Trace, ...], start: int, stop: int, lands: bool
 ) -> tuple[float, float, float]:
     """See `Backward`. As in `shardlib.execute.gradients`, where links are as slow as can be: the first ones must arrive while
     more than two units' elements are on their way, or more than one unit if gradients land elsewhere."""
@@ -194,7 +194,7 @@ def _kept(traces: tuple[Trace, ...], start: int, stop: int) -> list[int]:
     return list(itertools.accumulate(more))
 
 
-def _trained(buckets: Sequence[Held], used: Mapping[str, int]) -> list[tuple[int, int]]:
+def _trained(buckets: Sequence[BucketCost], used: Mapping[str, int]) -> list[tuple[int, int]]:
     """Elements of each unit, and bytes of their gradients, without those that other stages or several blocks use."""
     units: dict[str, tuple[int, int]] = {}
     for bucket in buckets:
@@ -204,7 +204,7 @@ def _trained(buckets: Sequence[Held], used: Mapping[str, int]) -> list[tuple[int
     return list(units.values())
 
 
-def _units(buckets: Sequence[Held]) -> tuple[float, float, float]:
+def _units(buckets: Sequence[BucketCost]) -> tuple[float, float, float]:
     """The bytes of the smallest unit, those if all axes divide them, and its share of the elements."""
     units: dict[str, list[float]] = {}
     for bucket in buckets:
@@ -215,7 +215,7 @@ def _units(buckets: Sequence[Held]) -> tuple[float, float, float]:
     return min(stored), min(pieces), min(elements) / max(1.0, sum(elements))
 
 
-def _again(first: Sequence[Held], stage: Sequence[Held]) -> float:
+def _again(first: Sequence[BucketCost], stage: Sequence[BucketCost]) -> float:
     """The share of a stage's bytes, and of its buckets, that a backward gathers at least: nobody may need the gradient of
     what is given to one unit of the ``first`` block."""
     least, numbers = 1.0, [lambda held: held.stored, lambda held: held.stored / held.ways, lambda held: 1.0]
@@ -228,8 +228,8 @@ def _again(first: Sequence[Held], stage: Sequence[Held]) -> float:
     return max(0.0, least)
 
 
-def _bytes(held: Sequence[Sequence[Held]], ways: int) -> Bytes:
-    def of(bucket: Held) -> tuple[float, ...]:
+def _bytes(held: Sequence[Sequence[BucketCost]], ways: int) -> Bytes:
+    def of(bucket: BucketCost) -> tuple[float, ...]:
         trained = bucket.stored if bucket.gradient else 0
         return bucket.stored, trained, bucket.gradient, bucket.states, bucket.gradient if bucket.alone else 0
 

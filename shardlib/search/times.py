@@ -18,7 +18,7 @@ from shardlib.plan.machine import Machine
 from shardlib.plan.records import Trace
 from shardlib.search.model import Model
 from shardlib.search.space import Choice
-from shardlib.search.stages import Stages, Vector
+from shardlib.search.stages import StageCosts, Vector
 
 _LEAST = 1 / 8  # of the bits of a number in fp32, that a codec sends
 
@@ -80,7 +80,7 @@ class Times:
         share = 0.25 if choice.split else 1.0
         return even * (1 + share * (choice.size("pipe") - 1) / 2 / choice.microbatches)
 
-    def seconds(self, choice: Choice, stages: Stages) -> float:
+    def seconds(self, choice: Choice, stages: StageCosts) -> float:
         """Seconds that a step takes at least.
 
         Args:
@@ -114,13 +114,13 @@ class Times:
         """The machine as each stage's ranks have it, if the others compute at other times."""
         return self._machine.apart(choice.size("pipe"))
 
-    def _walked(self, choice: Choice, stages: Stages) -> _Walks:
+    def _walked(self, choice: Choice, stages: StageCosts) -> _Walks:
         known = (choice.traced, choice.sizes)
         if known not in self._walks:
             self._walks[known] = self._walks_of(choice, stages)
         return self._walks[known]
 
-    def _walks_of(self, choice: Choice, stages: Stages) -> _Walks:
+    def _walks_of(self, choice: Choice, stages: StageCosts) -> _Walks:
         machine, mesh = self._alone(choice), choice.mesh
         sent = np.zeros(stages.count)
         for axis, count in stages.activations.items():
@@ -149,7 +149,7 @@ class Times:
             before,
         )
 
-    def _links(self, choice: Choice, stages: Stages) -> _Links:
+    def _links(self, choice: Choice, stages: StageCosts) -> _Links:
         machine, data = self._machine, choice.size("data")
         none = np.zeros(stages.count)
         gather = fetch = unit = piece = landed = each = none
@@ -182,7 +182,7 @@ class Times:
             count = 2 * count
         return count * (ways - 1) / ways / link.bandwidth + messages * link.latency
 
-    def _update(self, choice: Choice, stages: Stages) -> float:
+    def _update(self, choice: Choice, stages: StageCosts) -> float:
         """Seconds of the update, and of the gathers after it."""
         machine, data, split = self._alone(choice), choice.size("data"), choice.stage >= 1
         ways = machine.ways

@@ -20,7 +20,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.memory import resting_gradients
 from shardlib.plan.plan import Plan
-from shardlib.sharded.disk import Fetch, Flat, Store, close_with, open_for_run
+from shardlib.sharded.disk import Flat, PendingRead, Store, close_with, open_for_run
 from shardlib.sharded.landing import Landing
 
 _T = TypeVar("_T")
@@ -47,7 +47,7 @@ class GradientsOnDisk:
         problem = "the files for gradients on disk could not be opened"
         self.store: Store = open_for_run(mesh, folders, flats, resting_gradients(plan), problem, slots=1)
         self._apart = mesh.transfers.apart
-        self.held: deque[tuple[torch.Tensor, Fetch | None]] = deque()
+        self.held: deque[tuple[torch.Tensor, PendingRead | None]] = deque()
         close_with(self, self.store)
         mesh.kept.add(self)
 
@@ -104,7 +104,7 @@ class LandingOnDisk(Landing):
             self._store.write(bucket.name, lent if before is None else self._added(bucket, lent, before))
         return bucket
 
-    def _added(self, bucket: Bucket, lent: torch.Tensor, before: Fetch) -> torch.Tensor:
+    def _added(self, bucket: Bucket, lent: torch.Tensor, before: PendingRead) -> torch.Tensor:
         """The sum of a summand, whose memory is given back, and what was there before it."""
         try:
             total = before.result().add_(lent)

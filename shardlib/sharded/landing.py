@@ -213,7 +213,7 @@ class Landing:
             yield grads
 
 
-class Imagined(Landing):
+class FakeLanding(Landing):
     """Landing for planning: tensors have no values, and the other memory is that of the meta device."""
 
     def moves(self, bucket: Bucket) -> bool:

@@ -23,7 +23,7 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange
 from shardlib.plan.memory import resting_sizes
 from shardlib.plan.plan import Plan
-from shardlib.sharded.disk import Fetch, Flat, close_with, open_for_run
+from shardlib.sharded.disk import Flat, PendingRead, close_with, open_for_run
 from shardlib.sharded.gather import Gather
 
 FOLDER = "parameters"  # beside the files of the optimizer's states
@@ -50,7 +50,7 @@ class ParamsOnDisk:
         self.mesh, self._buckets = mesh, plan.bucket_of
         self.version = self.given = self.writes = self._committed = 0
         self.unread: Exception | None = None
-        self._begun: dict[str, Fetch] = {}  # announced and not asked for yet
+        self._begun: dict[str, PendingRead] = {}  # announced and not asked for yet
         self._leaving: deque[tuple[torch.Tensor, Transfer]] = deque()  # on their way to the device
         folders = [Path(folder) / FOLDER for folder in plan.claims.location("param").folders]
         flats = {
@@ -149,7 +149,7 @@ class ParamsOnDisk:
         self._collect()
         self.store.give_back()
 
-    def _fetch(self, name: str) -> Fetch:
+    def _fetch(self, name: str) -> PendingRead:
         self._collect()
         if name in self._begun:
             return self._begun.pop(name)

@@ -12,7 +12,7 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import BoundCodec, Item, Residuals
-from shardlib.collectives.codecs.base import Exchange as CompressedSum
+from shardlib.collectives.codecs.base import SumsUnderWay as CompressedSum
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
 from shardlib.plan.buckets import Bucket

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardlib.plan.arguments import choice, integer
 from shardlib.plan.claims import Claim, LeafInfo, Step
-from shardlib.plan.code import Call, Coded
+from shardlib.plan.code import CodeCall, CodedTransform
 from shardlib.plan.conditions import require_split_gradients
 from shardlib.plan.resolved import Resolved
 
@@ -15,15 +15,15 @@ SYNC = (None, "each", "last")  # when gradients are reduced
 
 
 @dataclass(frozen=True, repr=False)
-class Accumulate(Coded):
+class Accumulate(CodedTransform):
     """The transform that `accumulate` makes, with the arguments given there."""
 
     microbatches: int
     sync: str | None
 
     @property
-    def call(self) -> Call:
-        return Call(accumulate, {"n": self.microbatches, "sync": self.sync})
+    def call(self) -> CodeCall:
+        return CodeCall(accumulate, {"n": self.microbatches, "sync": self.sync})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Step(microbatches=self.microbatches, sync=self.sync)

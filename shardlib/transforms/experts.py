@@ -15,7 +15,7 @@ from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
 from shardlib.plan.arguments import GLOB, axes_of, flag, integer, refused, texts
 from shardlib.plan.claims import Claim, LeafInfo, Step, Use
-from shardlib.plan.code import Call, Coded, code_of, one_or_list
+from shardlib.plan.code import CodeCall, CodedTransform, code_of, one_or_list
 from shardlib.plan.conditions import require_no_float64
 from shardlib.plan.resolved import Resolved
 
@@ -25,7 +25,7 @@ _NUMBERED = re.compile(r"(?:.*/)?experts/\d+(?=/|$)")  # one of a list under a k
 
 
 @dataclass(frozen=True, repr=False)
-class Experts(Coded):
+class ExpertParallel(CodedTransform):
     """The transform that `experts` makes, with the arguments given there."""
 
     axes: tuple[str, ...]
@@ -37,11 +37,11 @@ class Experts(Coded):
     spare: int
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CodeCall:
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
         rules = self.rules if self.rules == RULES else one_or_list(self.rules)
         options = {"codec": self.codec, "back_codec": self.back_codec, "padded": self.padded, "kind": self.kind}
-        return Call(experts, {"axis": axis, "rules": rules, **options, "spare": self.spare})
+        return CodeCall(experts, {"axis": axis, "rules": rules, **options, "spare": self.spare})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         dealt = [leaf for leaf in leaves if leaf.matches(self.rules)]
@@ -119,7 +119,7 @@ def experts(
     padded: bool = False,
     kind: Callable[..., TokenExchange] | None = None,
     spare: int = 0,
-) -> Experts:
+) -> ExpertParallel:
     """Deal out experts over ``axis``, which also divides the batch: tokens travel to their experts and back.
 
     A rank has as many experts as any other, and the experts' gradients are complete there. All other leaves are whole along
@@ -171,7 +171,7 @@ def experts(
             "experts(padded=True, spare=...): rows are padded so that all sizes are known before a step, and replicas change "
             "them between steps; leave one of the two out"
         )
-    made = Experts(axes, rules, codec, back_codec, padded, kind, spare)
+    made = ExpertParallel(axes, rules, codec, back_codec, padded, kind, spare)
     try:
         exchange = made.exchange_over(axes)  # refuses unknown codecs
     except TypeError as error:

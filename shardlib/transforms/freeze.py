@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from shardlib.errors import IllegalComposition
 from shardlib.plan.arguments import GLOB, texts
 from shardlib.plan.claims import Claim, LeafInfo, Use
-from shardlib.plan.code import Call, Coded, one_or_list
+from shardlib.plan.code import CodeCall, CodedTransform, one_or_list
 
 
 @dataclass(frozen=True, repr=False)
-class Freeze(Coded):
+class Freeze(CodedTransform):
     """The transform that `freeze` makes, with the arguments given there."""
 
     globs: tuple[str, ...]
     exclude: tuple[str, ...] = ()
 
     @property
-    def call(self) -> Call:
-        return Call(freeze, {"globs": one_or_list(self.globs), "exclude": one_or_list(self.exclude)})
+    def call(self) -> CodeCall:
+        return CodeCall(freeze, {"globs": one_or_list(self.globs), "exclude": one_or_list(self.exclude)})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         for pattern in (*self.globs, *self.exclude):

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from shardlib.errors import IllegalComposition, axes_named
 from shardlib.plan.arguments import axis_of
 from shardlib.plan.claims import SECOND, Claim, LeafInfo, Live
-from shardlib.plan.code import Call, Coded
+from shardlib.plan.code import CodeCall, CodedTransform
 from shardlib.plan.resolved import Resolved
 
 
 @dataclass(frozen=True, repr=False)
-class Hierarchical(Coded):
+class Hierarchical(CodedTransform):
     """The transform that `hierarchical` makes, with the arguments given there."""
 
     axis: str
 
     @property
-    def call(self) -> Call:
-        return Call(hierarchical, vars(self))
+    def call(self) -> CodeCall:
+        return CodeCall(hierarchical, vars(self))
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Live(SECOND, self.axis)

@@ -10,12 +10,12 @@ from shardlib.errors import IllegalComposition
 from shardlib.mesh.memories import MEMORIES
 from shardlib.plan.arguments import choice, flag, number, texts
 from shardlib.plan.claims import Claim, LeafInfo, Live, Step
-from shardlib.plan.code import Call, Coded, one_or_list
+from shardlib.plan.code import CodeCall, CodedTransform, one_or_list
 from shardlib.plan.resolved import Resolved
 
 
 @dataclass(frozen=True, repr=False)
-class Offload(Coded):
+class Offload(CodedTransform):
     """The transform that `offload` makes, with the arguments given there."""
 
     optimizer: str
@@ -54,10 +54,10 @@ class Offload(Coded):
             )
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CodeCall:
         states = {"optimizer": self.optimizer, "params": self.params, "gradients": self.gradients}
         updates = {"speculate": self.update == "speculate", "delay": self.update == "delay"}
-        return Call(offload, {**states, "fraction": self.fraction, "folder": one_or_list(self.folders), **updates})
+        return CodeCall(offload, {**states, "fraction": self.fraction, "folder": one_or_list(self.folders), **updates})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         for role, memory in (("param", self.params), ("grad", self.gradients)):

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from shardlib.collectives.codecs.integers import OneBit, scales_of
 from shardlib.plan.arguments import axis_of, flag
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
-from shardlib.plan.code import Call, Coded
+from shardlib.plan.code import CodeCall, CodedTransform
 from shardlib.plan.conditions import require_summed
 from shardlib.plan.resolved import Resolved
 
 
 @dataclass(frozen=True, repr=False)
-class OneBitGradients(Coded):
+class OneBitGradients(CodedTransform):
     """The transform that `onebit` makes, with the arguments given there."""
 
     axis: str
     codec: OneBit
 
     @property
-    def call(self) -> Call:
-        return Call(onebit, {"axis": self.axis, "scales": self.codec.scales, "feedback": self.codec.feedback})
+    def call(self) -> CodeCall:
+        return CodeCall(onebit, {"axis": self.axis, "scales": self.codec.scales, "feedback": self.codec.feedback})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Reduce(self.axis, codec=self.codec)

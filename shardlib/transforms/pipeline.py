@@ -13,7 +13,7 @@ from shardlib import schedules
 from shardlib.errors import IllegalComposition, listing
 from shardlib.plan.arguments import axis_of, choice, integer, numbers, refused
 from shardlib.plan.claims import Claim, LeafInfo, Step, Use
-from shardlib.plan.code import Call, Coded
+from shardlib.plan.code import CodeCall, CodedTransform
 from shardlib.plan.conditions import require_split_gradients
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import NO_BLOCKS, Stages
@@ -25,7 +25,7 @@ Partition = str | tuple[float, ...] | re.Pattern[str]
 
 
 @dataclass(frozen=True, repr=False)
-class Pipelined(Coded):
+class Pipelined(CodedTransform):
     """The transform that `pipeline` makes, with the arguments given there."""
 
     schedule: Spec
@@ -36,8 +36,8 @@ class Pipelined(Coded):
     sync: str | None
 
     @property
-    def call(self) -> Call:
-        return Call(pipeline, vars(self))
+    def call(self) -> CodeCall:
+        return CodeCall(pipeline, vars(self))
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         if self.axis not in sizes:

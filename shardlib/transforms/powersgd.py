@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from shardlib.collectives.codecs.low_rank import LowRank
 from shardlib.plan.arguments import axis_of, integer
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
-from shardlib.plan.code import Call, Coded
+from shardlib.plan.code import CodeCall, CodedTransform
 from shardlib.plan.conditions import require_summed, require_whole_leaves
 from shardlib.plan.resolved import Resolved
 
 
 @dataclass(frozen=True, repr=False)
-class PowerSGD(Coded):
+class PowerSGD(CodedTransform):
     """The transform that `powersgd` makes, with the arguments given there."""
 
     axis: str
     codec: LowRank
 
     @property
-    def call(self) -> Call:
-        return Call(powersgd, {"axis": self.axis, "rank": self.codec.rank})
+    def call(self) -> CodeCall:
+        return CodeCall(powersgd, {"axis": self.axis, "rank": self.codec.rank})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Reduce(self.axis, codec=self.codec)

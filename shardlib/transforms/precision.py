@@ -11,7 +11,7 @@ import torch
 from shardlib.errors import IllegalComposition, listing
 from shardlib.plan.arguments import GLOB, choice, flag, number, refused, texts
 from shardlib.plan.claims import Claim, LeafInfo, Reduce, Step, Use
-from shardlib.plan.code import Call, Coded, one_or_list
+from shardlib.plan.code import CodeCall, CodedTransform, one_or_list
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.resolved import Resolved
 
@@ -21,7 +21,7 @@ _SCALES = sys.float_info.min, sys.float_info.max
 
 
 @dataclass(frozen=True, repr=False)
-class Precision(Coded):
+class Precision(CodedTransform):
     """The transform that `precision` makes, with the arguments given there."""
 
     compute: str
@@ -34,7 +34,7 @@ class Precision(Coded):
     scaled: bool
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CodeCall:
         scale: LossScale | float | None = self.loss_scale
         if self.loss_scale == LossScale():
             scale = None
@@ -48,7 +48,7 @@ class Precision(Coded):
             "leaves": leaves,
             "loss_scale": scale,
         }
-        return Call(precision, given)
+        return CodeCall(precision, given)
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         used: set[str] = set()

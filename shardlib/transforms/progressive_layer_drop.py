@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from shardlib.plan.arguments import number, refused
 from shardlib.plan.claims import Claim, LeafInfo, Step
-from shardlib.plan.code import Call, Coded, one_or_list
+from shardlib.plan.code import CodeCall, CodedTransform, one_or_list
 from shardlib.plan.layers import globs_in_order, layers_of
 from shardlib.plan.thinning import LayerDrop
 
 
 @dataclass(frozen=True, repr=False)
-class ProgressiveLayerDrop(Coded):
+class ProgressiveLayerDrop(CodedTransform):
     """The transform that `progressive_layer_drop` makes, with the arguments given there."""
 
     theta: float
@@ -21,9 +21,9 @@ class ProgressiveLayerDrop(Coded):
     layers: tuple[str, ...]
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CodeCall:
         given = {"theta": self.theta, "gamma": self.gamma, "layers": one_or_list(self.layers)}
-        return Call(progressive_layer_drop, given)
+        return CodeCall(progressive_layer_drop, given)
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         layers = layers_of("progressive_layer_drop", leaves, self.layers)

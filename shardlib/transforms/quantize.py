@@ -10,13 +10,13 @@ from shardlib.errors import IllegalComposition
 from shardlib.kernels.quantize import Blockwise
 from shardlib.plan.arguments import axis_of, choice, flag, integer
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
-from shardlib.plan.code import Call, Coded
+from shardlib.plan.code import CodeCall, CodedTransform
 from shardlib.plan.conditions import require_no_float64, require_split_parameters, require_summed
 from shardlib.plan.resolved import Resolved
 
 
 @dataclass(frozen=True, repr=False)
-class Quantize(Coded):
+class Quantize(CodedTransform):
     """The transform that `quantize` makes, with the arguments given there."""
 
     weights: str | None
@@ -26,8 +26,8 @@ class Quantize(Coded):
     feedback: bool
 
     @property
-    def call(self) -> Call:
-        return Call(quantize, vars(self))
+    def call(self) -> CodeCall:
+        return CodeCall(quantize, vars(self))
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Reduce(self.axis, codec=self._codec, gathered=self._packing)

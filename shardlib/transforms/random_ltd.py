@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from shardlib.errors import IllegalComposition
 from shardlib.plan.arguments import integer
 from shardlib.plan.claims import Claim, LeafInfo, Step
-from shardlib.plan.code import Call, Coded, one_or_list
+from shardlib.plan.code import CodeCall, CodedTransform, one_or_list
 from shardlib.plan.layers import globs_in_order, layers_of
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.thinning import TokenDrop, tokens_at
 
 
 @dataclass(frozen=True, repr=False)
-class RandomLTD(Coded):
+class RandomLTD(CodedTransform):
     """The transform that `random_ltd` makes, with the arguments given there."""
 
     kept: int | Callable[[int], int]
@@ -23,8 +23,8 @@ class RandomLTD(Coded):
     layers: tuple[str, ...]
 
     @property
-    def call(self) -> Call:
-        return Call(random_ltd, {"kept": self.kept, "ends": self.ends, "layers": one_or_list(self.layers)})
+    def call(self) -> CodeCall:
+        return CodeCall(random_ltd, {"kept": self.kept, "ends": self.ends, "layers": one_or_list(self.layers)})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         layers = layers_of("random_ltd", leaves, self.layers)

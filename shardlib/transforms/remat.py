@@ -9,24 +9,24 @@ from typing import Any
 from shardlib.errors import IllegalComposition
 from shardlib.plan.arguments import integer, refused, texts
 from shardlib.plan.claims import Claim, LeafInfo, Step
-from shardlib.plan.code import Call, Coded, one_or_list
+from shardlib.plan.code import CodeCall, CodedTransform, one_or_list
 from shardlib.plan.recompute import SMALLEST, Recompute
 
 _POLICIES = ("full", "dots", "auto")
 
 
 @dataclass(frozen=True, repr=False)
-class Remat(Coded):
+class Remat(CodedTransform):
     """The transform that `remat` makes."""
 
     how: Recompute
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CodeCall:
         how = self.how
         store = one_or_list(how.store) or "device"
         given = {"policy": how.policy, "save": one_or_list(how.save), "store": store}
-        return Call(remat, {**given, "smallest": how.smallest, "blocks": how.blocks})
+        return CodeCall(remat, {**given, "smallest": how.smallest, "blocks": how.blocks})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Step(remat=self.how)

@@ -11,20 +11,20 @@ from shardlib.collectives.summation import EXACT
 from shardlib.errors import IllegalComposition, axes_named, listing
 from shardlib.plan.arguments import integer
 from shardlib.plan.claims import Claim, LeafInfo, Reduce, Step
-from shardlib.plan.code import Call, Coded
+from shardlib.plan.code import CodeCall, CodedTransform
 from shardlib.plan.placing import reduce_dtype, splits_of
 from shardlib.plan.resolved import Resolved
 
 
 @dataclass(frozen=True, repr=False)
-class Reproducible(Coded):
+class Reproducible(CodedTransform):
     """The transform that `reproducible` makes, with the arguments given there."""
 
     microbatches: int
 
     @property
-    def call(self) -> Call:
-        return Call(reproducible, vars(self))
+    def call(self) -> CodeCall:
+        return CodeCall(reproducible, vars(self))
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Step(total_microbatches=self.microbatches)

@@ -10,22 +10,22 @@ from shardlib.collectives.sequence import KINDS, SequenceKind
 from shardlib.errors import IllegalComposition
 from shardlib.plan.arguments import axis_of
 from shardlib.plan.claims import Claim, LeafInfo, Step
-from shardlib.plan.code import Call, Coded, options_of
+from shardlib.plan.code import CodeCall, CodedTransform, options_of
 from shardlib.plan.resolved import Resolved
 
 
 @dataclass(frozen=True, repr=False)
-class SequenceParallel(Coded):
+class SequenceParallel(CodedTransform):
     """The transform that `sequence` makes, with the arguments given there."""
 
     kind: SequenceKind
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CodeCall:
         kind, known = type(self.kind), KINDS.get(self.kind.name)
         given = {name: value for name, value in options_of(self.kind).items() if name != "axis"}
         named = self.kind.name if kind is known else kind
-        return Call(sequence, {"axis": self.kind.axis, "kind": partial(kind, **given) if given else named})
+        return CodeCall(sequence, {"axis": self.kind.axis, "kind": partial(kind, **given) if given else named})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         yield Step(sequence=self.kind)

@@ -12,7 +12,7 @@ from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P
 from shardlib.plan.arguments import axis_of, flag, integer, refused
 from shardlib.plan.claims import Claim, LeafInfo, Use
-from shardlib.plan.code import Call, Coded
+from shardlib.plan.code import CodeCall, CodedTransform
 from shardlib.plan.resolved import Resolved
 from shardlib.transforms.misfits import (
     Misfit,
@@ -85,16 +85,16 @@ STYLES: dict[str, Style | None] = {
 
 
 @dataclass(frozen=True, repr=False)
-class TensorSlicing(Coded):
+class TensorSlicing(CodedTransform):
     """The transform that `tensor_slicing` makes, with the arguments given there."""
 
     rules: tuple[tuple[str, Style | None], ...]
     axis: str
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CodeCall:
         rules = {glob: next((name for name, s in STYLES.items() if s == style), style) for glob, style in self.rules}
-        return Call(tensor_slicing, {"rules": rules, "axis": self.axis})
+        return CodeCall(tensor_slicing, {"rules": rules, "axis": self.axis})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         uses, misfits = self._read(sizes, leaves)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardlib.errors import IllegalComposition, listing
 from shardlib.plan.arguments import GLOB, choice, integer, texts
 from shardlib.plan.claims import Claim, LeafInfo, ModuleTiles, Use
-from shardlib.plan.code import Call, Coded, one_or_list
+from shardlib.plan.code import CodeCall, CodedTransform, one_or_list
 from shardlib.transforms.misfits import matches_nothing
 from shardlib.transforms.tensor_slicing import matches_rule
 from shardlib.tree import matches
@@ -17,7 +17,7 @@ _ALONG = ("outputs", "tokens")
 
 
 @dataclass(frozen=True, repr=False)
-class Tile(Coded):
+class Tile(CodedTransform):
     """The transform that `tile` makes, with the arguments given there."""
 
     globs: tuple[str, ...]
@@ -25,8 +25,8 @@ class Tile(Coded):
     along: str
 
     @property
-    def call(self) -> Call:
-        return Call(tile, {**vars(self), "globs": one_or_list(self.globs)})
+    def call(self) -> CodeCall:
+        return CodeCall(tile, {**vars(self), "globs": one_or_list(self.globs)})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         match = _matches_weight if self.along == "outputs" else _module_of

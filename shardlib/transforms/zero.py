@@ -9,7 +9,7 @@ from typing import Any
 from shardlib.errors import IllegalComposition
 from shardlib.plan.arguments import axes_of, axis_of, flag, integer, refused
 from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step
-from shardlib.plan.code import Call, Coded
+from shardlib.plan.code import CodeCall, CodedTransform
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.tables import parse_size
 
@@ -18,7 +18,7 @@ _STAGES = f"use {', '.join(map(str, _SPLIT))}"
 
 
 @dataclass(frozen=True, repr=False)
-class Zero(Coded):
+class Zero(CodedTransform):
     """The transform that `zero` makes, with the arguments given there."""
 
     stage: int
@@ -28,9 +28,9 @@ class Zero(Coded):
     keep: str | int | None
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CodeCall:
         given = {"stage": self.stage, "replicate": self.replicate, "prefetch": self.prefetch, "keep": self.keep}
-        return Call(zero, {**given, "axis": self.axes[0] if len(self.axes) == 1 else self.axes})
+        return CodeCall(zero, {**given, "axis": self.axes[0] if len(self.axes) == 1 else self.axes})
 
     def claims(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> Iterable[Claim]:
         for axis in (*self.axes, *([self.replicate] if self.replicate else [])):

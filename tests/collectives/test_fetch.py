@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.collectives.tokens.fetch import Fetch
+from shardlib.collectives.tokens.fetch import TokenFetch
 
 WIDTH = 6
 
@@ -27,7 +27,7 @@ def test_a_slot_gets_its_row_and_sends_its_gradient(case):
     each = len(owners) // math.prod(sizes.values())
 
     def run(mesh):
-        fetch = Fetch(tuple(sizes), owners)
+        fetch = TokenFetch(tuple(sizes), owners)
         mine = [slot for slot, owner in enumerate(owners) if owner == mesh.rank]
         rows = (torch.tensor(mine, dtype=torch.float64)[:, None] * torch.ones(WIDTH)).requires_grad_()
         sent = count_payload(mesh, scalars=0)

@@ -11,7 +11,7 @@ from shardlib.execute.gradients import Gradients
 from shardlib.execute.stages.messages import (
     TAGS,
     IncomingTree,
-    Link,
+    PeerLink,
     facts_of,
     finish,
     send_tree,
@@ -28,7 +28,7 @@ def tensors_of(tree):
 def passed_on(mesh, trees):
     """The bytes of each tree that stage 0 sends, and what stage 1 gets."""
     here = mesh.coords["pipe"]
-    link, got, sizes = Link(mesh, "pipe", 1 - here), [], []
+    link, got, sizes = PeerLink(mesh, "pipe", 1 - here), [], []
     expected = ()
     for number, tree in enumerate(trees):
         before = mesh.traffic.payload.get("pipe", 0)

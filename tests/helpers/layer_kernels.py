@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from helpers.counter import spread
 from shardlib.common import thresholds
-from shardlib.kernels.dropout import Draw, dropout
+from shardlib.kernels.dropout import DropoutDraw, dropout
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from shardlib.kernels.rotary import angles, rotary
@@ -73,7 +73,7 @@ def norm_case(kinds: str, centred: bool) -> Case:
     return Case(kinds, kernel, plain)
 
 
-def mask(draw: Draw, shape: torch.Size) -> torch.Tensor:
+def mask(draw: DropoutDraw, shape: torch.Size) -> torch.Tensor:
     """Dropout's factors, drawn in numpy."""
     count = np.prod(shape, dtype=np.int64)
     if draw.starts is None:
@@ -96,7 +96,7 @@ def dropout_case(kinds: str, starts: bool = False) -> Case:
     def unpack(inputs):
         inputs = list(inputs)
         x, residual = inputs.pop(0), inputs.pop(0) if kinds.startswith("xx") else None
-        draw = Draw(0.3, 2**63 + 12345678901, 2**34 - 50)  # the lower half of the index wraps around
+        draw = DropoutDraw(0.3, 2**63 + 12345678901, 2**34 - 50)  # the lower half of the index wraps around
         if starts:
             rows = x.shape[:-1].numel()
             draw = draw._replace(starts=torch.arange(rows).flip(0) * (2**31 - 7))

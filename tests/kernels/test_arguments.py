@@ -7,7 +7,7 @@ import torch
 import shardlib as sl
 from shardlib.kernels import adamw, frozen_adam, lion
 from shardlib.kernels.counter import random_bits
-from shardlib.kernels.dropout import Draw
+from shardlib.kernels.dropout import DropoutDraw
 from shardlib.kernels.dropout import dropout as dropout_kernel
 from shardlib.kernels.exact_sum import digits_of_squares
 from shardlib.kernels.gelu import gelu
@@ -62,7 +62,7 @@ FUNCTIONS = {
     put: ({"x": x(2, 3, 4), "index": assigned(), "rows": x(2, 1, 4)}, {}),
     grouped_matmul: ({"x": x(), "weight": x(3, 5, 4), "offsets": torch.tensor([1, 1, 2])}, {}),
     sl.dropout: ({"x": x(), "bias": x(4), "residual": x()}, {"p": 0.1, "key": KEY}),
-    dropout_kernel: ({"x": x(), "bias": x(4), "residual": x()}, {"draw": Draw(0.1, 3)}),
+    dropout_kernel: ({"x": x(), "bias": x(4), "residual": x()}, {"draw": DropoutDraw(0.1, 3)}),
     sl.nn.linear_cross_entropy: (layer(), {}),
     chunked: (layer(), {}),
     sl.nn.sparse_attention: ({name: v for name, v in heads().items() if name in "qkv"}, {"layout": heads()["layout"]}),

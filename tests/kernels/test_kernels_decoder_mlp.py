@@ -6,7 +6,7 @@ from helpers import kernels, spread
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardlib.kernels.decoder_mlp import MLP, Choice, decoder_mlp
+from shardlib.kernels.decoder_mlp import MLP, ChosenExperts, decoder_mlp
 from shardlib.kernels.thin_matmul import Linear, QuantizedMatrix
 
 # Of epsilon, for each rounding. Sums round too where they are no finer than what they return, and so does float64's oracle.
@@ -30,7 +30,7 @@ def dense(width, inner, dtype, seed, biases=True):
 def with_experts(width, inner, experts, count, renormalises, dtype, seed):
     shapes = ((width,), (experts, 2 * inner, width), (experts, width, inner), (experts, width))
     norm, gate_up, down, router = tensors(dtype, seed, *shapes)
-    return MLP(norm, 1e-5, Linear(gate_up), None, Linear(down), Choice(router, count, renormalises))
+    return MLP(norm, 1e-5, Linear(gate_up), None, Linear(down), ChosenExperts(router, count, renormalises))
 
 
 def swiglu(x, gate, up, down):

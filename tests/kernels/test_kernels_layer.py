@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardlib.common import thresholds
 from shardlib.kernels import norm
-from shardlib.kernels.dropout import Draw, dropout
+from shardlib.kernels.dropout import DropoutDraw, dropout
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.rotary import rotary
 from shardlib.kernels.softmax import softmax
@@ -133,7 +133,7 @@ def test_wrong_arguments_reach_no_kernel():
     with pytest.raises(ValueError, match=r"residual is torch.float64 .* they must agree"):
         norm.add_layer_norm(x, x.double(), v)
     with pytest.raises(ValueError, match="starts has 2 indices for the 3 rows of x"):
-        dropout(x, Draw(0.5, 1, 0, torch.zeros(2, dtype=torch.int64)))
+        dropout(x, DropoutDraw(0.5, 1, 0, torch.zeros(2, dtype=torch.int64)))
     with pytest.raises(ValueError, match=r"gate is torch.float32 \(3, 4\), and up torch.float32 \(4, 3\)"):
         swiglu(x, x.T)
     with pytest.raises(ValueError, match=r"give it as \[batch, heads, queries, keys\]"):

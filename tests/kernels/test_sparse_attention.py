@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.common import thresholds
-from shardlib.kernels.sparse_attention import Blocks, Options, cpu
+from shardlib.kernels.sparse_attention import ComputedBlocks, Options, cpu
 from shardlib.sparse import Layout
 
 NAMES = (*kernels.WITH_AMX, kernels.CUT, "reference")
@@ -166,10 +166,10 @@ def test_work_is_the_density(name, block):
     ]
     with kernels.served_by(name):
         for layout in layouts:
-            blocks = Blocks(layout.row_offsets, layout.columns)
+            blocks = ComputedBlocks(layout.row_offsets, layout.columns)
             assert cpu.work(q, q[:, :2], blocks, Options(block, 1.0)) == pytest.approx(layout.density, rel=1e-12)
         # Under a causal mask, whole tiles of 16 queries by 16 keys: none above those on the diagonal, of any block.
-        causal = cpu.work(q, q, Blocks(layout.row_offsets, layout.columns), Options(block, 1.0, causal=True))
+        causal = cpu.work(q, q, ComputedBlocks(layout.row_offsets, layout.columns), Options(block, 1.0, causal=True))
         assert causal == pytest.approx((length + 16) / (2 * length), rel=1e-12)
 
 

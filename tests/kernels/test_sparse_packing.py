@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.kernels.sparse_attention import Blocks, Options, packing
+from shardlib.kernels.sparse_attention import ComputedBlocks, Options, packing
 from shardlib.kernels.sparse_attention.packing import cells
 from shardlib.sparse.layout import Layout
 
 
 def blocks_of(layout):
-    return Blocks(layout.row_offsets, layout.columns)
+    return ComputedBlocks(layout.row_offsets, layout.columns)
 
 
 @st.composite

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardlib.mesh.launch.restarts import Counts
 from shardlib.mesh.launch.supervise import supervise
-from shardlib.mesh.launch.supervised import Progress, Supervisor, progress
+from shardlib.mesh.launch.supervised import RankProgress, Supervisor, progress
 
 # Each rank notes its environment in a file of its own, then does what the program is about.
 NOTE = """
@@ -198,19 +198,19 @@ def test_no_rank_outlives_its_supervisor(tmp_path):
 def test_rank_0_tells_how_far_the_ranks_are():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {"SHARDLIB_SUPERVISOR": f"127.0.0.1:{store.port}", "SHARDLIB_SAVES": "2"}
-    assert progress(store) == Progress()
+    assert progress(store) == RankProgress()
     other = Supervisor(variables | {"RANK": "1"})
     other.done(4)
-    assert progress(store) == Progress()
+    assert progress(store) == RankProgress()
     rank = Supervisor(variables | {"RANK": "0"})
     before = time.time()
     rank.begun(10)
-    assert progress(store) == Progress(10)
+    assert progress(store) == RankProgress(10)
     rank.done(11)
     rank.done(12)
     rank.saved(12)
     found = progress(store)
-    assert found == Progress(10, 12, 12, found.first) and before <= found.first <= time.time()
+    assert found == RankProgress(10, 12, 12, found.first) and before <= found.first <= time.time()
     assert [rank.resizes() for _ in range(3)] == [other.resizes() for _ in range(3)] == [False, True, False]
     fresh = Supervisor(variables | {"RANK": "0"})
     fresh.done(31)

@@ -18,7 +18,7 @@ from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import experts_on_host, quantized
 from shardlib.models.decoding.decoder import Decoder
 from shardlib.models.decoding.library import GPT
-from shardlib.models.decoding.residence.slots import Slots
+from shardlib.models.decoding.residence.slots import ExpertCache
 from shardlib.models.decoding.residence.store import LayerStore
 
 PARAMS = random_params(dtype=torch.float64)
@@ -106,7 +106,7 @@ def used(routings, slots):
 def test_each_missing_expert_comes_once_and_the_least_recently_used_leaves(routings, slots):
     """Outputs are those of the experts, whose weights are their numbers."""
     leaf = torch.arange(6.0)[:, None, None]
-    store = LayerStore(Slots([leaf], slots, sl.make_mesh().transfers, torch.device("cpu")), 0, 6)
+    store = LayerStore(ExpertCache([leaf], slots, sl.make_mesh().transfers, torch.device("cpu")), 0, 6)
     for experts in routings:
         counts = torch.tensor([2 if expert in experts else 0 for expert in range(6)])
         rows = torch.ones(2 * len(experts) + 1, 1)
@@ -155,7 +155,7 @@ def test_the_same_tokens_on_every_mesh(name):
 
 
 def test_guesses_count_a_ranks_own_experts():
-    store = LayerStore(Slots([torch.zeros(2, 1)], 1, sl.make_mesh().transfers, torch.device("cpu")), 4, 2)
+    store = LayerStore(ExpertCache([torch.zeros(2, 1)], 1, sl.make_mesh().transfers, torch.device("cpu")), 4, 2)
     assert store.counts(torch.tensor([[4, 5], [5, 3], [6, -1]])).tolist() == [1, 2]
 
 

@@ -16,7 +16,7 @@ from shardlib.models import gpt
 from shardlib.optim.base import GradientTransformation
 from shardlib.plan.build import build_plan
 from shardlib.plan.tiers.depth import short_form
-from shardlib.plan.tiers.known import Traced, seen_in_traces
+from shardlib.plan.tiers.known import KindTracer, seen_in_traces
 
 CONFIG = gpt.GPTConfig(vocab=256, layers=20, width=32, heads=2, sequence=16)
 TOKENS = torch.zeros(4, 16, dtype=torch.int64)
@@ -338,10 +338,10 @@ def test_blocks_that_differ_unseen_are_found_out(every):
     params, loss_fn = uneven(every)
     whole = tracing(loss_fn)
     first, second = (plan_of(None, sl.zero(stage), tree=params) for stage in (0, 3))
-    known = Traced(whole.traced, Shortly(whole))
+    known = KindTracer(whole.traced, Shortly(whole))
     assert known(first).traces == whole.traced(first).traces
     assert known(second).traces == whole.traced(second).traces
-    trusting = Traced(whole.traced, lambda plan: whole.traced(first).traces)
+    trusting = KindTracer(whole.traced, lambda plan: whole.traced(first).traces)
     trusting(first)
     wrong = trusting(second)
     assert wrong.traces != whole.traced(second).traces and not trusting.holds(wrong)

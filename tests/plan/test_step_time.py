@@ -145,9 +145,9 @@ def test_operators_take_a_fixed_time_in_every_microbatch():
 
 
 def test_views_and_memory_without_values_are_no_operators():
-    from shardlib.execute.phases import Work
+    from shardlib.execute.phases import WorkCount
 
-    with Work() as work:
+    with WorkCount() as work:
         x = torch.empty(4, 4).fill_(1.0).requires_grad_()
         (x.view(16)[2:].square().reshape(7, 2).mT @ torch.ones(7, 1)).sum().backward()
     assert work.launches[0] == 6  # fill_, square, ones, the product, sum, and the one that backward starts from

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardlib as sl
 from shardlib.execute.flops import flops_of
-from shardlib.execute.phases import Work
+from shardlib.execute.phases import WorkCount
 from shardlib.models import bert, gpt
 from shardlib.report.profile.operators import operators_of
 
@@ -107,7 +107,7 @@ def both(call):
     """Operations of a call, by torch's counter and by ours."""
     with FlopCounterMode(display=False) as theirs:
         call()
-    with Work() as ours:
+    with WorkCount() as ours:
         call()
     return theirs.get_total_flops(), sum(ours.flops)
 
@@ -167,7 +167,7 @@ def test_a_convolutions_backward_does_its_product_for_each_gradient(transposed, 
     """Torch's counter takes the weight of one group for that of all of them."""
     conv = (nn.ConvTranspose2d if transposed else nn.Conv2d)(3, 6, 3, stride=2, padding=1, groups=groups)
     image = torch.randn(2, 3, 9, 7, requires_grad=of_input)
-    with Work() as work:
+    with WorkCount() as work:
         conv(image).sum().backward()
     forward = 2 * conv.weight.numel() * 2 * (9 * 7 if transposed else 5 * 4)
     assert work.flops == (forward, (1 + of_input) * forward)
@@ -176,7 +176,7 @@ def test_a_convolutions_backward_does_its_product_for_each_gradient(transposed, 
 def test_recurrent_layers():
     """At each of 5 steps of 2 rows the weights of 4 gates multiply 16 inputs and 8 states; backward has two such products."""
     layer, x = nn.LSTM(16, 8, num_layers=1), torch.randn(5, 2, 16)
-    with Work() as work:
+    with WorkCount() as work:
         layer(x)[0].sum().backward()
     product = 2 * 5 * 2 * 4 * 8 * (16 + 8)
     assert work.flops == (product, 2 * product)
@@ -225,9 +225,9 @@ def test_the_fused_output_layer():
 
     x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
     targets, product = torch.zeros(6, dtype=torch.int64), 2 * 6 * 8 * 10
-    with Work() as work:
+    with WorkCount() as work:
         linear_cross_entropy(x, weight, targets).backward()
     assert work.flops == (3 * product, 0)
-    with Work() as work, torch.no_grad():
+    with WorkCount() as work, torch.no_grad():
         linear_cross_entropy(x, weight, targets)
     assert work.flops == (product, 0)

@@ -11,9 +11,9 @@ from shardlib.common.environment import environment
 from shardlib.models import gpt
 from shardlib.plan.prediction import predict_step
 from shardlib.report.profile import rates
-from shardlib.report.profile.recording import OUTSIDE, Recording, Step, stepped
+from shardlib.report.profile.recording import OUTSIDE, RecordedStep, Recording, stepped
 from shardlib.report.profile.stragglers import Stragglers
-from shardlib.report.profile.timeline import REST, Part, Span, Timeline
+from shardlib.report.profile.timeline import REST, Part, Span, StepTimeline
 
 CONFIG = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=4, sequence=16)
 
@@ -257,7 +257,7 @@ def test_the_peak_is_of_what_is_computed_with(dtype):
 
 
 def test_own_times_of_nested_parts():
-    timeline = Timeline(torch.device("cpu"))
+    timeline = StepTimeline(torch.device("cpu"))
     place = timeline.open(Part("compute", "forward", "a"))
     with timeline.within(Part("wait", "data")):
         timeline.turn(place, Part("compute", "forward", "b"))  # nothing changes within a further part
@@ -306,7 +306,7 @@ def test_ranks_are_compared_within_their_stage():
     """Stages differ in what they compute, and nobody is late for that."""
 
     def steps(seconds):
-        return [Step(0.0, [Span(REST, 0.0, seconds, 0, seconds)], [])]
+        return [RecordedStep(0.0, [Span(REST, 0.0, seconds, 0, seconds)], [])]
 
     ranks = [steps(1.0), steps(1.0), steps(3.0), steps(5.0)]
     found = Stragglers(Recording({"pipe": 2, "data": 2}, ("pipe",), 0, ranks), None)

@@ -15,7 +15,7 @@ from shardlib.collectives import primitives
 from shardlib.common.thresholds import Threshold
 from shardlib.errors import IllegalComposition, RankFailure, StorageError
 from shardlib.optim.on_disk import InPlace, OnDisk
-from shardlib.optim.optimizers.coded import Coded
+from shardlib.optim.optimizers.coded import CodedMoment
 from shardlib.optim.whole import WholeLeaves
 from shardlib.plan import buckets
 
@@ -233,7 +233,11 @@ def test_what_cannot_go_bucket_by_bucket_is_refused(tmp_path):
 
 
 def coded(state):
-    return [m for m in optree.tree_leaves(state.opt, is_leaf=lambda n: isinstance(n, Coded)) if isinstance(m, Coded)]
+    return [
+        m
+        for m in optree.tree_leaves(state.opt, is_leaf=lambda n: isinstance(n, CodedMoment))
+        if isinstance(m, CodedMoment)
+    ]
 
 
 def test_moments_in_8_bits_are_what_the_plan_counts_and_moves(tmp_path, monkeypatch):

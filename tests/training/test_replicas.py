@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.collectives.primitives import all_gather_object
-from shardlib.collectives.tokens.fetch import Fetch
+from shardlib.collectives.tokens.fetch import TokenFetch
 from shardlib.errors import IllegalComposition
 from shardlib.execute.batches import batch_index
 from shardlib.nn import routers
@@ -235,7 +235,7 @@ def sent_in_a_step(mesh, axes, spare, seats, replicas):
     for rank, row in enumerate(everyone):
         counts[rank, slots.of_rows(rank)] = row
     tokens = exchange.payload(mesh.shape, mesh.coords, counts, WIDTH, torch.float32)
-    weights = Fetch(axes, slots.owners).payload(mesh.shape, mesh.coords, 3 * WIDTH * HIDDEN * 4)
+    weights = TokenFetch(axes, slots.owners).payload(mesh.shape, mesh.coords, 3 * WIDTH * HIDDEN * 4)
     predicted = {
         axis: bare[axis] + tokens.forward[axis] + tokens.backward[axis] + sum(way[axis] for way in weights)
         for axis in axes

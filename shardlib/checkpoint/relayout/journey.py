@@ -14,7 +14,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Splits
 
 
-class Held(NamedTuple):
+class MovingRows(NamedTuple):
     """Elements of a tensor whose rows move.
 
     Attributes:
@@ -36,7 +36,7 @@ class Parcel(NamedTuple):
     size: int
 
 
-def parcels(tensors: Sequence[Held], came_from: Sequence[int]) -> list[Parcel]:
+def parcels(tensors: Sequence[MovingRows], came_from: Sequence[int]) -> list[Parcel]:
     """All parcels of the ranks that exchange rows of ``tensors``, in the same order on each of them."""
     return [
         Parcel(number, move, move.length * held.data.element_size())
@@ -52,7 +52,7 @@ def sent_bytes(mesh: Mesh, parcels: Sequence[Parcel]) -> dict[str, int]:
     return {axis: sum(hop.bytes(hop.leaving)) for axis, hop in hops.items()}
 
 
-def move_rows(mesh: Mesh, tensors: Sequence[Held], came_from: Sequence[int]) -> None:
+def move_rows(mesh: Mesh, tensors: Sequence[MovingRows], came_from: Sequence[int]) -> None:
     """Make row r of each tensor what its row ``came_from[r]`` was, in place. Collective.
 
     A parcel goes along one axis after the other, so it passes through ranks that it is not for; at most through one for each

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from shardlib.checkpoint.fragments import flat_states
-from shardlib.checkpoint.packed import Parts
-from shardlib.checkpoint.relayout.journey import Held
+from shardlib.checkpoint.packed import CheckpointTrees
+from shardlib.checkpoint.relayout.journey import MovingRows
 from shardlib.checkpoint.relayout.moves import Place
 from shardlib.checkpoint.residuals import residual_views
 from shardlib.collectives.codecs.base import Kept
@@ -30,14 +30,14 @@ class Tensors:
         IllegalComposition: some of them cannot be moved by rows; lists them.
     """
 
-    def __init__(self, parts: Parts, paths: Iterable[str]) -> None:
+    def __init__(self, parts: CheckpointTrees, paths: Iterable[str]) -> None:
         self._parts, self._plan, self._mesh = parts, parts.params.plan, parts.params.mesh
         self._paths = frozenset(paths)
         self._here = self._place(self._mesh.coords)
         self._extents: dict[tuple[str, int], list[tuple[dict[Place, range], int]]] = {}
         self._check()
 
-    def by_leaf(self) -> Iterator[tuple[str, Held]]:
+    def by_leaf(self) -> Iterator[tuple[str, MovingRows]]:
         """Path of a leaf, and tensor with elements of it: the parameter, its master, the optimizer's trees, gradients that
         wait, further trees, and residuals. Ranks that exchange rows have them in the same order."""
         yield from self._flat()
@@ -74,7 +74,7 @@ class Tensors:
                 for prefix, subset, tensor in flat_states(self._parts, bucket):
                     yield prefix, subset, tensor, subset.levels
 
-    def _flat(self) -> Iterator[tuple[str, Held]]:
+    def _flat(self) -> Iterator[tuple[str, MovingRows]]:
         for _, bucket, tensor, level in self._buffers():
             if (bucket.name, level) not in self._extents:
                 runs = [self._of_buffer(bucket, number, level) for number in range(len(bucket.paths))]
@@ -84,20 +84,20 @@ class Tensors:
                 bucket.paths, segments, self._extents[bucket.name, level], strict=True
             ):
                 if path in self._paths:
-                    yield path, Held(segment[: len(extents[self._here])], extents, row)
+                    yield path, MovingRows(segment[: len(extents[self._here])], extents, row)
 
     def _of_buffer(self, bucket: Bucket, number: int, level: int) -> tuple[dict[Place, range], int]:
         """The extents of a leaf of a bucket at a level, and the elements of a row."""
         return self._among(bucket.paths[number], bucket.axes[:level], lambda at: bucket.extents(at, level)[number])
 
-    def _residuals(self) -> Iterator[tuple[str, Held]]:
+    def _residuals(self) -> Iterator[tuple[str, MovingRows]]:
         for channel in self._plan.channels:
             for name, kept in channel.keeps.items():
                 for path in channel.bucket.paths:
                     if kept.residual and path in self._paths:
                         yield path, self._residual(channel, self._parts.comm[name], kept, path)
 
-    def _residual(self, channel: Channel, tensor: torch.Tensor, kept: Kept, path: str) -> Held:
+    def _residual(self, channel: Channel, tensor: torch.Tensor, kept: Kept, path: str) -> MovingRows:
         axes = channel.bucket.axes[: channel.level]
         if kept.by_row:
             axes = *axes, channel.axis
@@ -109,7 +109,7 @@ class Tensors:
             return range(0), tensor[:0]  # another rank's row has the leaf
 
         extents, row = self._among(path, axes, lambda at: part(at)[0])
-        return Held(part(self._mesh.coords)[1], extents, row)
+        return MovingRows(part(self._mesh.coords)[1], extents, row)
 
     def _among(
         self, path: str, axes: Sequence[str], extent: Callable[[Coords], range]

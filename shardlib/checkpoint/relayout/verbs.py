@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardlib.checkpoint.packed import outlined
-from shardlib.checkpoint.relayout.journey import Held, move_rows, parcels, sent_bytes
+from shardlib.checkpoint.relayout.journey import MovingRows, move_rows, parcels, sent_bytes
 from shardlib.checkpoint.relayout.layers import (
     Given,
     Layer,
@@ -23,7 +23,7 @@ from shardlib.optim.train_state import OptimizerState, TrainState, copied
 from shardlib.sharded.tree import Sharded
 
 
-class Change(NamedTuple):
+class LayerChange(NamedTuple):
     """A layer whose experts change their places."""
 
     layer: Layer
@@ -146,7 +146,7 @@ def relayout_payload(
     return dict(total)
 
 
-def _changes(state: TrainState, seats: Given, replicas: Given, counts: Given) -> list[Change]:
+def _changes(state: TrainState, seats: Given, replicas: Given, counts: Given) -> list[LayerChange]:
     """The layers whose experts change their places, in the same order on all ranks."""
     layers, mesh = layers_of(state.params.plan), state.params.mesh
     present = present_places(state.params, layers.values())
@@ -154,17 +154,19 @@ def _changes(state: TrainState, seats: Given, replicas: Given, counts: Given) ->
     texts = {name: f"seats {list(one.seats)}, replicas {list(one.replicas)}" for name, one in wanted.items()}
     primitives.require_equal(mesh, "seats", texts, "Give relayout the same on every rank.")
     return [
-        Change(layer, present[name], wanted[name])
+        LayerChange(layer, present[name], wanted[name])
         for name, layer in layers.items()
         if name in wanted and wanted[name] != present[name]
     ]
 
 
-def _tensors(state: TrainState, changes: Sequence[Change], also: Mapping[str, Any] | None) -> dict[str, list[Held]]:
+def _tensors(
+    state: TrainState, changes: Sequence[LayerChange], also: Mapping[str, Any] | None
+) -> dict[str, list[MovingRows]]:
     """Layer -> the tensors whose rows move."""
     moved = [change for change in changes if change.before.seats != change.after.seats]
     paths = {path: change.layer.name for change in moved for path in change.layer.experts}
-    found: dict[str, list[Held]] = {change.layer.name: [] for change in changes}
+    found: dict[str, list[MovingRows]] = {change.layer.name: [] for change in changes}
     for path, held in Tensors(outlined(state, also), paths).by_leaf():
         found[paths[path]].append(held)
     return found

@@ -7,7 +7,7 @@ codec=...)``:
 - ``bind(rows)``: the `BoundCodec` for one buffer that is laid out as `Rows` says. It states the tensors that stay from one
   exchange to the next (`Kept`) and their initial values, the bytes that a rank sends, and how the buffer is padded;
 - ``exchange(mesh, axis, items, residuals)``: starts the sum of several buffers, one `Item` each, by the primitives of
-  `shardlib.collectives`. It reads and replaces the kept tensors in ``residuals`` (`Residuals`). It returns an `Exchange`,
+  `shardlib.collectives`. It reads and replaces the kept tensors in ``residuals`` (`Residuals`). It returns an `SumsUnderWay`,
   whose ``wait`` returns each buffer's sum: this rank's row of it where rows are scattered, else the whole buffer.
 
 Parameters are gathered in fewer bytes by a `Packing`, which a transform claims by ``Reduce(axis, gathered=...)``.
@@ -16,7 +16,6 @@ Parameters are gathered in fewer bytes by a `Packing`, which a transform claims 
 from shardlib.collectives.codecs.base import (
     BoundCodec,
     Codec,
-    Exchange,
     Item,
     Kept,
     KeptFactors,
@@ -24,13 +23,14 @@ from shardlib.collectives.codecs.base import (
     RowResidual,
     Rows,
     SentResidual,
+    SumsUnderWay,
 )
 from shardlib.collectives.codecs.integers import Packing
 
 __all__ = [
     "BoundCodec",
     "Codec",
-    "Exchange",
+    "SumsUnderWay",
     "Item",
     "Kept",
     "KeptFactors",

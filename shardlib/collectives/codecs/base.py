@@ -1,8 +1,8 @@
 """The interface of compressed sums over one axis.
 
 A `Codec` says how values are encoded. A `BoundCodec` is a codec bound to one buffer: it states which tensors are kept from
-one exchange to the next, and how many bytes are sent. An `Exchange` is the sum of several buffers, started and not yet waited
-for.
+one exchange to the next, and how many bytes are sent. `SumsUnderWay` are those of several buffers, started and not yet
+waited for.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Item(Generic[B]):
     kept: tuple[str, ...]
 
 
-class Exchange(Protocol):
+class SumsUnderWay(Protocol):
     """The sums (or means) of some buffers, under way."""
 
     def wait(self, out: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor]:
@@ -210,7 +210,7 @@ class Codec(Protocol):
 
     def bind(self, rows: Rows) -> BoundCodec: ...
 
-    def exchange(self, mesh: Mesh, axis: str, items: Sequence[Item[Any]], residuals: Residuals) -> Exchange:
+    def exchange(self, mesh: Mesh, axis: str, items: Sequence[Item[Any]], residuals: Residuals) -> SumsUnderWay:
         """Start to sum buffers that are bound to this codec.
 
         ``residuals`` holds the kept tensors of all items. The exchange replaces them.

@@ -107,7 +107,7 @@ class OrderedSums:
         ]
 
     def wait(self, out: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor]:
-        """Each item's sum: see `shardlib.collectives.codecs.base.Exchange.wait`."""
+        """Each item's sum: see `shardlib.collectives.codecs.base.SumsUnderWay.wait`."""
         rows = [self._sum(number) for number in range(len(self._items))]
         if self._items[0].codec.rows.scattered:
             return rows

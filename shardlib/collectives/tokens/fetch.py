@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from shardlib.collectives.tokens.journey import Journey, Travelling
-from shardlib.collectives.tokens.route import Hop, Order, Route
+from shardlib.collectives.tokens.route import Hop, Route, RowPermutation
 from shardlib.common._compat import no_modes
 from shardlib.mesh.mesh import Mesh
 
@@ -38,7 +38,7 @@ class Trip:
 
 
 @dataclass(frozen=True)
-class Fetch:
+class TokenFetch:
     """A fetch of one row for each slot of every rank, from the rank that has it. Autograd takes gradients back.
 
     An all-to-all along each axis in turn, as tokens travel; sizes are known beforehand, and nothing is encoded.
@@ -105,10 +105,10 @@ def _trips(ways: tuple[int, ...], owners: tuple[int, ...]) -> list[Trip]:
     return trips
 
 
-def _sorted(slots: Sequence[int], device: torch.device) -> Order | None:
+def _sorted(slots: Sequence[int], device: torch.device) -> RowPermutation | None:
     """The order in which rows that have arrived lie by their slots."""
     there = sorted(range(len(slots)), key=slots.__getitem__)
     if there == list(range(len(slots))):
         return None
     back = sorted(range(len(slots)), key=there.__getitem__)
-    return Order(torch.tensor(there, device=device), torch.tensor(back, device=device))
+    return RowPermutation(torch.tensor(there, device=device), torch.tensor(back, device=device))

@@ -24,7 +24,7 @@ from shardlib.mesh.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Order:
+class RowPermutation:
     """A permutation of rows.
 
     Attributes:
@@ -50,7 +50,7 @@ class Hop:
     sizes: tuple[torch.Tensor, torch.Tensor] | None
     sent: int
     received: int
-    order: Order | None
+    order: RowPermutation | None
 
     def ordered(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows that have arrived, in the order in which they go on."""
@@ -177,7 +177,7 @@ def _turns(hops: int) -> list[tuple[int, ...]]:
     return [*onwards, tuple(reversed(range(hops + 1)))]
 
 
-def _order(table: torch.Tensor, dims: tuple[int, ...], rows: int) -> Order | None:
+def _order(table: torch.Tensor, dims: tuple[int, ...], rows: int) -> RowPermutation | None:
     """The order of ``rows`` rows in blocks of the sizes in ``table`` when its dimensions are put in another order."""
     long = [dim for dim in dims if table.shape[dim] > 1]
     if long == sorted(long):
@@ -187,7 +187,7 @@ def _order(table: torch.Tensor, dims: tuple[int, ...], rows: int) -> Order | Non
     shifts = starts - (sizes.cumsum(0) - sizes)
     numbers = torch.arange(rows, device=table.device)
     there = numbers + shifts.repeat_interleave(sizes, output_size=rows)
-    return Order(there, torch.empty_like(there).scatter(0, there, numbers))
+    return RowPermutation(there, torch.empty_like(there).scatter(0, there, numbers))
 
 
 def _places(rows: int, counts: torch.Tensor, slots: int) -> torch.Tensor:

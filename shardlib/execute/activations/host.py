@@ -20,7 +20,7 @@ from shardlib.mesh.transfers import Transfer, Transfers
 from shardlib.plan.recompute import Recompute
 
 
-class Link(Protocol):
+class HostLink(Protocol):
     """The way between a device's memory and the host's."""
 
     def buffer(self, size: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Pinned:
         return self._transfers.start(way, lambda: target.copy_(source, non_blocking=True))
 
 
-class Imagined:
+class FakeHostLink:
     """A link for planning: tensors have no values, and host memory is that of the meta device."""
 
     def __init__(self, transfers: Transfers) -> None:
@@ -58,7 +58,7 @@ class Imagined:
         return self._transfers.start(way, lambda: None)
 
 
-class HostMemory:
+class HostBuffers:
     """Buffers in host memory, which later micro-batches and steps use again.
 
     Attributes:
@@ -67,7 +67,7 @@ class HostMemory:
         held: bytes of all buffers.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: HostLink) -> None:
         self.link = link
         self.down = self.up = self.held = 0
         self._free: list[torch.Tensor] = []
@@ -112,7 +112,7 @@ class InHost:
 
     moves = True
 
-    def __init__(self, memory: HostMemory, tensor: torch.Tensor) -> None:
+    def __init__(self, memory: HostBuffers, tensor: torch.Tensor) -> None:
         self._original: Saved | None = Saved(tensor, version_of(tensor))
         self._changed: RuntimeError | None = None
         flat, self._layout = flattened(tensor)
@@ -174,10 +174,10 @@ class InHost:
         self._memory.give(self._buffer)
 
 
-def host_memory(how: Recompute | None, mesh: Mesh) -> HostMemory | None:
+def host_memory(how: Recompute | None, mesh: Mesh) -> HostBuffers | None:
     """Host memory for inputs of blocks; None if they stay on the device, which on the CPU is the host."""
     if how is None or not how.host or not (mesh.abstract or mesh.transfers.apart):
         return None
-    memory = HostMemory(Imagined(mesh.transfers) if mesh.abstract else Pinned(mesh.transfers))
+    memory = HostBuffers(FakeHostLink(mesh.transfers) if mesh.abstract else Pinned(mesh.transfers))
     mesh.kept.add(memory)
     return memory

@@ -1,8 +1,8 @@
 """The inputs of checkpointed blocks between forward and backward.
 
 A checkpoint keeps its block's inputs, and backward recomputes the block from them. A keeper takes the activations among them
-(what requires a gradient and is no parameter), puts them in a `Store`, and brings them back one block ahead of backward. What
-requires no gradient (batches, masks, positions) stays: blocks share it, and it is alive anyway.
+(what requires a gradient and is no parameter), puts them in an `ActivationStore`, and brings them back one block ahead of
+backward. What requires no gradient (batches, masks, positions) stays: blocks share it, and it is alive anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 Arguments = Sequence[Any]
 
 
-class Kept(Protocol):
+class StoredActivation(Protocol):
     """A tensor in a store.
 
     Attributes:
@@ -54,10 +54,10 @@ class Kept(Protocol):
         ...
 
 
-class Store(Protocol):
+class ActivationStore(Protocol):
     """A place where tensors are kept."""
 
-    def put(self, tensor: torch.Tensor) -> Kept:
+    def put(self, tensor: torch.Tensor) -> StoredActivation:
         """Start to move a tensor. Its memory is free at the next `settle`."""
         ...
 
@@ -73,12 +73,12 @@ class _Entry:
         users: how many blocks that were given it have not been recomputed in the last backward.
     """
 
-    kept: Kept
+    kept: StoredActivation
     first: int
     users: int = 0
 
 
-class Keeper:
+class ActivationKeeper:
     """Keeps the inputs of the checkpoints of one micro-batch.
 
     Args:
@@ -91,7 +91,7 @@ class Keeper:
     def __init__(
         self,
         how: Recompute | None,
-        store: Store | None,
+        store: ActivationStore | None,
         is_parameter: Callable[[torch.Tensor], bool],
         is_outermost: Callable[[], bool],
     ) -> None:
@@ -201,7 +201,7 @@ def may_move(arg: Any) -> bool:
 
 
 def _kept(fn: Function, args: Arguments, has_context: bool) -> tuple[Function, Arguments]:
-    keeper: Keeper | None = environment().keeper
+    keeper: ActivationKeeper | None = environment().keeper
     return (fn, args) if keeper is None else keeper.keep(fn, args, has_context)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.errors import HandleError
-from shardlib.execute.activations.keeper import Kept, Store
+from shardlib.execute.activations.keeper import ActivationStore, StoredActivation
 from shardlib.execute.activations.layout import flattened
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Work
@@ -21,7 +21,9 @@ from shardlib.plan.recompute import Recompute
 from shardlib.sharded.checksum import checksum
 
 
-def store_of(how: Recompute | None, mesh: Mesh, host: Store | None, first: Callable[[], bool]) -> Store | None:
+def store_of(
+    how: Recompute | None, mesh: Mesh, host: ActivationStore | None, first: Callable[[], bool]
+) -> ActivationStore | None:
     """The store that a plan names; None if inputs of blocks stay where they are.
 
     Args:
@@ -30,19 +32,19 @@ def store_of(how: Recompute | None, mesh: Mesh, host: Store | None, first: Calla
     """
     if how is None or how.axis is None:
         return host
-    return Shards(mesh, how.axis, host or Here(), lambda: first() and not mesh.abstract)
+    return ShardedStore(mesh, how.axis, host or Here(), lambda: first() and not mesh.abstract)
 
 
 class Here:
     """A store that leaves tensors where they are."""
 
-    def put(self, tensor: torch.Tensor) -> _Held:
-        return _Held(tensor.detach())
+    def put(self, tensor: torch.Tensor) -> _ShardedEntry:
+        return _ShardedEntry(tensor.detach())
 
     def settle(self) -> None: ...
 
 
-class _Held:
+class _ShardedEntry:
     moves = False
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -63,7 +65,7 @@ class _Held:
         self.spend()
 
 
-class Shards:
+class ShardedStore:
     """A store that divides tensors over an axis.
 
     Args:
@@ -71,10 +73,10 @@ class Shards:
         checks: whether to compare what the ranks put, before each keeps a share of it.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, inner: Store, checks: Callable[[], bool]) -> None:
+    def __init__(self, mesh: Mesh, axis: str, inner: ActivationStore, checks: Callable[[], bool]) -> None:
         self._mesh, self._axis, self._inner, self._checks = mesh, axis, inner, checks
 
-    def put(self, tensor: torch.Tensor) -> Kept:
+    def put(self, tensor: torch.Tensor) -> StoredActivation:
         if self._checks():
             self._require_alike(tensor)
         return _Share(self._mesh, self._axis, tensor, self._inner)
@@ -98,7 +100,7 @@ class _Share:
 
     moves = True
 
-    def __init__(self, mesh: Mesh, axis: str, tensor: torch.Tensor, inner: Store) -> None:
+    def __init__(self, mesh: Mesh, axis: str, tensor: torch.Tensor, inner: ActivationStore) -> None:
         self._mesh, self._axis = mesh, axis
         flat, self._layout = flattened(tensor)
         self._size, ways = len(flat), mesh.shape[axis]

@@ -44,7 +44,7 @@ def order_of(graph: Graph) -> list[tuple[str, str, str, int]]:
 
 
 @dataclass(frozen=True)
-class Peak:
+class GraphPeak:
     """The most that a graph holds of gathered parameters at a time.
 
     Attributes:
@@ -127,14 +127,14 @@ def alive(graph: Graph) -> list[tuple[int, int]]:
     return list(zip(wholes, others))
 
 
-def peak_of_wholes(graph: Graph) -> Peak:
+def peak_of_wholes(graph: Graph) -> GraphPeak:
     """What a graph holds of gathered parameters at the worst place."""
     wholes = [each for each in allocations(graph) if each.unit]
     changes = [(each.ends + 1, -1, each.unit, each.bytes) for each in wholes]  # what ends goes before what begins
     changes += [(each.begins, 1, each.unit, each.bytes) for each in wholes]
-    held, size, peak = Counter[str](), 0, Peak(0, 0)
+    held, size, peak = Counter[str](), 0, GraphPeak(0, 0)
     for _, sign, unit, count in sorted(changes):
         held[unit] += sign
         size += sign * count
-        peak = Peak(max(peak.units, sum(each > 0 for each in held.values())), max(peak.bytes, size))
+        peak = GraphPeak(max(peak.units, sum(each > 0 for each in held.values())), max(peak.bytes, size))
     return peak

@@ -15,8 +15,8 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.common.originals import CopiedModule, called_in
 from shardlib.errors import HandleError, IllegalComposition, RankMismatch
-from shardlib.execute.graph.lengths import Layout, Lengths
-from shardlib.execute.stages.base import Call
+from shardlib.execute.graph.lengths import InputLayout, Lengths
+from shardlib.execute.stages.base import StepInputs
 from shardlib.mesh.mesh import Mesh
 from shardlib.tree import Tree, flatten
 
@@ -28,7 +28,7 @@ _TORCH = Path(torch.__file__).parent
 
 
 @dataclass
-class _Made(Generic[T]):
+class _MadeGraph(Generic[T]):
     """A graph, how long it took, and what it is for: batches of a form, which have lengths that fit."""
 
     number: int
@@ -52,8 +52,8 @@ class Graphs(Generic[T]):
 
     def __init__(self, order_of: Callable[[T], list[Any]], symbolic: bool) -> None:
         self._order_of, self._symbolic = order_of, symbolic
-        self._made: list[_Made[T]] = []  # the one that was used last is the last
-        self._known: list[tuple[Layout, ...]] = []  # of inputs that were traced
+        self._made: list[_MadeGraph[T]] = []  # the one that was used last is the last
+        self._known: list[tuple[InputLayout, ...]] = []  # of inputs that were traced
         self._fixed: list[Any] = []  # paths of inputs that cannot be traced with symbols
         self._modules: set[CopiedModule] = set()  # of which copies are called in the graphs
         self._tokens: tuple[int | None, ...] = ()
@@ -99,14 +99,14 @@ class Graphs(Generic[T]):
             )
         _, *rest = form()  # after the trace: a count of the loss's own calls goes on in it
         self._count += 1
-        self._made.append(_Made(self._count, graph, time.perf_counter() - start, (kinds, *rest), lengths))
+        self._made.append(_MadeGraph(self._count, graph, time.perf_counter() - start, (kinds, *rest), lengths))
         self._modules.update(modules)
         values = lengths.values(layouts)
         assert values is not None
         return graph, values
 
     def _traced(
-        self, layouts: tuple[Layout, ...], trace: Callable[[Lengths], T]
+        self, layouts: tuple[InputLayout, ...], trace: Callable[[Lengths], T]
     ) -> tuple[Lengths, tuple[T, Collection[CopiedModule]]]:
         """A graph for inputs with these layouts, with symbols if it can have them, and the modules in it."""
         paths = _paths(layouts)
@@ -123,7 +123,7 @@ class Graphs(Generic[T]):
         lengths = Lengths([layouts])
         return lengths, called_in(lambda: trace(lengths))
 
-    def _drop(self, form: Any, layouts: tuple[Layout, ...]) -> None:
+    def _drop(self, form: Any, layouts: tuple[InputLayout, ...]) -> None:
         """Drop the graph that was used longest ago."""
         if not self._told:
             self._told = True
@@ -137,7 +137,7 @@ class Graphs(Generic[T]):
         del self._made[0]
 
 
-def _paths(layouts: Sequence[Layout]) -> list[tuple[str, int]]:
+def _paths(layouts: Sequence[InputLayout]) -> list[tuple[str, int]]:
     return [(layout.path, len(layout.sizes)) for layout in layouts]
 
 
@@ -153,30 +153,30 @@ class Trial:
         self._mesh, self.passed, self.ended = mesh, True, False
         self._first: Sequence[Tree] = ()  # the micro-batches of the first step, which may be taken again
 
-    def without_graphs(self, call: Call) -> bool:
+    def without_graphs(self, call: StepInputs) -> bool:
         """Whether a step runs without graphs."""
         if self.passed and self.ended and self._first is not call.microbatches:
             self._first = ()
             return False
         return True
 
-    def end(self, call: Call, trace: Callable[[], Any], alike: Any = None) -> None:
+    def end(self, call: StepInputs, trace: Callable[[], Any], alike: Any = None) -> None:
         """End a step that ran without graphs: the first one is traced. Collective. Arguments as in `agreed`."""
         if not self.ended:
             self.ended, self._first, self.passed = True, call.microbatches, agreed(self._mesh, trace, alike)
 
 
-def form_of(*trees: Tree) -> tuple[tuple[Any, ...], tuple[Layout, ...]]:
+def form_of(*trees: Tree) -> tuple[tuple[Any, ...], tuple[InputLayout, ...]]:
     """What a graph depends on of inputs: their structure, what tensors are and all other leaves; and the tensors' layouts."""
     kinds: list[Any] = []
-    layouts: list[Layout] = []
+    layouts: list[InputLayout] = []
     for tree in trees:
         paths, leaves, treedef = flatten(tree)
         kinds.append(treedef)
         for path, leaf in zip(paths, leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
                 kinds.append((path, (leaf.dim(), leaf.dtype, leaf.requires_grad)))
-                layouts.append(Layout(path, tuple(leaf.shape), leaf.stride()))
+                layouts.append(InputLayout(path, tuple(leaf.shape), leaf.stride()))
             else:
                 kinds.append((path, repr(leaf)))
     return tuple(kinds), tuple(layouts)
@@ -213,7 +213,7 @@ def agreed(mesh: Mesh, trace: Callable[[], Any], alike: Any = None) -> bool:
     return False
 
 
-def _changing(form: Any, layouts: Sequence[Layout], old: Any, old_layouts: Sequence[Layout]) -> str:
+def _changing(form: Any, layouts: Sequence[InputLayout], old: Any, old_layouts: Sequence[InputLayout]) -> str:
     """What differs between inputs and the last known ones, and a remedy."""
     (kinds, *_, closed), (before, *_, closed_before) = form, old
     if changed := [name for name, value in closed if dict(closed_before).get(name) != value]:

@@ -10,7 +10,7 @@ import torch
 from shardlib.common._compat import fakes_of_unknown_sizes, number_at, symbol, values_for
 
 
-class Layout(NamedTuple):
+class InputLayout(NamedTuple):
     """How an input lies in memory: its path in a tree, its sizes and its strides."""
 
     path: str
@@ -31,19 +31,19 @@ class Lengths:
         vary: whether there are symbols.
     """
 
-    def __init__(self, known: Sequence[tuple[Layout, ...]]) -> None:
+    def __init__(self, known: Sequence[tuple[InputLayout, ...]]) -> None:
         self.mode = fakes_of_unknown_sizes()
         self._symbols: dict[tuple[int, ...], Any] = {}  # by what each was in the batches so far
         self._values: dict[tuple[int, ...], dict[Any, int] | None] = {}  # by the numbers of a batch
         self._made = [self._of_tensor(layouts) for layouts in zip(*known)]
         self.vary = bool(self._symbols)
 
-    def _of_tensor(self, layouts: Sequence[Layout]) -> Layout:
+    def _of_tensor(self, layouts: Sequence[InputLayout]) -> InputLayout:
         sizes = tuple(map(self._number, zip(*(layout.sizes for layout in layouts))))
         strides: dict[int, Any] = {}
         for place in sorted(range(len(sizes)), key=lambda place: (layouts[-1].strides[place], -place)):
             strides[place] = self._stride(place, layouts, sizes, strides)
-        return Layout(layouts[-1].path, sizes, tuple(strides[place] for place in range(len(sizes))))
+        return InputLayout(layouts[-1].path, sizes, tuple(strides[place] for place in range(len(sizes))))
 
     def _number(self, seen: tuple[int, ...]) -> Any:
         """A number of the trace, which was ``seen`` in the batches so far."""
@@ -53,7 +53,9 @@ class Lengths:
             self._symbols[seen] = symbol(self.mode, seen[-1], f"length_{len(self._symbols)}")
         return self._symbols[seen]
 
-    def _stride(self, place: int, layouts: Sequence[Layout], sizes: Sequence[Any], strides: Mapping[int, Any]) -> Any:
+    def _stride(
+        self, place: int, layouts: Sequence[InputLayout], sizes: Sequence[Any], strides: Mapping[int, Any]
+    ) -> Any:
         """A stride: where it always was the product of another dimension's size and stride, as in whole memory, that."""
         seen = tuple(layout.strides[place] for layout in layouts)
         if len(set(seen)) > 1:
@@ -74,7 +76,7 @@ class Lengths:
         """Whether an expression is known from a batch."""
         return expression.free_symbols.issubset(each.node._expr for each in self._symbols.values())
 
-    def values(self, layouts: tuple[Layout, ...]) -> dict[Any, int] | None:
+    def values(self, layouts: tuple[InputLayout, ...]) -> dict[Any, int] | None:
         """What each symbol is in a batch; None if the graph is not for it."""
         now = _numbers(layouts)
         if now not in self._values:
@@ -90,5 +92,5 @@ class Lengths:
         return values if all(number_at(each, values) == number for each, number in zip(made, now)) else None
 
 
-def _numbers(layouts: Sequence[Layout]) -> tuple[Any, ...]:
+def _numbers(layouts: Sequence[InputLayout]) -> tuple[Any, ...]:
     return tuple(number for layout in layouts for number in (*layout.sizes, *layout.strides))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardlib.collectives.buffers import GATHER, SCATTER, SUM, Link
+from shardlib.collectives.buffers import GATHER, SCATTER, SUM, AxisLink
 from shardlib.common.thresholds import Threshold
 from shardlib.execute.graph.nodes import (
     GATHERS,
@@ -37,7 +37,7 @@ def limit_of(graph: Graph) -> int:
     return max(SMALLEST(), min(largest, LARGEST()))
 
 
-def merge(graph: Graph) -> list[Link]:
+def merge(graph: Graph) -> list[AxisLink]:
     """Merge small messages; returns the links of the merged ones, which must live as long as the graph."""
     links, limit = [], limit_of(graph)
     for group in _groups(_gathers(graph), limit):
@@ -92,12 +92,12 @@ def _reductions(graph: Graph, kind: Any) -> list[Node]:
     return found
 
 
-def _merged_link(group: Sequence[Node]) -> Link:
+def _merged_link(group: Sequence[Node]) -> AxisLink:
     first = link_at(group[0])
-    return Link(first.mesh, first.axis, f"{first.label} and {len(group) - 1} more", first.stays)
+    return AxisLink(first.mesh, first.axis, f"{first.label} and {len(group) - 1} more", first.stays)
 
 
-def _merged_gather(graph: Graph, group: Sequence[Node]) -> Link:
+def _merged_gather(graph: Graph, group: Sequence[Node]) -> AxisLink:
     link = _merged_link(group)
     place = positions(graph)
     sizes = [value_of(given(node)).numel() for node in group]
@@ -128,7 +128,7 @@ def _merged_gather(graph: Graph, group: Sequence[Node]) -> Link:
     return link
 
 
-def _merged_reduction(graph: Graph, group: Sequence[Node]) -> Link:
+def _merged_reduction(graph: Graph, group: Sequence[Node]) -> AxisLink:
     link, last, scatters = _merged_link(group), group[-1], group[0].target is SCATTER
     sizes = [value_of(result_of(node)).numel() for node in group]
     with graph.inserting_after(result_of(last)):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardlib.collectives.buffers import GATHER, SCATTER, SUM, Link, link_of
+from shardlib.collectives.buffers import GATHER, SCATTER, SUM, AxisLink, link_of
 from shardlib.common._compat import arguments_of, estimated, is_operator, to_copy, unsafe_view
 from shardlib.common.writes import targets
 from shardlib.execute.values.routes import FETCH, REDUCE
@@ -60,7 +60,7 @@ def result_of(exchange: Node) -> Node:
     return next(item for item in exchange.users if item.args[1] == 0)
 
 
-def link_at(exchange: Node) -> Link:
+def link_at(exchange: Node) -> AxisLink:
     """What an exchange goes along."""
     return link_of(exchange.args[1])  # type: ignore[arg-type]
 

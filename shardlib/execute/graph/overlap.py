@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardlib.collectives.buffers import STARTS, Sent
+from shardlib.collectives.buffers import STARTS, PendingExchange
 from shardlib.execute.graph.nodes import (
     GATHERS,
     REDUCTIONS,
@@ -34,7 +34,7 @@ IN_FLIGHT = 2  # reductions that may be under way
 _STARTS: dict[Any, Callable[..., Any]] = STARTS | {FETCH: start_fetch, REDUCE: start_reduce}
 
 
-def wait(sent: Sent | Gather | Reducing) -> list[torch.Tensor]:
+def wait(sent: PendingExchange | Gather | Reducing) -> list[torch.Tensor]:
     """What an exchange gave."""
     found = sent.wait()
     return found if isinstance(found, list) else [found]

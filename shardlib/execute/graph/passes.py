@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from shardlib.collectives.buffers import Link
+from shardlib.collectives.buffers import AxisLink
 from shardlib.execute.graph.accumulate import accumulate
 from shardlib.execute.graph.clean import clean
 from shardlib.execute.graph.fuse import Inductor, module_of
@@ -46,7 +46,7 @@ def optimise(
         inductor: compiles runs of operations; None where each is a call.
     """
     graph = traced.graph
-    links: list[Link] = []
+    links: list[AxisLink] = []
     if "clean" not in without:
         clean(graph)
     if "hoist" not in without:

@@ -15,11 +15,11 @@ from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.forms import Graphs, Trial, form_of
 from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.lengths import Lengths
-from shardlib.execute.graph.stage import Carry, Flight, StageGraph, StageSums, shards_of, trace_stage
+from shardlib.execute.graph.stage import Carry, StageGraph, StageRun, StageSums, shards_of, trace_stage
 from shardlib.execute.graph.text import described
 from shardlib.execute.losses import Outcome
 from shardlib.execute.opaque import storages_of
-from shardlib.execute.stages.base import Call
+from shardlib.execute.stages.base import StepInputs
 from shardlib.execute.stages.interpreter import Compute, Interpreter, Run, differentiable
 from shardlib.execute.stages.pipe import Pipe
 from shardlib.execute.surroundings import Surroundings
@@ -104,7 +104,7 @@ class GraphPipe(Pipe):
 
         return noted
 
-    def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
+    def train(self, call: StepInputs, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
         if self._trial.without_graphs(call):
             gradients = super().train(call, totals, options)
             self._trial.end(call, lambda: self._orders(call), self._home)
@@ -114,7 +114,7 @@ class GraphPipe(Pipe):
             graphs.begin(call.tokens)
         outcomes: dict[int, Outcome] = {}
         views = {number: self._plan.of_stage(number) for number in self._position.stages}
-        position = replace(self._position, stages={number: _Stage(view) for number, view in views.items()})
+        position = replace(self._position, stages={number: _GraphStage(view) for number, view in views.items()})
         sums = {number: StageSums(function) for number, function in self._functions.items()}
         with ExitStack() as stack:
             for between in self._between.values():
@@ -127,14 +127,16 @@ class GraphPipe(Pipe):
             totals.add(outcomes[index])
         return self._summed(each.result() for each in sums.values())
 
-    def _orders(self, call: Call) -> list[Any]:
+    def _orders(self, call: StepInputs) -> list[Any]:
         """The exchanges of the graphs of the first micro-batch."""
         for number, carry in self._entering.items():
             self._graphs[number].begin(call.tokens)
             self._graph(call, number, 0, carry)
         return [graphs.order for graphs in self._graphs.values()]
 
-    def _graph(self, call: Call, stage: int, microbatch: int, carry: Tree) -> tuple[StageGraph, Mapping[Any, Any]]:
+    def _graph(
+        self, call: StepInputs, stage: int, microbatch: int, carry: Tree
+    ) -> tuple[StageGraph, Mapping[Any, Any]]:
         """The graph of a stage for a micro-batch of this form, and what lengths are in it."""
         view, batch, key = self._plan.of_stage(stage), call.microbatches[microbatch], call.keys[microbatch]
         start, stop = self._plan.stages.spans[stage]
@@ -162,13 +164,13 @@ class GraphPipe(Pipe):
 
     def _flight(
         self,
-        call: Call,
+        call: StepInputs,
         options: ReductionOptions,
         outcomes: dict[int, Outcome],
         stage: int,
         microbatch: int,
         carry: Tree,
-    ) -> Flight:
+    ) -> StageRun:
         """The flight of a micro-batch through a stage, whose forward it runs."""
         (graph, lengths), key = self._graph(call, stage, microbatch, carry), call.keys[microbatch]
         options.note(graph.reached)
@@ -186,7 +188,7 @@ class GraphPipe(Pipe):
         return flight
 
 
-class _Stage:
+class _GraphStage:
     """One of this rank's stages, as an `Interpreter` runs it.
 
     Attributes:
@@ -210,7 +212,7 @@ class _Stage:
 class _Interpreter(Interpreter):
     """An interpreter of actions that are graphs."""
 
-    def __init__(self, flight: Callable[[int, int, Tree], Flight], *args: Any) -> None:
+    def __init__(self, flight: Callable[[int, int, Tree], StageRun], *args: Any) -> None:
         super().__init__(*args)
         self._flight = flight
 

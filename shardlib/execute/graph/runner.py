@@ -24,7 +24,7 @@ from shardlib.execute.graph.trace import Form, Traced, tensors_of, trace
 from shardlib.execute.losses import Outcome, wants
 from shardlib.execute.opaque import storages_of
 from shardlib.execute.record import Record
-from shardlib.execute.stages.base import Call
+from shardlib.execute.stages.base import StepInputs
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.totals import Totals
 from shardlib.execute.values.function import Function
@@ -90,7 +90,7 @@ class GraphStage:
     def __str__(self) -> str:
         return described(self.graphs, self._trial.passed, self._inductor)
 
-    def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
+    def train(self, call: StepInputs, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
         if self._trial.without_graphs(call):
             held = self._eager.train(call, totals, options)
             self._terms = len(totals.losses) // len(call.microbatches)
@@ -117,13 +117,13 @@ class GraphStage:
         options.residuals.after |= kept
         return self._function.joined(held, sums)
 
-    def shared_aux(self, call: Call, aux: Any, sums: Any) -> Any:
+    def shared_aux(self, call: StepInputs, aux: Any, sums: Any) -> Any:
         return aux
 
     def evaluate(self, params: Any, *args: Any) -> Any:
         return self._eager.evaluate(params, *args)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: StepInputs) -> None:
         self._graphs.begin(call.tokens)
         self._halves.begin(call.tokens)
 
@@ -139,7 +139,7 @@ class GraphStage:
         plain = not (plan.channels or plan.reductions.owner or plan.step.tree or moves or self._with_buffers)
         return self._terms > 1 and plain
 
-    def _in_halves(self, call: Call, index: int, sums: StageSums, options: ReductionOptions) -> Outcome:
+    def _in_halves(self, call: StepInputs, index: int, sums: StageSums, options: ReductionOptions) -> Outcome:
         """The outcome of a micro-batch, whose gradients are added to ``sums``."""
         (graph, lengths), key = self._half(call, index), call.keys[index]
         self._note(graph, options)
@@ -156,7 +156,7 @@ class GraphStage:
         flight.differentiate(started, sums)
         return outcome
 
-    def _half(self, call: Call, index: int) -> tuple[StageGraph, Mapping[Any, Any]]:
+    def _half(self, call: StepInputs, index: int) -> tuple[StageGraph, Mapping[Any, Any]]:
         """The graphs of forward and of backward of a micro-batch of this form, and what lengths are in it."""
         plan, mesh, fn, wanted = self._plan, self._mesh, self._fn, wants(self._fn, "rng")
         batch, key = call.microbatches[index], call.keys[index]
@@ -184,13 +184,13 @@ class GraphStage:
 
         return self._halves.of(lambda: (form_of(batch), key is None, closed_over(fn)), traced)
 
-    def _reduces(self, call: Call) -> bool:
+    def _reduces(self, call: StepInputs) -> bool:
         """Whether a graph sums gradients over ranks as the optimizer holds them: not where an optimizer sums over an axis
         itself, in some steps alone, or ranks send nodes of a tree."""
         plan = self._plan
         return len(call.microbatches) == 1 and plan.reductions.owner is None and not plan.step.tree
 
-    def _adds(self, call: Call) -> bool:
+    def _adds(self, call: StepInputs) -> bool:
         """Whether a graph adds gradients to sums over micro-batches."""
         plan = self._plan
         return len(call.microbatches) > 1 and not plan.step.tree and not any(map(plan.lands_each, plan.trained))
@@ -201,7 +201,7 @@ class GraphStage:
 
     def _microbatch(
         self,
-        call: Call,
+        call: StepInputs,
         index: int,
         buffers: Any,
         kept: dict[str, torch.Tensor],
@@ -225,7 +225,7 @@ class GraphStage:
         results = dict(zip((*names, *kept), rest, strict=True))
         return outcome, {name: results[name] for name in names}, {name: results[name] for name in kept}
 
-    def _order(self, call: Call, kept: dict[str, torch.Tensor]) -> list[Any] | None:
+    def _order(self, call: StepInputs, kept: dict[str, torch.Tensor]) -> list[Any] | None:
         """The exchanges of the graph of the first micro-batch."""
         self._begin(call)
         if self._halved:
@@ -235,7 +235,7 @@ class GraphStage:
         return self._graphs.order
 
     def _traced(
-        self, call: Call, index: int, buffers: Any, kept: dict[str, torch.Tensor]
+        self, call: StepInputs, index: int, buffers: Any, kept: dict[str, torch.Tensor]
     ) -> tuple[Traced, Mapping[Any, Any]]:
         """The graph of a micro-batch of this form, and what lengths are in it."""
         plan, mesh, reduces = self._plan, self._mesh, self._reduces(call)

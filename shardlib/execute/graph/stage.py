@@ -80,10 +80,10 @@ class StageGraph:
 
     def flight(
         self, shards: Sequence[torch.Tensor], key: Key | None, entering: Tree, lengths: Mapping[Any, Any]
-    ) -> Flight:
+    ) -> StageRun:
         """The flight of a micro-batch, which the stage is given ``entering``, its carry and its batch, with ``lengths``."""
         draws = [] if key is None else self.stands.values(key, lengths)
-        return Flight(self, [*shards, *draws], self.stored(self.entering, tensors_of(entering)))
+        return StageRun(self, [*shards, *draws], self.stored(self.entering, tensors_of(entering)))
 
     def stored(self, nodes: Sequence[Node | None], values: Sequence[torch.Tensor]) -> Store:
         """What the parts take of these values."""
@@ -91,7 +91,7 @@ class StageGraph:
         return {node: value for node, value in zip(nodes, values, strict=True) if node in taken}
 
 
-class Flight:
+class StageRun:
     """A micro-batch in a stage, between its forward and the end of its backward. In the place of an `Executor`.
 
     Args:

@@ -161,7 +161,7 @@ class Spans:
         return run
 
     def keep(self, fn: Callable[..., Any], args: Sequence[Any], has_context: bool) -> tuple[Any, Sequence[Any]]:
-        """See `shardlib.execute.activations.keeper.Keeper`: checkpoints of the model's own."""
+        """See `shardlib.execute.activations.keeper.ActivationKeeper`: checkpoints of the model's own."""
         if not self._depth and torch.is_grad_enabled():
             self._note(args, None)
         return fn, args

@@ -26,7 +26,7 @@ from shardlib.tree import Tree
 
 
 @dataclass(frozen=True)
-class Call:
+class StepInputs:
     """The inputs of one step.
 
     Attributes:
@@ -72,11 +72,11 @@ class Runner(Protocol):
     @property
     def records(self) -> Sequence[Record]: ...
 
-    def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
+    def train(self, call: StepInputs, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
         """Run forward and backward of all micro-batches: bucket name -> gradient. Outcomes are added to ``totals``."""
         ...
 
-    def shared_aux(self, call: Call, aux: Tree, sums: Sums) -> Tree:
+    def shared_aux(self, call: StepInputs, aux: Tree, sums: Sums) -> Tree:
         """The step's ``aux`` on every rank; refuses a loss that does not suit micro-batches of different sizes."""
         ...
 

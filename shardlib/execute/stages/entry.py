@@ -9,7 +9,7 @@ import torch
 from shardlib.tree import Tree, tree_map
 
 
-class _Entry(torch.autograd.Function):
+class _CarryEntry(torch.autograd.Function):
     """The values of a carry, whose gradient goes to a leaf without memory."""
 
     @staticmethod
@@ -33,6 +33,6 @@ def entered(carry: Tree) -> tuple[Tree, list[torch.Tensor]]:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
         leaves.append(value.new_zeros(()).expand(value.shape).requires_grad_())
-        return _Entry.apply(leaves[-1], value.detach())
+        return _CarryEntry.apply(leaves[-1], value.detach())
 
     return tree_map(enter, carry), leaves

@@ -24,7 +24,7 @@ from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
 from shardlib.plan.reductions import Reductions
 from shardlib.plan.tiers.depth import short_form
-from shardlib.plan.tiers.known import Traced, seen_in_traces
+from shardlib.plan.tiers.known import KindTracer, seen_in_traces
 from shardlib.rng import Key
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
@@ -118,10 +118,10 @@ class Untraceable(Exception):
     """A loss of which no trace can be made; says why."""
 
 
-def traced_once(tracing: Tracing) -> Traced:
+def traced_once(tracing: Tracing) -> KindTracer:
     """Traces of plans, each kind once. A function that is a sequence of blocks shows in short forms all that it does: blocks
     that are left out are the same function of parameters that are treated alike, and get a carry of the same form."""
-    return Traced(tracing.traced, Shortly(tracing), sure=isinstance(tracing.loss_fn, Sequential))
+    return KindTracer(tracing.traced, Shortly(tracing), sure=isinstance(tracing.loss_fn, Sequential))
 
 
 class Shortly:

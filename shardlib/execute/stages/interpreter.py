@@ -25,8 +25,8 @@ from shardlib.execute.stages.messages import (
     Facts,
     IncomingTensors,
     IncomingTree,
-    Link,
-    Sent,
+    PeerLink,
+    SentMessage,
     facts_of,
     finish,
     send_tensors,
@@ -113,8 +113,8 @@ class Position:
     stages: Mapping[int, Any]
     acknowledged: Mapping[Action, Sequence[Action]]
 
-    def link(self, other: int, about: str) -> Link:
-        return Link(self.mesh, self.axis, other, about)
+    def link(self, other: int, about: str) -> PeerLink:
+        return PeerLink(self.mesh, self.axis, other, about)
 
     def is_last(self, stage: int) -> bool:
         """Whether a stage is the last one, whose result is the loss."""
@@ -149,7 +149,7 @@ class Interpreter:
         self._posted: dict[int, Action] = {}  # rank -> the receive from it that was posted last
         self._newest: dict[int, IncomingTree] = {}  # rank -> the carry from it whose receive was posted last
         self._gone: dict[int, list[Facts]] = {}  # rank -> the carry that was sent to it last
-        self._sent: dict[Action, list[Sent]] = {}
+        self._sent: dict[Action, list[SentMessage]] = {}
         self._do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward if gradients is not None else self._forward_only,
             Kind.B: self._backward,
@@ -348,7 +348,7 @@ class Interpreter:
         for action in sends:
             finish(self._sent.pop(action, ()))
 
-    def _link(self, message: Action) -> Link:
+    def _link(self, message: Action) -> PeerLink:
         return self._position.link(peer(self._schedule, message), _about(message))
 
     def _tag(self, message: Action) -> int:

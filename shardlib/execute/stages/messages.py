@@ -38,7 +38,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Link:
+class PeerLink:
     """A connection to one other rank along an axis, in both directions.
 
     Attributes:
@@ -50,9 +50,9 @@ class Link:
     peer: int
     about: str = ""
 
-    def send(self, tensor: torch.Tensor, tag: int, *, scalars: bool = False) -> Sent:
+    def send(self, tensor: torch.Tensor, tag: int, *, scalars: bool = False) -> SentMessage:
         with naming(self.about):
-            return Sent(primitives.send(self.mesh, self.axis, tensor, self.peer, tag, scalars=scalars), tensor)
+            return SentMessage(primitives.send(self.mesh, self.axis, tensor, self.peer, tag, scalars=scalars), tensor)
 
     def recv(self, out: torch.Tensor, tag: int) -> Work:
         with naming(self.about):
@@ -71,20 +71,22 @@ class Link:
 
 
 @dataclass
-class Sent:
+class SentMessage:
     """A message under way, with its memory, which must not be freed before the message is received."""
 
     work: Work
     buffer: torch.Tensor
 
 
-def finish(sent: Iterable[Sent]) -> None:
+def finish(sent: Iterable[SentMessage]) -> None:
     """Wait until the memory of these messages may be used again."""
     for message in sent:
         message.work.wait()
 
 
-def send_tree(link: Link, tree: Tree, tag: int, expected: Sequence[Facts] = (), *, scalars: bool = False) -> list[Sent]:
+def send_tree(
+    link: PeerLink, tree: Tree, tag: int, expected: Sequence[Facts] = (), *, scalars: bool = False
+) -> list[SentMessage]:
     """Send any pytree; `IncomingTree` with the same ``tag`` and ``expected`` receives it. ``scalars``: see `Traffic`."""
     _, leaves, treedef = flatten(tree)
     described = [_facts(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -108,7 +110,9 @@ def send_tree(link: Link, tree: Tree, tag: int, expected: Sequence[Facts] = (), 
     return sent + send_tensors(link, tensors, tag + _OTHERS, scalars=scalars) if others else sent
 
 
-def send_tensors(link: Link, tensors: Sequence[torch.Tensor], tag: int, *, scalars: bool = False) -> list[Sent]:
+def send_tensors(
+    link: PeerLink, tensors: Sequence[torch.Tensor], tag: int, *, scalars: bool = False
+) -> list[SentMessage]:
     """Send tensors whose `Facts` the receiver knows, for `IncomingTensors`: one message per dtype. ``scalars``: see
     `Traffic`."""
     sent = []
@@ -122,7 +126,7 @@ def send_tensors(link: Link, tensors: Sequence[torch.Tensor], tag: int, *, scala
 class IncomingTensors:
     """Tensors that are being received; the constructor posts the receives."""
 
-    def __init__(self, link: Link, facts: Sequence[Facts], tag: int) -> None:
+    def __init__(self, link: PeerLink, facts: Sequence[Facts], tag: int) -> None:
         self._facts = facts
         self._buffers: list[tuple[list[int], torch.Tensor, Work | None]] = []
         for number, group in enumerate(_by_dtype(facts)):
@@ -147,7 +151,7 @@ class IncomingTree:
     """A pytree that is being received; the constructor posts the receives of its header and of the tensors that are expected,
     `open` those of others."""
 
-    def __init__(self, link: Link, tag: int, expected: Sequence[Facts] = ()) -> None:
+    def __init__(self, link: PeerLink, tag: int, expected: Sequence[Facts] = ()) -> None:
         self._link, self._tag = link, tag
         self._head = link.empty(_HEAD, torch.uint8)
         self._work = link.recv(self._head, tag)

@@ -14,7 +14,7 @@ from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.losses import Outcome, read_loss, require_gradient, wants
 from shardlib.execute.record import Record
 from shardlib.execute.sequence import require_whole_loss
-from shardlib.execute.stages.base import Call, detached
+from shardlib.execute.stages.base import StepInputs, detached
 from shardlib.execute.totals import Sums, Totals
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
@@ -47,7 +47,7 @@ class OneStage:
     def records(self) -> Sequence[Record]:
         return [self.executor.record]
 
-    def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
+    def train(self, call: StepInputs, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
         gradients = self.executor.gradients(options)
         buffers = call.buffers
         for index in range(len(call.microbatches)):
@@ -57,7 +57,7 @@ class OneStage:
                 totals.add(outcome)
         return gradients.result()
 
-    def microbatch(self, call: Call, index: int, buffers: Any, gradients: Gradients) -> Outcome | None:
+    def microbatch(self, call: StepInputs, index: int, buffers: Any, gradients: Gradients) -> Outcome | None:
         """Run forward and backward of one micro-batch; None if the step will be repeated."""
         batch, key = call.microbatches[index], call.keys[index]
         extra: dict[str, Any] = {"rng": key} if self._wants_rng and key is not None else {}
@@ -86,7 +86,7 @@ class OneStage:
         turn = Turn(index, index == len(call.microbatches) - 1)
         return self.executor.backward(call.params, gradients, turn, run, seeds, call.thinned[index])
 
-    def shared_aux(self, call: Call, aux: Tree, sums: Sums) -> Tree:
+    def shared_aux(self, call: StepInputs, aux: Tree, sums: Sums) -> Tree:
         return aux
 
     def evaluate(self, params: Sharded, *args: Any) -> Any:

@@ -16,13 +16,13 @@ from shardlib.execute.gradients import Gradients, ReductionOptions
 from shardlib.execute.losses import Outcome, read_loss, require_gradient
 from shardlib.execute.opaque import outside, require_open
 from shardlib.execute.sequence import require_whole_loss
-from shardlib.execute.stages.base import Call, detached
+from shardlib.execute.stages.base import StepInputs, detached
 from shardlib.execute.stages.interpreter import Compute, Interpreter, Position, Stage
 from shardlib.execute.stages.messages import (
     TAGS,
     IncomingTensors,
     IncomingTree,
-    Sent,
+    SentMessage,
     facts_of,
     finish,
     send_tensors,
@@ -100,7 +100,7 @@ class Pipe:
 
         return compute
 
-    def train(self, call: Call, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
+    def train(self, call: StepInputs, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
         compute = self._computing(call.microbatches, call.keys)
         outcomes: dict[int, Outcome] = {}
 
@@ -131,13 +131,13 @@ class Pipe:
             totals.add(outcomes[index])
         return grads
 
-    def shared_aux(self, call: Call, aux: Tree, sums: Sums) -> Tree:
+    def shared_aux(self, call: StepInputs, aux: Tree, sums: Sums) -> Tree:
         if not sums.weighted:
             _require_even(call.microbatches)
         return self._broadcast(aux, scalars=True) if sums.with_aux else None
 
     def _gradients(
-        self, call: Call, compute: Compute, seed: Callable[[int], float], options: ReductionOptions
+        self, call: StepInputs, compute: Compute, seed: Callable[[int], float], options: ReductionOptions
     ) -> dict[str, torch.Tensor]:
         """The gradients of this rank's buckets, in the optimizer's layout, summed over micro-batches.
 
@@ -209,7 +209,7 @@ class Pipe:
             for number, bucket in enumerate(self._plan.everywhere.trained)
             if bucket.name in grads and len(bucket.homes) > 1
         ]
-        sent: list[Sent] = []
+        sent: list[SentMessage] = []
         coming = {}
         for number, bucket in shared:
             local = grads[bucket.name]

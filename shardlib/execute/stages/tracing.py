@@ -15,22 +15,22 @@ from shardlib.execute.handles import Handle, materialise
 from shardlib.execute.live import LiveBytes, Stretch
 from shardlib.execute.losses import read_loss
 from shardlib.execute.opaque import require_open
-from shardlib.execute.phases import Phases, Work, followed
+from shardlib.execute.phases import Phases, WorkCount, followed
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.alike import as_another, kinds_of
-from shardlib.execute.stages.base import Call, keys_of
+from shardlib.execute.stages.base import StepInputs, keys_of
 from shardlib.execute.stages.entry import entered
 from shardlib.execute.stages.interpreter import Run, differentiable, fresh_leaf
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.stages.pipe import require_blocks
-from shardlib.execute.stages.walk import Called, Sent, Walk
+from shardlib.execute.stages.walk import Called, SentBytes, Walk
 from shardlib.execute.weighing import Weighing
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Sequential
 from shardlib.plan.plan import Plan
 from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
-from shardlib.sharded.landing import Imagined
+from shardlib.sharded.landing import FakeLanding
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, flatten, leaves_of, tree_map
 
@@ -75,19 +75,19 @@ def _of_one(
     phases = _Phases(isinstance(loss_fn, Sequential))
     alone: list[list[Stretch]] = []
     summed: list[list[Stretch]] = []
-    landing: Imagined  # of the last run
+    landing: FakeLanding  # of the last run
     last = plan.step.microbatches - 1
 
     def run(*indices: int) -> None:
         """Note what some micro-batches, with the cast batch, do to memory; and what the first of them does alone."""
         nonlocal landing
-        landing = Imagined(plan, mesh, ())
+        landing = FakeLanding(plan, mesh, ())
         live = LiveBytes(lambda: phases.now)
         with live, followed(lambda _: phases):
             microbatches = split_batch(batch, plan, mesh)
             keys = keys_of(plan, mesh, microbatches, rng)
             thinned = [plan.step.thinned(step, key) for key in keys]
-            call = Call(params, microbatches, keys, thinned, buffers, 1.0, 1.0, Weighing(plan, mesh, 1, None))
+            call = StepInputs(params, microbatches, keys, thinned, buffers, 1.0, 1.0, Weighing(plan, mesh, 1, None))
             gradients = runner.executor.gradients(default_options(mesh, landing))
             for number, index in enumerate(indices):
                 runner.microbatch(call, index, buffers, gradients)
@@ -95,7 +95,7 @@ def _of_one(
                     alone.append(live.stretches(without=gradients.held))
         summed.append(live.stretches())
 
-    with Work(lambda: phases.now, lambda: _moved(runner.executor, mesh)) as work:
+    with WorkCount(lambda: phases.now, lambda: _moved(runner.executor, mesh)) as work:
         run(0)
     if runner.executor.record.holds and not holds:
         raise _Holds(0)
@@ -156,7 +156,7 @@ class _Stage:
         self._between = 0
         self._phases = phases = _Phases(True)
         self._live = LiveBytes(lambda: phases.now)
-        self._work = Work(lambda: phases.now, lambda: _moved(self.executor, mesh))
+        self._work = WorkCount(lambda: phases.now, lambda: _moved(self.executor, mesh))
 
     def forward(self, params: Sharded, carries: list[Any], compute: Any, thinned: Thinned | None) -> None:
         """Run ``compute(tree, carry)``.
@@ -240,7 +240,7 @@ class _Phases(Phases):
 def _moved(executor: Executor, mesh: Mesh) -> dict[Any, int]:
     """Bytes that the loss has sent, and those of blocks' inputs moved to host memory and back, and held there."""
     host = executor.host
-    sent = {Sent(axis): count for axis, count in mesh.traffic.activations.items()}
+    sent = {SentBytes(axis): count for axis, count in mesh.traffic.activations.items()}
     called = {Called(axis): count for axis, count in mesh.traffic.activation_calls.items()}
     done: dict[Any, int] = {**sent, **called}
     return done if host is None else {**done, "down": host.down, "up": host.up, "host": host.held}

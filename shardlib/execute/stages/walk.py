@@ -44,7 +44,7 @@ class Walk:
     Attributes:
         alone: for each run of a micro-batch alone, what happened to memory, gradients of parameters left out.
         summed: for each run, what happened to all memory: also of runs of several of a step's micro-batches.
-        done: phase -> what was done in it, by name: see `shardlib.execute.phases.Work`.
+        done: phase -> what was done in it, by name: see `shardlib.execute.phases.WorkCount`.
         touches: units in the order they are gathered, in forward and in backward.
         reduced: trained units in the order in which their gradients are complete.
         carries: of each block what the carry that it is given is like, where the function is a sequence of blocks.
@@ -101,7 +101,7 @@ class Walk:
         forward, backward = self.touches
         return Trace(
             (tuple(_touched(forward, stands)), tuple(_touched(backward, stands, back=True))),
-            {name.axis: sum(both) for name, both in totals.items() if isinstance(name, Sent)},
+            {name.axis: sum(both) for name, both in totals.items() if isinstance(name, SentBytes)},
             live.bytes + self.arrived,
             peak.bytes + self.arrived,
             more(self.kept, 1),
@@ -175,7 +175,7 @@ class Walk:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentBytes:
     """The name of payload bytes that the loss function sends along an axis."""
 
     axis: str

@@ -14,7 +14,7 @@ from typing import Any
 import optree
 import torch
 
-from shardlib.collectives.buffers import Link, shared, summed
+from shardlib.collectives.buffers import AxisLink, shared, summed
 from shardlib.errors import HandleError, LossError
 from shardlib.execute.batches import as_tensors, cast, split_batch
 from shardlib.execute.losses import Outcome, read_loss, wants
@@ -47,7 +47,7 @@ class Around:
         require_values(plan, f"torch.func, or forward mode, around {what}", _WITHOUT)
         self._plan, self._mesh, self._what = plan, mesh, what
         self.function = Function(fn, plan, mesh, trained, recomputed(plan) if trained else None)
-        self._batch = [Link(mesh, axis, "losses") for axis in plan.batch_axes if mesh.shape[axis] > 1]
+        self._batch = [AxisLink(mesh, axis, "losses") for axis in plan.batch_axes if mesh.shape[axis] > 1]
 
     def value_and_grad(self, params: Sharded, batch: Any, buffers: Any, rng: Key | None) -> tuple[Any, Any, Sharded]:
         """The loss, aux and the gradients of `shardlib.value_and_grad`, all of them differentiable."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from shardlib.collectives.buffers import Link, link_of
+from shardlib.collectives.buffers import AxisLink, link_of
 from shardlib.common._compat import estimated
-from shardlib.execute.activations.host import HostMemory
-from shardlib.execute.activations.keeper import Kept, Store
+from shardlib.execute.activations.host import HostBuffers
+from shardlib.execute.activations.keeper import ActivationStore, StoredActivation
 from shardlib.execute.activations.shards import store_of
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.recompute import Recompute
@@ -32,10 +32,10 @@ class Between:
         there: what is in the store.
     """
 
-    def __init__(self, how: Recompute | None, mesh: Mesh, host: HostMemory | None) -> None:
+    def __init__(self, how: Recompute | None, mesh: Mesh, host: HostBuffers | None) -> None:
         self.how, self.mesh, self.host = how, mesh, host is not None
         self.store = store_of(how, mesh, host, lambda: False)  # the first step has compared what ranks divide
-        self.there: set[Kept] = set()
+        self.there: set[StoredActivation] = set()
 
     def close(self) -> None:
         """Give up what a run has left in the store that an error ended, once no copy is under way."""
@@ -44,7 +44,7 @@ class Between:
         self.there.clear()
 
 
-class Keeping(Link):
+class Keeping(AxisLink):
     """What a tensor goes along into a store and back.
 
     Args:
@@ -56,7 +56,7 @@ class Keeping(Link):
         late: whether shares are gathered when the tensor is waited for, as they are yet to come from the host.
     """
 
-    def __init__(self, between: Between, store: Store, label: str, value: torch.Tensor) -> None:
+    def __init__(self, between: Between, store: ActivationStore, label: str, value: torch.Tensor) -> None:
         axis = between.how.axis if between.how else None
         super().__init__(between.mesh, axis or "", label)
         self.store, self.there = store, between.there
@@ -73,7 +73,7 @@ class Keeping(Link):
         return f"{' and '.join(places)}, {self.bytes:,} bytes on a rank: {self.label}"
 
 
-def start_keep(x: torch.Tensor, number: int) -> Kept:
+def start_keep(x: torch.Tensor, number: int) -> StoredActivation:
     """Start to move ``x`` into a store."""
     link = keeping_of(number)
     kept = link.store.put(x)
@@ -81,24 +81,24 @@ def start_keep(x: torch.Tensor, number: int) -> Kept:
     return kept
 
 
-def left(started: Kept, number: int, x: torch.Tensor) -> Kept:
+def left(started: StoredActivation, number: int, x: torch.Tensor) -> StoredActivation:
     """Let the memory of ``x``, whose way has begun, be used for what follows on the current stream."""
     keeping_of(number).store.settle()
     return started
 
 
-def keep(x: torch.Tensor, number: int) -> Kept:
+def keep(x: torch.Tensor, number: int) -> StoredActivation:
     """``x`` in a store."""
     return left(start_keep(x, number), number, x)
 
 
-def start_bring(kept: Kept, number: int) -> Kept:
+def start_bring(kept: StoredActivation, number: int) -> StoredActivation:
     """Start to bring back what `keep` put into a store."""
     kept.fetch()
     return kept
 
 
-def arrived(started: Kept, number: int, kept: Kept) -> torch.Tensor:
+def arrived(started: StoredActivation, number: int, kept: StoredActivation) -> torch.Tensor:
     """What was put into a store, on the device. What it was made of, ``kept``, is given up."""
     x = started.arrive()
     keeping_of(number).there.remove(kept)
@@ -106,7 +106,7 @@ def arrived(started: Kept, number: int, kept: Kept) -> torch.Tensor:
     return x
 
 
-def bring(kept: Kept, number: int) -> torch.Tensor:
+def bring(kept: StoredActivation, number: int) -> torch.Tensor:
     """What `keep` put into a store."""
     return arrived(start_bring(kept, number), number, kept)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardlib.collectives.buffers import Link, link_of, scattered, summed
+from shardlib.collectives.buffers import AxisLink, link_of, scattered, summed
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.kernels.common.operators import opaque
 from shardlib.mesh.memories import MEMORIES
@@ -26,7 +26,7 @@ from shardlib.sharded.reduction import BoundCodecs, Reduction, Sum
 Route = Sequence[Exchange]
 
 
-class Fetching(Link):
+class Fetching(AxisLink):
     """What a stored buffer goes along until it is whole on the device, or the next part of that.
 
     Attributes:
@@ -42,7 +42,7 @@ class Fetching(Link):
         self.announced = first and MEMORIES[bucket.memory.param].rests
 
 
-class CodedSums(Link):
+class CodedSums(AxisLink):
     """What buffers of partial sums go along in a codec, in one message.
 
     Attributes:
@@ -157,15 +157,15 @@ def unit_sums(routes: Mapping[Bucket, Route], mesh: Mesh, codecs: BoundCodecs) -
     return [UnitSums(group, [routes[bucket] for bucket in group], mesh, codecs) for group in groups.values()]
 
 
-def bound(route: Route, mesh: Mesh) -> list[tuple[Collective, Link]]:
+def bound(route: Route, mesh: Mesh) -> list[tuple[Collective, AxisLink]]:
     """Exchanges of gradients, without codecs, on a mesh."""
     return [
-        (each.op, Link(mesh, each.axis, f"the gradient of {each.bucket.label}", tile=each.bucket.home is not None))
+        (each.op, AxisLink(mesh, each.axis, f"the gradient of {each.bucket.label}", tile=each.bucket.home is not None))
         for each in route
     ]
 
 
-def along(route: Sequence[tuple[Collective, Link]], buffer: torch.Tensor) -> torch.Tensor:
+def along(route: Sequence[tuple[Collective, AxisLink]], buffer: torch.Tensor) -> torch.Tensor:
     """What exchanges make of a gradient, one after the other."""
     for op, link in route:
         buffer = scattered(buffer, link) if op is Collective.SCATTER else summed(buffer, link)

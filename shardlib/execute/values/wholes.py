@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.collectives.buffers import Link, gathered, summed
+from shardlib.collectives.buffers import AxisLink, gathered, summed
 from shardlib.common._compat import split_copied
 from shardlib.execute.values.routes import FETCH, Fetching, along, bound
 from shardlib.mesh.memories import MEMORIES
@@ -39,7 +39,7 @@ class Wholes:
         self._gathers = [
             Fetching(mesh, bucket, exchange, not number, number < staying)
             if exchange is None or self._fetches
-            else Link(mesh, exchange.axis, bucket.label, number < staying, bucket.home is not None)
+            else AxisLink(mesh, exchange.axis, bucket.label, number < staying, bucket.home is not None)
             for number, exchange in enumerate(ways)
         ]
         # A codec keeps residuals, for which autograd's backward has no place.
@@ -48,7 +48,7 @@ class Wholes:
         # From a whole gradient to the layout of the parameters.
         self._to_stored = bound(routes.reductions[: bucket.param_level], mesh)
         self._sums = [
-            Link(mesh, exchange.axis, f"the gradient of {bucket.label}")
+            AxisLink(mesh, exchange.axis, f"the gradient of {bucket.label}")
             for exchange in routes.reductions[bucket.param_level :]
         ]
 

@@ -34,7 +34,7 @@ __all__ = ["Old", "adam_direction_", "adamw_", "changes", "direction_at", "facto
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
-class Factors(NamedTuple):
+class AdamWFactors(NamedTuple):
     """Factors of one AdamW step, in float64.
 
     Attributes:
@@ -68,7 +68,7 @@ class DirectionFactors(NamedTuple):
     weight_decay: float
 
 
-class Step(NamedTuple):
+class AdamWStep(NamedTuple):
     """One AdamW step on flat tensors of one shape."""
 
     param: torch.Tensor
@@ -76,11 +76,11 @@ class Step(NamedTuple):
     mu: torch.Tensor
     nu: torch.Tensor
     copy: torch.Tensor | None
-    factors: Factors
+    factors: AdamWFactors
     scale: torch.Tensor | None
 
 
-class Old(NamedTuple):
+class AdamWOld(NamedTuple):
     """The values before a step that writes its tensors elsewhere."""
 
     param: torch.Tensor
@@ -99,11 +99,11 @@ class Direction(NamedTuple):
     scale: torch.Tensor | None
 
 
-def factors_at(count: Any, lr: Any, b1: float, b2: float, eps: float, weight_decay: float) -> Factors:
+def factors_at(count: Any, lr: Any, b1: float, b2: float, eps: float, weight_decay: float) -> AdamWFactors:
     """The factors of step ``count`` (from 1) at rate ``lr``: numbers, or differentiable 0-d float64 tensors."""
     correction = 1 - b2**count
     root: Any = correction.sqrt() if isinstance(correction, torch.Tensor) else math.sqrt(correction)
-    return Factors(
+    return AdamWFactors(
         b1=b1,
         rest1=1 - b1,
         b2=b2,
@@ -126,11 +126,11 @@ def adamw_(
     grad: torch.Tensor,
     mu: torch.Tensor,
     nu: torch.Tensor,
-    factors: Factors,
+    factors: AdamWFactors,
     *,
     scale: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
-    old: Old | None = None,
+    old: AdamWOld | None = None,
     using: str | None = None,
 ) -> None:
     """One AdamW step in place on tensors of one shape.
@@ -146,7 +146,7 @@ def adamw_(
         ValueError: shapes or devices differ.
         TypeError: a dtype is not supported.
     """
-    step = Step(param, grad, mu, nu, copy, factors, scale)
+    step = AdamWStep(param, grad, mu, nu, copy, factors, scale)
     run("adamw", "adamw_", step, "param", using, dtypes=FLOATS, read=("grad",), old=old)
 
 
@@ -173,10 +173,10 @@ class reference(Plain):
     """In plain torch, one operation at a time: the oracle of the kernels, and the fallback. Supports every dtype."""
 
     @staticmethod
-    def adamw_(step: Step) -> None:
+    def adamw_(step: AdamWStep) -> None:
         param, grad, mu, nu, copy, factors, scale = step
         for p, g, m, v, *narrow in chunks([param, grad, mu, nu] if copy is None else [param, grad, mu, nu, copy]):
-            _step(Step(p, g, m, v, narrow[0] if narrow else None, factors, scale))
+            _step(AdamWStep(p, g, m, v, narrow[0] if narrow else None, factors, scale))
 
     @staticmethod
     def adam_direction_(direction: Direction) -> None:
@@ -187,7 +187,7 @@ class reference(Plain):
         grad.copy_(_ratio(m, v, factors) + param * factors.weight_decay)
 
 
-def _step(step: Step) -> None:
+def _step(step: AdamWStep) -> None:
     param, grad, mu, nu, copy, factors, scale = step
     m, v, moved = changes(grad, mu, nu, factors, scale)
     p = param.to(m.dtype) * factors.decay - moved
@@ -197,7 +197,7 @@ def _step(step: Step) -> None:
 
 
 def changes(
-    grad: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, factors: Factors, scale: torch.Tensor | None = None
+    grad: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, factors: AdamWFactors, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Both moments after a step, and what the step subtracts from the decayed parameter; new tensors, fp32 at least."""
     wide = torch.promote_types(mu.dtype, torch.float32)
@@ -207,22 +207,22 @@ def changes(
 
 
 def _moments(
-    g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, factors: Factors | DirectionFactors
+    g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, factors: AdamWFactors | DirectionFactors
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Each product is rounded before it is added, which torch.add(..., alpha=) does not do.
     return m * factors.b1 + g * factors.rest1, v * factors.b2 + g * g * factors.rest2
 
 
-def _ratio(m: torch.Tensor, v: torch.Tensor, factors: Factors | DirectionFactors) -> torch.Tensor:
+def _ratio(m: torch.Tensor, v: torch.Tensor, factors: AdamWFactors | DirectionFactors) -> torch.Tensor:
     root = v.to(torch.float64).sqrt().to(v.dtype)  # torch's fp32 root is not always correctly rounded
     return m * factors.size / (root * factors.root + factors.eps)
 
 
-class _Compiled(native.Compiled):
+class _CompiledAdamW(native.Compiled):
     """By C++ and by CUDA, which take the same arguments."""
 
     @classmethod
-    def adamw_(cls, step: Step, old: Old | None = None) -> None:
+    def adamw_(cls, step: AdamWStep, old: AdamWOld | None = None) -> None:
         param, grad, mu, nu, copy, factors, scale = step
         before = (old or (param, mu, nu)) if cls.READS_OLD else ()
         buffers = (*before, *native.typed(param, grad), mu, nu, *native.copied(copy))
@@ -237,7 +237,7 @@ class _Compiled(native.Compiled):
 
 
 class cpu(
-    _Compiled,
+    _CompiledAdamW,
     native.Cpp,
     operation="adamw",
     adamw_step="ppppipipppil" + "f" * 9 + "i",
@@ -249,7 +249,7 @@ class cpu(
 
 
 class cuda(
-    _Compiled,
+    _CompiledAdamW,
     native.Cuda,
     operation="adamw",
     adamw_step="pipipppil" + "f" * 8 + "pp",

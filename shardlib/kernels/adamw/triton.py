@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardlib.kernels.adamw import Direction, Step
+from shardlib.kernels.adamw import AdamWStep, Direction
 from shardlib.kernels.common import tiles
 
 TILE = 1024
@@ -13,7 +13,7 @@ TILE = 1024
 load = tiles.triton_name
 
 
-def adamw_(step: Step) -> None:
+def adamw_(step: AdamWStep) -> None:
     param, grad, mu, nu, copy, factors, scale = step
     grid = (triton.cdiv(param.numel(), TILE),)
     _adamw[grid](param, grad, mu, nu, copy, scale, param.numel(), *factors, TILE=TILE, **tiles.EXACT)

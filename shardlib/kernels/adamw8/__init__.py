@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.common.thresholds import threads
-from shardlib.kernels.adamw import Factors, Step
+from shardlib.kernels.adamw import AdamWFactors, AdamWStep
 from shardlib.kernels.adamw import reference as adamw
 from shardlib.kernels.adamw8.codes import BLOCK, SIGNED, UNSIGNED, DynamicMap
 from shardlib.kernels.common import native
@@ -44,7 +44,7 @@ class CodedStep(NamedTuple):
     nu: torch.Tensor
     nu_scales: torch.Tensor
     copy: torch.Tensor | None
-    factors: Factors
+    factors: AdamWFactors
     scale: torch.Tensor | None
 
 
@@ -55,7 +55,7 @@ def adamw8_(
     mu_scales: torch.Tensor,
     nu: torch.Tensor,
     nu_scales: torch.Tensor,
-    factors: Factors,
+    factors: AdamWFactors,
     *,
     scale: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
@@ -100,7 +100,7 @@ class reference(Plain):
         param, grad, mu, mu_scales, nu, nu_scales, copy, factors, scale = step
         wide = torch.float64 if param.dtype == torch.float64 else torch.float32
         m, v = SIGNED.decode(mu, mu_scales).to(wide), UNSIGNED.decode(nu, nu_scales).to(wide)
-        adamw.adamw_(Step(param, grad, m, v, copy, factors, scale))
+        adamw.adamw_(AdamWStep(param, grad, m, v, copy, factors, scale))
         for codes, scales, (new, largest) in ((mu, mu_scales, SIGNED.encode(m)), (nu, nu_scales, UNSIGNED.encode(v))):
             codes.copy_(new)
             scales.copy_(largest)

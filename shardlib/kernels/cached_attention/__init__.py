@@ -30,7 +30,7 @@ __all__ = ["cached_attention"]
 IMPLEMENTATIONS = {"cpu": ("cpu",)}
 
 
-class Attention(NamedTuple):
+class CachedAttention(NamedTuple):
     """The arguments of `cached_attention`; ``window`` is at least 1."""
 
     q: torch.Tensor
@@ -125,7 +125,7 @@ def cached_attention(
     check_tensors(
         "cached_attention", {"rows": rows, "starts": starts}, exactly=dict.fromkeys(("rows", "starts"), torch.int64)
     )
-    how = Attention(q, k, v, keys, values, rows, starts, keys.shape[-2] if window is None else window)
+    how = CachedAttention(q, k, v, keys, values, rows, starts, keys.shape[-2] if window is None else window)
     how.check()
     with on(q.device):
         return serving("cached_attention", q, using).attend(how)
@@ -135,7 +135,7 @@ class reference(Plain):
     """In plain torch, one sequence after the other."""
 
     @staticmethod
-    def attend(how: Attention) -> torch.Tensor:
+    def attend(how: CachedAttention) -> torch.Tensor:
         y = torch.empty_like(how.q)
         grouped = how.q.shape[1] != how.k.shape[1]
         for i, (row, start) in enumerate(zip(how.rows.tolist(), how.starts.tolist())):
@@ -152,7 +152,7 @@ class cpu(native.Cpp, operation="cached_attention", cached_attention="pppppppill
     """By cached_attention.cpp."""
 
     @staticmethod
-    def attend(how: Attention) -> torch.Tensor:
+    def attend(how: CachedAttention) -> torch.Tensor:
         if how.q.dtype == torch.float16:
             return reference.attend(how)
         q, k, v = (x.contiguous() for x in (how.q, how.k, how.v))

@@ -37,7 +37,7 @@ class Plain:
         return "reference"
 
 
-class Choice(NamedTuple):
+class ReadyImplementation(NamedTuple):
     """An implementation that is ready.
 
     Attributes:
@@ -61,7 +61,7 @@ def operations() -> list[str]:
     return sorted(path.parent.name for path in here.parent.glob("*/__init__.py") if path.parent != here)
 
 
-def choose(operation: str, device: torch.device) -> Choice:
+def choose(operation: str, device: torch.device) -> ReadyImplementation:
     """The preferred implementation on ``device``; logged the first time, as a warning where it is plain torch."""
     with _lock:
         return _choose(operation, device.type)
@@ -72,10 +72,10 @@ def preferred(operation: str, device: torch.device) -> str:
     return _in_order(operation, device.type)[0]
 
 
-def load(operation: str, implementation: str, device: torch.device) -> Choice:
+def load(operation: str, implementation: str, device: torch.device) -> ReadyImplementation:
     """One implementation by its name, for tests and benchmarks; raises where it cannot be used."""
     found = _implementation(operation, implementation)
-    return Choice(found, found.load(device), ())
+    return ReadyImplementation(found, found.load(device), ())
 
 
 def serving(operation: str, x: torch.Tensor, using: str | None = None) -> Any:
@@ -104,7 +104,7 @@ def serving(operation: str, x: torch.Tensor, using: str | None = None) -> Any:
 
 
 @functools.cache
-def _choose(operation: str, device: str) -> Choice:
+def _choose(operation: str, device: str) -> ReadyImplementation:
     passed: list[str] = []
     for implementation in _in_order(operation, device):
         try:
@@ -122,7 +122,7 @@ def _in_order(operation: str, device: str) -> tuple[str, ...]:
     return (*_package(operation).IMPLEMENTATIONS.get(device, ()), "reference")
 
 
-def _log_choice(operation: str, device: str, choice: Choice, slow: bool) -> None:
+def _log_choice(operation: str, device: str, choice: ReadyImplementation, slow: bool) -> None:
     _log.info("%s on %s: %s", operation, device, choice)
     reasons = "; ".join(choice.passed)
     if slow and reasons:  # one warning per device: other operations fail for the same compiler or folder

@@ -355,7 +355,7 @@ def _pushed(
     return tuple(tangent.contiguous() for tangent in push(known))  # laid out as outputs are
 
 
-class Layout(NamedTuple):
+class RecordLayout(NamedTuple):
     """How the arguments of an operator form the records of its function.
 
     Attributes:
@@ -388,11 +388,11 @@ class Layout(NamedTuple):
         return call
 
 
-def layout_of(function: Callable[..., Any]) -> Layout:
+def layout_of(function: Callable[..., Any]) -> RecordLayout:
     """The layout that the annotations of ``function`` give; every parameter must have one."""
     hints = get_type_hints(function)
     returned = hints.pop("return", None)
-    return Layout(*_parameters_and_records(hints, 0), returned)
+    return RecordLayout(*_parameters_and_records(hints, 0), returned)
 
 
 def _parameters_and_records(

@@ -39,7 +39,7 @@ __all__ = ["MLP", "Choice", "decoder_mlp"]
 IMPLEMENTATIONS = {"cpu": ("cpu",)}
 
 
-class Choice(NamedTuple):
+class ChosenExperts(NamedTuple):
     """A token's choice of experts: those of the largest softmax of its router's logits.
 
     Attributes:
@@ -78,7 +78,7 @@ class MLP:
     gate: Linear
     up: Linear | None
     down: Linear
-    choice: Choice | None = None
+    choice: ChosenExperts | None = None
 
     def __post_init__(self) -> None:
         if self._computes_itself or self._fits():
@@ -171,7 +171,7 @@ class reference(Plain):
         return x + layer.down(F.silu(layer.gate(normed)).mul_(layer.up(normed)))
 
 
-def _experts(x: torch.Tensor, layer: MLP, choice: Choice) -> torch.Tensor:
+def _experts(x: torch.Tensor, layer: MLP, choice: ChosenExperts) -> torch.Tensor:
     experts, weights = choice.of(x)
     counts, positions = by_expert(experts, len(choice.router))
     ends = counts.cumsum(0)

@@ -29,7 +29,7 @@ __all__ = ["Draw", "dropout"]
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 
-class Draw(NamedTuple):
+class DropoutDraw(NamedTuple):
     """A draw of the elements that are dropped.
 
     Attributes:
@@ -47,7 +47,7 @@ class Draw(NamedTuple):
 
 def dropout(
     x: torch.Tensor,
-    draw: Draw,
+    draw: DropoutDraw,
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -67,30 +67,32 @@ def dropout(
         raise ValueError(
             f"starts has {draw.starts.numel()} indices for the {rows.sizes(x)[0]} rows of x: give one per row"
         )
-    draw = Draw(float(draw.p), counter.signed(draw.seed), draw.start, draw.starts)
+    draw = DropoutDraw(float(draw.p), counter.signed(draw.seed), draw.start, draw.starts)
     if residual is None:
         return _alone(x, bias, *draw, using)[0]
     rows.check_like("residual", residual, "x", x)
     return _onto(x, residual, bias, *draw, using)[0]
 
 
-def _spread(draw: Draw) -> Draw:
+def _spread(draw: DropoutDraw) -> DropoutDraw:
     """``draw`` with its seed spread, as implementations take it."""
     return draw._replace(seed=counter.spread(draw.seed))
 
 
-def _forward_alone(x: torch.Tensor, bias: torch.Tensor | None, draw: Draw, using: str | None) -> list[torch.Tensor]:
+def _forward_alone(
+    x: torch.Tensor, bias: torch.Tensor | None, draw: DropoutDraw, using: str | None
+) -> list[torch.Tensor]:
     return _forward(x, None, bias, draw, using)
 
 
 def _forward(
-    x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: Draw, using: str | None
+    x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: DropoutDraw, using: str | None
 ) -> list[torch.Tensor]:
     with on(x.device):
         return [serving("dropout", x, using).forward(x, residual, bias, _spread(draw)).to(x.dtype)]
 
 
-def _backward(bias: torch.Tensor | None, draw: Draw, using: str | None, dy: torch.Tensor) -> list[torch.Tensor]:
+def _backward(bias: torch.Tensor | None, draw: DropoutDraw, using: str | None, dy: torch.Tensor) -> list[torch.Tensor]:
     with on(dy.device):
         gradients = serving("dropout", dy, using).backward(bias, _spread(draw), dy)
     return [gradient.to(value.dtype) for gradient, value in zip(gradients, (dy, bias)) if value is not None]
@@ -131,19 +133,21 @@ class reference(Plain):
     """In plain torch."""
 
     @staticmethod
-    def forward(x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: Draw) -> torch.Tensor:
+    def forward(
+        x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: DropoutDraw
+    ) -> torch.Tensor:
         z = rows.wide(x) if bias is None else rows.wide(x) + bias
         y = z * _factor(z, draw)
         return (y if residual is None else y + residual).to(x.dtype).contiguous()
 
     @staticmethod
-    def backward(bias: torch.Tensor | None, draw: Draw, dy: torch.Tensor) -> list[torch.Tensor]:
+    def backward(bias: torch.Tensor | None, draw: DropoutDraw, dy: torch.Tensor) -> list[torch.Tensor]:
         dz = rows.wide(dy)
         dz = dz * _factor(dz, draw)
         return [dz.to(dy.dtype)] if bias is None else [dz.to(dy.dtype), rows.total(dz).to(bias.dtype)]
 
 
-def _factor(x: torch.Tensor, draw: Draw) -> torch.Tensor:
+def _factor(x: torch.Tensor, draw: DropoutDraw) -> torch.Tensor:
     """0 where an element is dropped, 1 / (1 − p) where it is kept."""
     if draw.starts is None:
         index = torch.arange(draw.start, draw.start + x.numel(), device=x.device)
@@ -157,7 +161,9 @@ class cpu(native.Cpp, operation="dropout", dropout="pippfillpllpi", dropout_back
     """By dropout.cpp."""
 
     @staticmethod
-    def forward(x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: Draw) -> torch.Tensor:
+    def forward(
+        x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: DropoutDraw
+    ) -> torch.Tensor:
         x = native.readable(x)
         residual = None if residual is None else native.readable(residual)
         y = rows.like(x)
@@ -166,7 +172,7 @@ class cpu(native.Cpp, operation="dropout", dropout="pippfillpllpi", dropout_back
         return y
 
     @staticmethod
-    def backward(bias: torch.Tensor | None, draw: Draw, dy: torch.Tensor) -> list[torch.Tensor]:
+    def backward(bias: torch.Tensor | None, draw: DropoutDraw, dy: torch.Tensor) -> list[torch.Tensor]:
         dy = native.readable(dy)
         dx = rows.like(dy)
         dbias, partial = (None, None) if bias is None else (torch.empty(bias.shape), rows.partial_sums(len(bias)))
@@ -175,6 +181,6 @@ class cpu(native.Cpp, operation="dropout", dropout="pippfillpllpi", dropout_back
         return [dx] if dbias is None else [dx, dbias]
 
 
-def _drawn(draw: Draw) -> tuple[Any, ...]:
+def _drawn(draw: DropoutDraw) -> tuple[Any, ...]:
     starts = None if draw.starts is None else draw.starts.contiguous()
     return 1.0 / (1.0 - draw.p), int(draw.p * 2**24), draw.seed, draw.start, starts

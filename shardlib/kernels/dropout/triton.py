@@ -10,14 +10,16 @@ import triton.language as tl
 
 from shardlib.kernels.common import rows, tiles
 from shardlib.kernels.counter.triton import bits_of
-from shardlib.kernels.dropout import Draw
+from shardlib.kernels.dropout import DropoutDraw
 
 TILE = {"ROWS": 16, "COLUMNS": 128}
 
 load = tiles.triton_name
 
 
-def forward(x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: Draw) -> torch.Tensor:
+def forward(
+    x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: DropoutDraw
+) -> torch.Tensor:
     x, y = x.contiguous(), rows.like(x)
     residual = None if residual is None else residual.contiguous()
     count, columns = rows.sizes(x)
@@ -29,7 +31,7 @@ def forward(x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor |
     return y
 
 
-def backward(bias: torch.Tensor | None, draw: Draw, dy: torch.Tensor) -> list[torch.Tensor]:
+def backward(bias: torch.Tensor | None, draw: DropoutDraw, dy: torch.Tensor) -> list[torch.Tensor]:
     dx = rows.like(dy)
     count, columns = rows.sizes(dy)
     each = tiles.rows_each(count, TILE["ROWS"])
@@ -43,7 +45,7 @@ def backward(bias: torch.Tensor | None, draw: Draw, dy: torch.Tensor) -> list[to
     return [dx] if bias is None else [dx, partial.sum(0)]
 
 
-def _drawn(draw: Draw) -> tuple[Any, ...]:
+def _drawn(draw: DropoutDraw) -> tuple[Any, ...]:
     """Scale, threshold, the seed's halves, start, starts."""
     seed = (draw.seed & 0xFFFFFFFF, draw.seed >> 32 & 0xFFFFFFFF)
     starts = None if draw.starts is None else draw.starts.contiguous()

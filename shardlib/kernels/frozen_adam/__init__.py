@@ -208,7 +208,7 @@ def _direction(mu: torch.Tensor, nu: torch.Tensor, eps: float) -> torch.Tensor:
     return mu / (root + eps)
 
 
-class _Compiled(native.Compiled):
+class _CompiledFrozenAdam(native.Compiled):
     """By C++ and by CUDA, which take the same arguments."""
 
     @classmethod
@@ -237,7 +237,7 @@ class _Compiled(native.Compiled):
 
 
 class cpu(
-    _Compiled,
+    _CompiledFrozenAdam,
     native.Cpp,
     operation="frozen_adam",
     local_momentum="pplfffi",
@@ -249,7 +249,7 @@ class cpu(
 
 
 class cuda(
-    _Compiled,
+    _CompiledFrozenAdam,
     native.Cuda,
     operation="frozen_adam",
     local_momentum="pplffpp",

@@ -44,7 +44,7 @@ class reference(Plain):
         return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
-class _Compiled(native.Compiled):
+class _CompiledNorm(native.Compiled):
     """By C++ and by CUDA, which take the same arguments."""
 
     EACH: int  # elements of a partial sum
@@ -58,13 +58,13 @@ class _Compiled(native.Compiled):
         return out
 
 
-class cpu(_Compiled, native.Cpp, operation="global_norm", sum_of_squares="pilppi"):
+class cpu(_CompiledNorm, native.Cpp, operation="global_norm", sum_of_squares="pilppi"):
     """By global_norm.cpp."""
 
     EACH = 1 << 16  # as in global_norm.cpp
 
 
-class cuda(_Compiled, native.Cuda, operation="global_norm", sum_of_squares="pilppp"):
+class cuda(_CompiledNorm, native.Cuda, operation="global_norm", sum_of_squares="pilppp"):
     """By global_norm.cu."""
 
     EACH = 8192  # as in global_norm.cuh

@@ -27,7 +27,7 @@ __all__ = ["Old", "changes", "factors_at", "lion_"]
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
-class Factors(NamedTuple):
+class LionFactors(NamedTuple):
     """Factors of one Lion step, in float64.
 
     Attributes:
@@ -44,38 +44,38 @@ class Factors(NamedTuple):
     size: float
 
 
-class Step(NamedTuple):
+class LionStep(NamedTuple):
     """One Lion step on flat tensors of one shape."""
 
     param: torch.Tensor
     grad: torch.Tensor
     mu: torch.Tensor
     copy: torch.Tensor | None
-    factors: Factors
+    factors: LionFactors
     scale: torch.Tensor | None
 
 
-class Old(NamedTuple):
+class LionOld(NamedTuple):
     """The values before a step that writes its tensors elsewhere."""
 
     param: torch.Tensor
     mu: torch.Tensor
 
 
-def factors_at(lr: Any, b1: float, b2: float, weight_decay: float) -> Factors:
+def factors_at(lr: Any, b1: float, b2: float, weight_decay: float) -> LionFactors:
     """The factors of a step at rate ``lr``, a number or a differentiable 0-d float64 tensor."""
-    return Factors(b1, 1 - b1, b2, 1 - b2, 1 - lr * weight_decay, lr)
+    return LionFactors(b1, 1 - b1, b2, 1 - b2, 1 - lr * weight_decay, lr)
 
 
 def lion_(
     param: torch.Tensor,
     grad: torch.Tensor,
     mu: torch.Tensor,
-    factors: Factors,
+    factors: LionFactors,
     *,
     scale: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
-    old: Old | None = None,
+    old: LionOld | None = None,
     using: str | None = None,
 ) -> None:
     """One Lion step in place on tensors of one shape.
@@ -84,7 +84,7 @@ def lion_(
         factors: of the step, by `factors_at` of numbers.
         scale, copy, old, using: as for `shardlib.kernels.adamw.adamw_`, which raises the same errors.
     """
-    step = Step(param, grad, mu, copy, factors, scale)
+    step = LionStep(param, grad, mu, copy, factors, scale)
     run("lion", "lion_", step, "param", using, dtypes=FLOATS, read=("grad",), old=old)
 
 
@@ -92,7 +92,7 @@ class reference(Plain):
     """In plain torch, one operation at a time: the oracle of the kernels, and the fallback. Supports every dtype."""
 
     @staticmethod
-    def lion_(step: Step) -> None:
+    def lion_(step: LionStep) -> None:
         param, grad, mu, copy, factors, scale = step
         m, moved = changes(grad, mu, factors, scale)
         p = param.to(m.dtype) * factors.decay - moved
@@ -103,7 +103,7 @@ class reference(Plain):
 
 
 def changes(
-    grad: torch.Tensor, mu: torch.Tensor, factors: Factors, scale: torch.Tensor | None = None
+    grad: torch.Tensor, mu: torch.Tensor, factors: LionFactors, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The momentum after a step, and what the step subtracts from the decayed parameter; new tensors, fp32 at least."""
     wide = torch.promote_types(mu.dtype, torch.float32)
@@ -119,11 +119,11 @@ def _sign(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x == x, x.sign(), x)
 
 
-class _Compiled(native.Compiled):
+class _CompiledLion(native.Compiled):
     """By C++ and by CUDA, which take the same arguments."""
 
     @classmethod
-    def lion_(cls, step: Step, old: Old | None = None) -> None:
+    def lion_(cls, step: LionStep, old: LionOld | None = None) -> None:
         param, grad, mu, copy, factors, scale = step
         before = (old or (param, mu)) if cls.READS_OLD else ()
         buffers = (*before, *native.typed(param, grad), mu, *native.copied(copy))
@@ -131,11 +131,11 @@ class _Compiled(native.Compiled):
         cls.library().lion_step(*buffers, param.numel(), *factors, *rest)
 
 
-class cpu(_Compiled, native.Cpp, operation="lion", lion_step="pppipippil" + "f" * 7 + "i"):
+class cpu(_CompiledLion, native.Cpp, operation="lion", lion_step="pppipippil" + "f" * 7 + "i"):
     """By lion.cpp."""
 
     READS_OLD = True
 
 
-class cuda(_Compiled, native.Cuda, operation="lion", lion_step="pipippil" + "f" * 6 + "pp"):
+class cuda(_CompiledLion, native.Cuda, operation="lion", lion_step="pipippil" + "f" * 6 + "pp"):
     """By lion.cu."""

@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.lion import Step
+from shardlib.kernels.lion import LionStep
 
 TILE = 1024
 
 load = tiles.triton_name
 
 
-def lion_(step: Step) -> None:
+def lion_(step: LionStep) -> None:
     param, grad, mu, copy, factors, scale = step
     grid = (triton.cdiv(param.numel(), TILE),)
     _lion[grid](param, grad, mu, copy, scale, param.numel(), *factors, TILE=TILE, **tiles.EXACT)

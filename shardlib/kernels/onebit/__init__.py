@@ -180,7 +180,7 @@ def _unpack(bits: torch.Tensor, length: int) -> torch.Tensor:
     return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :length].bool()
 
 
-class _Compiled(native.Compiled):
+class _CompiledOnebit(native.Compiled):
     """By C++ and by CUDA, which take the same arguments."""
 
     EACH: int  # elements of a span or tile
@@ -230,7 +230,7 @@ class _Compiled(native.Compiled):
 
 
 class cpu(
-    _Compiled,
+    _CompiledOnebit,
     native.Cpp,
     operation="onebit",
     onebit_compress="pippllllpppi",
@@ -248,7 +248,7 @@ class cpu(
 
 
 class cuda(
-    _Compiled,
+    _CompiledOnebit,
     native.Cuda,
     operation="onebit",
     onebit_compress="pipppllllpppp",

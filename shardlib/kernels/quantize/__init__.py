@@ -274,7 +274,7 @@ def _unpack(packed: torch.Tensor) -> torch.Tensor:
     return nibbles - ((nibbles & 8) << 1)
 
 
-class _Compiled(native.Compiled):
+class _CompiledQuantize(native.Compiled):
     """By C++ and by CUDA, which take the same arguments."""
 
     @classmethod
@@ -305,7 +305,7 @@ class _Compiled(native.Compiled):
 
 
 class cpu(
-    _Compiled,
+    _CompiledQuantize,
     native.Cpp,
     operation="quantize",
     quantize="pipillppi",
@@ -316,7 +316,7 @@ class cpu(
 
 
 class cuda(
-    _Compiled,
+    _CompiledQuantize,
     native.Cuda,
     operation="quantize",
     quantize="pipillppp",

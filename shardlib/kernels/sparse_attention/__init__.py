@@ -42,7 +42,7 @@ LARGEST = 256  # size of a head
 _ELEMENTS = Threshold(1 << 22)  # scores of a sample's head that plain torch has in memory at a time
 
 
-class Blocks(NamedTuple):
+class ComputedBlocks(NamedTuple):
     """The blocks of a `shardlib.sparse.Layout`, by rows.
 
     Attributes:
@@ -76,7 +76,7 @@ class Options(NamedTuple):
     counter: int = 0
 
 
-class Attention(NamedTuple):
+class SparseAttention(NamedTuple):
     """The arguments of one call.
 
     Attributes:
@@ -88,26 +88,26 @@ class Attention(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    blocks: Blocks
+    blocks: ComputedBlocks
     key_mask: torch.Tensor | None
     bias: torch.Tensor | None
     options: Options
 
 
-def _ready(given: Attention) -> Attention:
+def _ready(given: SparseAttention) -> SparseAttention:
     """``given`` with contiguous tensors and the seed spread, as implementations take it."""
     q, k, v = (x.contiguous() for x in given[:3])
     return given._replace(q=q, k=k, v=v, options=given.options._replace(seed=counter.spread(given.options.seed)))
 
 
-def _forward(given: Attention, using: str | None) -> list[torch.Tensor]:
+def _forward(given: SparseAttention, using: str | None) -> list[torch.Tensor]:
     with on(given.q.device):
         # The reference cuts what it pads.
         return [x.contiguous() for x in serving("sparse_attention", given.q, using).forward(_ready(given))]
 
 
 def _backward(
-    given: Attention, using: str | None, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+    given: SparseAttention, using: str | None, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> list[torch.Tensor]:
     tensors = [x.contiguous() for x in (out, lse, dout)]
     with on(given.q.device):
@@ -116,7 +116,7 @@ def _backward(
 
 
 def _backward_reference(
-    given: Attention, using: str | None, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+    given: SparseAttention, using: str | None, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> list[torch.Tensor]:
     """`_backward` in plain torch, which computes the log-sum-exp again because derivatives go through it."""
     given = _ready(given)
@@ -124,12 +124,12 @@ def _backward_reference(
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _forward_fake(given: Attention, using: str | None) -> list[torch.Tensor]:
+def _forward_fake(given: SparseAttention, using: str | None) -> list[torch.Tensor]:
     lse = given.q.new_empty(given.q.shape[:3], dtype=torch.promote_types(given.q.dtype, torch.float32))
     return [given.q.new_empty(given.q.shape), lse]
 
 
-def _backward_fake(given: Attention, *_: object) -> list[torch.Tensor]:
+def _backward_fake(given: SparseAttention, *_: object) -> list[torch.Tensor]:
     return [x.new_empty(x.shape) for x in (given.q, given.k, given.v, given.bias) if x is not None]
 
 
@@ -165,9 +165,9 @@ class reference(Plain):
     """
 
     @staticmethod
-    def forward(given: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(given: SparseAttention) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = given[:3]
-        problem = _Problem(given)
+        problem = _PlainProblem(given)
         queries, keys, values = problem.queries(q), problem.keys(k), problem.keys(v)
         out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:-1], -math.inf)
         for band in problem.bands():
@@ -181,10 +181,10 @@ class reference(Plain):
 
     @staticmethod
     def backward(
-        given: Attention, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+        given: SparseAttention, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         q, k, v, _, _, bias, options = given
-        problem = _Problem(given)
+        problem = _PlainProblem(given)
         queries, keys, values, grads = problem.queries(q), problem.keys(k), problem.keys(v), problem.queries(dout)
         inner = (problem.queries(out) * grads).sum(dim=-1, keepdim=True)
         # The weights of a row without a key are e^(−∞ − 0) = 0.
@@ -229,8 +229,8 @@ class _Band(NamedTuple):
         sums[:, self.heads] = sums[:, self.heads].index_add(2, self.columns.flatten(), blocks)
 
 
-class _Problem:
-    def __init__(self, given: Attention) -> None:
+class _PlainProblem:
+    def __init__(self, given: SparseAttention) -> None:
         q, k, _, self.blocks, self.key_mask, self.bias, self.options = given
         self.batch, self.heads, self.length, _ = q.shape
         self.group = self.heads // k.shape[1]

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.kernels.common import native
-from shardlib.kernels.sparse_attention import Attention, Blocks, Options
+from shardlib.kernels.sparse_attention import ComputedBlocks, Options, SparseAttention
 
 _TILE = 16  # as in tiles.h
-_PROBLEM = "pp" + 8 * "l" + "pplfilfll"  # as in `_Problem`
+_PROBLEM = "pp" + 8 * "l" + "pplfilfll"  # as in `_NativeProblem`
 _SIGNATURES = {
     "sparse_attention_forward": "pppippppi" + _PROBLEM,
     "sparse_attention_backward": "pppppippppplpppi" + _PROBLEM,
@@ -24,7 +24,7 @@ def load(device: torch.device) -> str:
     return native.description("sparse_attention")
 
 
-def forward(given: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(given: SparseAttention) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = given[:3]
     problem = _problem(given)
     queries, keys, values = (_padded(x) for x in (q, k, v))
@@ -38,7 +38,7 @@ def forward(given: Attention) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(
-    given: Attention, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+    given: SparseAttention, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     q, k, v, _, _, bias, _ = given
     problem = _problem(given)
@@ -68,9 +68,9 @@ def backward(
     return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dbias
 
 
-def work(q: torch.Tensor, k: torch.Tensor, blocks: Blocks, options: Options) -> float:
+def work(q: torch.Tensor, k: torch.Tensor, blocks: ComputedBlocks, options: Options) -> float:
     """The measured share of all pairs of positions, padded to whole panels of 16, that is computed."""
-    problem = _problem(Attention(q, k, k, blocks, None, None, options))
+    problem = _problem(SparseAttention(q, k, k, blocks, None, None, options))
     panels = torch.empty(1, dtype=torch.int64)
     _library().sparse_attention_panels(panels, *problem)
     return panels.item() * _TILE**2 / (problem.batch * problem.query_heads * problem.padded**2)
@@ -94,7 +94,7 @@ def _scratch(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     return torch.empty(threads, 3, padded, size), torch.empty(threads, 4, padded // _TILE, dtype=torch.uint8), threads
 
 
-class _Problem(NamedTuple):
+class _NativeProblem(NamedTuple):
     """The fields of ``Problem`` in scores.h."""
 
     row_offsets: torch.Tensor
@@ -118,7 +118,7 @@ class _Problem(NamedTuple):
     counter: int
 
 
-def _problem(given: Attention) -> _Problem:
+def _problem(given: SparseAttention) -> _NativeProblem:
     q, k, _, blocks, key_mask, bias, options = given
     batch, heads, length, size = q.shape
     padding = -length % _TILE
@@ -128,7 +128,7 @@ def _problem(given: Attention) -> _Problem:
     if bias is not None:
         # For the padded length, and in units of ln 2, as are scores.
         by_distance = F.pad(bias / math.log(2), (padding, padding + 1))
-    return _Problem(
+    return _NativeProblem(
         row_offsets=blocks.row_offsets,
         columns=blocks.columns,
         heads=len(blocks.row_offsets),

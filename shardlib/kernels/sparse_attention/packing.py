@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib.kernels.sparse_attention import Blocks
+from shardlib.kernels.sparse_attention import ComputedBlocks
 
 LEAST_STEPS = 16  # a shorter item would not be worth the memory of a slot
 
@@ -84,7 +84,7 @@ class Cells:
         return Lists(self.pattern_of, self.patterns, count, self.size, owner, self.row)
 
 
-def cells(blocks: Blocks, block: int, side: int, causal: bool) -> Cells:
+def cells(blocks: ComputedBlocks, block: int, side: int, causal: bool) -> Cells:
     """A layout's blocks cut into cells of ``side``; if ``causal``, without the cells above the diagonal."""
     offsets, pattern_of = torch.unique(blocks.row_offsets.long(), dim=0, return_inverse=True)
     patterns, rows = offsets.shape[0], offsets.shape[1] - 1
@@ -102,7 +102,7 @@ def cells(blocks: Blocks, block: int, side: int, causal: bool) -> Cells:
 
 
 @dataclass(frozen=True, eq=False)
-class Packing:
+class TilePacking:
     """Tiles of ``rows`` lists and steps of ``width`` entries; all tensors are int32.
 
     Attributes:
@@ -137,7 +137,7 @@ class Packing:
         return self.blocks.numel() * self.rows
 
 
-def pack(lists: Lists, rows: int, width: int, few: int) -> list[Packing]:
+def pack(lists: Lists, rows: int, width: int, few: int) -> list[TilePacking]:
     """Packings that together hold every list once, empty lists too.
 
     Args:
@@ -157,7 +157,7 @@ def pack(lists: Lists, rows: int, width: int, few: int) -> list[Packing]:
     heads = len(lists.pattern_of)
     limit = max(LEAST_STEPS, 2 * -(-int(steps.sum()) // max(len(steps), 1)))
     return [
-        Packing(members, blocks, bits, *_of_heads(lists.pattern_of, *_items(of, steps, limit)), heads, lists.count)
+        TilePacking(members, blocks, bits, *_of_heads(lists.pattern_of, *_items(of, steps, limit)), heads, lists.count)
         for members, steps, blocks, bits, of in filled
         if len(members)
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """The shape of a program's tile.
 
     Attributes:
@@ -80,14 +80,14 @@ _SINGLE: dict[str, dict[int, tuple[tuple[_Row, ...], tuple[_Row, ...]]]] = {
 }
 
 
-class Choice(NamedTuple):
+class TileShapes(NamedTuple):
     """The shape of whole tiles, and of tiles that hold a single long list, where there are few long lists."""
 
-    whole: Shape
-    lone: Shape
+    whole: TileShape
+    lone: TileShape
 
 
-def choices(kernel: str, block: int, size: int, itemsize: int, rich: bool) -> list[Choice]:
+def choices(kernel: str, block: int, size: int, itemsize: int, rich: bool) -> list[TileShapes]:
     """The tiles to choose from, the largest first.
 
     Args:
@@ -100,15 +100,15 @@ def choices(kernel: str, block: int, size: int, itemsize: int, rich: bool) -> li
     table = _HALF if itemsize == 2 else _SINGLE
     made = []
     for rows, step, chunk, warps, stages in table[kernel][head_of(size)][rich]:
-        whole = lone = Shape(rows, step, min(block, rows, step, _CELL), chunk, warps, stages)
+        whole = lone = TileShape(rows, step, min(block, rows, step, _CELL), chunk, warps, stages)
         if itemsize == 2 and head_of(size) <= 128:  # other small tiles spill registers
-            lone = Shape(whole.cell, step, whole.cell, min(chunk, 64), 4, 2)
-        made.append(Choice(whole, lone))
+            lone = TileShape(whole.cell, step, whole.cell, min(chunk, 64), 4, 2)
+        made.append(TileShapes(whole, lone))
     return made
 
 
-def diagonal_choice(block: int, size: int, itemsize: int) -> Choice:
+def diagonal_choice(block: int, size: int, itemsize: int) -> TileShapes:
     """The tile of the kernel for the bias."""
     cell = min(block, _CELL if itemsize == 2 else 16)
-    shape = Shape(cell, 64, cell, min(head_of(size), 32), 4, 1)
-    return Choice(shape, shape)
+    shape = TileShape(cell, 64, cell, min(head_of(size), 32), 4, 1)
+    return TileShapes(shape, shape)

@@ -14,8 +14,15 @@ import triton.language as tl
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.sparse_attention import Attention, Blocks, Options, shapes, triton_backward, triton_forward
-from shardlib.kernels.sparse_attention.packing import Packing, cells, pack
+from shardlib.kernels.sparse_attention import (
+    ComputedBlocks,
+    Options,
+    SparseAttention,
+    shapes,
+    triton_backward,
+    triton_forward,
+)
+from shardlib.kernels.sparse_attention.packing import TilePacking, cells, pack
 
 _WORTH = 0.75  # a smaller tile is taken if it has at most this share of the work: its products are slower (estimated)
 _ROWS = 64  # of a program of `triton_backward.inner`
@@ -25,12 +32,12 @@ _packed = WeakTensorKeyDictionary()  # a layout's row_offsets -> its packings
 load = tiles.triton_name
 
 
-def forward(given: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(given: SparseAttention) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, _, key_mask, _, _ = given
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     if key_mask is not None:
         given = given._replace(v=_tainted(v, k, key_mask))
-    problem, head = _Problem(given), shapes.head_of(q.shape[3])
+    problem, head = _TritonProblem(given), shapes.head_of(q.shape[3])
     for run in problem.runs("row", problem.choices("forward")):
         partial = {"partial": run.scratch(head), "partial_lse": run.scratch(1)}
         run.launch(triton_forward.attend, out=out, lse=lse, **partial)
@@ -49,14 +56,14 @@ def _tainted(v: torch.Tensor, k: torch.Tensor, key_mask: torch.Tensor) -> torch.
 
 
 def backward(
-    given: Attention, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+    given: SparseAttention, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     q, k, v, _, _, bias, _ = given
     dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
     size, head, rows = q.shape[3], shapes.head_of(q.shape[3]), lse.numel()
     grid = (triton.cdiv(rows, _ROWS),)
     triton_backward.inner[grid](dout, out, delta, rows, D=size, HEAD=head, TILE=_ROWS)
-    problem = _Problem(given)
+    problem = _TritonProblem(given)
     saved = {"dout": dout, "lse": lse, "delta": delta}
     for run in problem.runs("row", problem.choices("query")):
         partial = run.scratch(head)
@@ -70,15 +77,15 @@ def backward(
     return dq, dk, dv, None if bias is None else _bias_gradient(problem, bias, saved)
 
 
-def work(q: torch.Tensor, k: torch.Tensor, blocks: Blocks, options: Options) -> float:
+def work(q: torch.Tensor, k: torch.Tensor, blocks: ComputedBlocks, options: Options) -> float:
     """The measured share of all pairs of positions, padded to whole blocks, that `forward` computes."""
-    problem = _Problem(Attention(q, k, k, blocks, None, None, options))
+    problem = _TritonProblem(SparseAttention(q, k, k, blocks, None, None, options))
     padded = triton.cdiv(q.shape[2], options.block) * options.block
     pairs = sum(run.pairs() for run in problem.runs("row", problem.choices("forward")))
     return pairs / (q.shape[0] * q.shape[1] * padded**2)
 
 
-def _bias_gradient(problem: _Problem, bias: torch.Tensor, saved: dict[str, torch.Tensor]) -> torch.Tensor:
+def _bias_gradient(problem: _TritonProblem, bias: torch.Tensor, saved: dict[str, torch.Tensor]) -> torch.Tensor:
     batch, heads, size, head = problem.q.shape
     choice = shapes.diagonal_choice(problem.options.block, head, problem.q.itemsize)
     cell = choice.whole.cell
@@ -96,8 +103,8 @@ def _bias_gradient(problem: _Problem, bias: torch.Tensor, saved: dict[str, torch
     return whole.flatten(1)[:, first : first + 2 * size - 1].contiguous()
 
 
-class _Problem:
-    def __init__(self, given: Attention) -> None:
+class _TritonProblem:
+    def __init__(self, given: SparseAttention) -> None:
         q, k, v, blocks, key_mask, bias, options = given
         self.q, self.blocks, self.options = q, blocks, options
         self.group = q.shape[1] // k.shape[1]
@@ -121,12 +128,12 @@ class _Problem:
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         }  # fmt: skip
 
-    def choices(self, kernel: str) -> list[shapes.Choice]:
+    def choices(self, kernel: str) -> list[shapes.TileShapes]:
         options = self.options
         rich = options.dropout > 0 or self.arguments["bias"] is not None
         return shapes.choices(kernel, options.block, self.q.shape[3], self.q.itemsize, rich)
 
-    def runs(self, kind: str, choices: list[shapes.Choice]) -> list[_Run]:
+    def runs(self, kind: str, choices: list[shapes.TileShapes]) -> list[_PackingRun]:
         """The runs of the packings of the layout's lists ("row", "column" or "diagonal"), in the best of the shapes."""
         if not self.q.numel():
             return []
@@ -138,11 +145,11 @@ class _Problem:
         (whole, lone), packings = held[key]
         heads = self.q.shape[1] // group
         return [
-            _Run(self, whole if packing.rows * whole.cell == whole.rows else lone, packing, heads)
+            _PackingRun(self, whole if packing.rows * whole.cell == whole.rows else lone, packing, heads)
             for packing in packings
         ]
 
-    def _packings(self, kind: str, choice: shapes.Choice) -> list[Packing]:
+    def _packings(self, kind: str, choice: shapes.TileShapes) -> list[TilePacking]:
         shape = choice.whole
         cut = cells(self.blocks, self.options.block, shape.cell, self.options.causal)
         if kind == "row":
@@ -154,17 +161,17 @@ class _Problem:
         return pack(lists, shape.rows // shape.cell, shape.step // shape.cell, choice.lone.rows // shape.cell)
 
 
-def _best(packed: list[tuple[shapes.Choice, list[Packing]]]) -> tuple[shapes.Choice, list[Packing]]:
+def _best(packed: list[tuple[shapes.TileShapes, list[TilePacking]]]) -> tuple[shapes.TileShapes, list[TilePacking]]:
     """The first choice, with the largest tile, unless another has at most `_WORTH` of its work."""
     work = [choice.whole.cell**2 * sum(packing.work for packing in packings) for choice, packings in packed]
     least = min(range(len(work)), key=work.__getitem__)
     return packed[least if work[least] <= _WORTH * work[0] else 0]
 
 
-class _Run:
+class _PackingRun:
     """The launches of one packing, for ``heads`` heads of every sample."""
 
-    def __init__(self, problem: _Problem, shape: shapes.Shape, packing: Packing, heads: int) -> None:
+    def __init__(self, problem: _TritonProblem, shape: shapes.TileShape, packing: TilePacking, heads: int) -> None:
         shared = packing.heads == 1
         self.packing, self.leads = packing, len(problem.q) * (heads if shared else 1)
         self.lengths = packing.rows * shape.cell

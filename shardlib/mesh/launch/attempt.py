@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardlib.mesh.launch import orphans, rank_process, supervised
 from shardlib.mesh.launch.signals import STOPPING, exit_code
-from shardlib.mesh.launch.supervised import RESIZE, Progress
+from shardlib.mesh.launch.supervised import RESIZE, RankProgress
 
 _TEAR_DOWN = 30.0  # seconds that the other ranks have once the first has ended with one of them
 
@@ -74,7 +74,7 @@ class Attempt:
             rank_process.start([*starter, *command], rank, ranks, self._store.port, more) for rank in range(ranks)
         ]
 
-    def progress(self) -> Progress:
+    def progress(self) -> RankProgress:
         """What the ranks have told so far."""
         return supervised.progress(self._store)
 

@@ -30,7 +30,7 @@ from shardlib.errors import RankFailure
 from shardlib.mesh.launch import rank_process
 from shardlib.mesh.launch.connection import Connection
 from shardlib.mesh.mesh import check_shape
-from shardlib.mesh.transport.activity import Call, State
+from shardlib.mesh.transport.activity import CollectiveCall, State
 from shardlib.mesh.transport.report import activities
 
 _CHILD = (
@@ -117,7 +117,7 @@ class _Rank:
         return self._process.poll() is not None
 
     @property
-    def wait(self) -> Call | None:
+    def wait(self) -> CollectiveCall | None:
         """The call that the rank waits in, by its last answer."""
         return self.state.waits if isinstance(self.state, State) else None
 

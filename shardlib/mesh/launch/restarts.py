@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from shardlib.mesh.launch.attempt import End
-from shardlib.mesh.launch.supervised import Progress
+from shardlib.mesh.launch.supervised import RankProgress
 
 _SAME_STEP = 3  # exceptions at one step after which the script is at fault
 _LONGEST = 64  # checkpoints that pass, at most, before ranks which keep failing are taken back again
@@ -68,7 +68,7 @@ class Restarts:
         """After so many checkpoints the missing ranks are taken back; 0 if none is missing."""
         return 0 if self.ranks == self._counts.allowed[-1] else self._wait
 
-    def after(self, end: End, progress: Progress) -> None:
+    def after(self, end: End, progress: RankProgress) -> None:
         """Take note of an attempt's end."""
         assert self.ranks is not None
         if progress.step is not None and progress.step > self._furthest:
@@ -85,7 +85,7 @@ class Restarts:
             self.ranks = self._counts.left(self.ranks - end.lost)
             self._count(end, progress)
 
-    def _count(self, end: End, progress: Progress) -> None:
+    def _count(self, end: End, progress: RankProgress) -> None:
         self._failures += 1
         step, times = self._stuck
         self._stuck = (None, 0) if end.by_signal else (progress.step, times + 1 if step == progress.step else 1)

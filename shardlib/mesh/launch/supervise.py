@@ -12,7 +12,7 @@ from shardlib.mesh.launch import rank_process
 from shardlib.mesh.launch.attempt import Attempt, End
 from shardlib.mesh.launch.restarts import Counts, Restarts
 from shardlib.mesh.launch.signals import STOPPING, exit_code
-from shardlib.mesh.launch.supervised import Progress
+from shardlib.mesh.launch.supervised import RankProgress
 
 _POLL = 0.02  # seconds between two looks at the ranks
 
@@ -54,9 +54,9 @@ def supervise(command: Sequence[str], counts: Counts, restarts: int, say: Callab
 
 def _watch(
     attempt: Attempt, since: float | None, received: list[int], say: Callable[[str], None]
-) -> tuple[End, Progress]:
+) -> tuple[End, RankProgress]:
     """Wait for the end of an attempt. Its recovery is measured from ``since``; None for the first attempt."""
-    passed, said = 0, Progress()
+    passed, said = 0, RankProgress()
     while True:
         end = attempt.look()
         progress = attempt.progress()

@@ -17,7 +17,7 @@ _KEY = "shardlib/progress"
 
 
 @dataclass
-class Progress:
+class RankProgress:
     """How far the ranks have come since they started.
 
     Attributes:
@@ -33,9 +33,9 @@ class Progress:
     first: float | None = None
 
 
-def progress(store: dist.Store) -> Progress:
+def progress(store: dist.Store) -> RankProgress:
     """What the ranks have written to the supervisor's store."""
-    return Progress(**json.loads(store.get(_KEY))) if store.check([_KEY]) else Progress()
+    return RankProgress(**json.loads(store.get(_KEY))) if store.check([_KEY]) else RankProgress()
 
 
 class Supervisor:
@@ -47,7 +47,7 @@ class Supervisor:
 
     def __init__(self, environment: Mapping[str, str] | None) -> None:
         environment = environment or {}
-        self._progress = Progress()
+        self._progress = RankProgress()
         self._saves = int(environment.get(SAVES, "0"))
         self._store: dist.Store | None = None
         if ADDRESS in environment and environment["RANK"] == "0":

@@ -31,7 +31,7 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
 @dataclass(slots=True)
-class Call:
+class CollectiveCall:
     """A collective, or a message between two ranks, as one rank makes it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Call:
         """The call's number, and what it is for."""
         return f"call {self.number}{_label(self.path, self.step)}"
 
-    def joined_by(self, other: Call) -> bool:
+    def joined_by(self, other: CollectiveCall) -> bool:
         """Whether ``other`` is this call as another member makes it, or a later call of the same members."""
         return (other.axis, other.members) == (self.axis, self.members) and other.number >= self.number
 
@@ -78,14 +78,14 @@ class Series:
 
     def __init__(self, activity: Activity, axis: str, members: tuple[int, ...]) -> None:
         self._activity, self._axis, self._members = activity, axis, members
-        self.last: Call | None = None
+        self.last: CollectiveCall | None = None
 
-    def call(self, op: str, tensor: torch.Tensor | None) -> Call:
+    def call(self, op: str, tensor: torch.Tensor | None) -> CollectiveCall:
         """Note that this rank makes the next call."""
         number = 1 if self.last is None else self.last.number + 1
         numel, dtype = (None, None) if tensor is None else (tensor.numel(), tensor.dtype)
         names = self._activity
-        self.last = Call(op, numel, dtype, self._axis, self._members, number, names.path, names.step)
+        self.last = CollectiveCall(op, numel, dtype, self._axis, self._members, number, names.path, names.step)
         return self.last
 
 
@@ -102,10 +102,10 @@ class State:
         ended: how the program ended, or "".
     """
 
-    waits: Call | None
+    waits: CollectiveCall | None
     seconds: float
     failed: bool
-    last: list[Call]
+    last: list[CollectiveCall]
     line: str
     ended: str = ""
 
@@ -121,11 +121,11 @@ class Activity:
 
     def __init__(self) -> None:
         self.path, self.step = "", None
-        self.waiting: list[tuple[Call, float]] = []
-        self.failed: tuple[Call, float] | None = None
+        self.waiting: list[tuple[CollectiveCall, float]] = []
+        self.failed: tuple[CollectiveCall, float] | None = None
         self._series: dict[tuple[str, tuple[int, ...]], Series] = {}
         # Calls that the device waits in and this rank does not, oldest first: whether each is over, and since when.
-        self._followed: deque[tuple[Call, Callable[[], bool], float]] = deque(maxlen=1 << 16)
+        self._followed: deque[tuple[CollectiveCall, Callable[[], bool], float]] = deque(maxlen=1 << 16)
 
     @property
     def label(self) -> str:
@@ -136,7 +136,7 @@ class Activity:
         """The calls of ``members`` on ``axis``: one series for a process, whichever mesh a call is made through."""
         return self._series.setdefault((axis, members), Series(self, axis, members))
 
-    def wait(self, call: Call, wait: Callable[[], None]) -> None:
+    def wait(self, call: CollectiveCall, wait: Callable[[], None]) -> None:
         """Call ``wait``, which waits in a call."""
         began = time.monotonic()
         self.waiting.append((call, began))
@@ -148,11 +148,11 @@ class Activity:
         finally:
             self.waiting.pop()
 
-    def fail(self, call: Call, seconds: float = 0.0) -> None:
+    def fail(self, call: CollectiveCall, seconds: float = 0.0) -> None:
         """Note that a call has failed, in which this rank had waited for some seconds."""
         self.failed = self.failed or (call, seconds)
 
-    def follow(self, call: Call, over: Callable[[], bool]) -> None:
+    def follow(self, call: CollectiveCall, over: Callable[[], bool]) -> None:
         """Note that the device waits in a call, until ``over()``. Calls are over in the order in which they are followed."""
         self._followed.append((call, over, time.monotonic()))
 

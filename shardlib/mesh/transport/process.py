@@ -19,7 +19,7 @@ from shardlib.common import _compat
 from shardlib.common._compat import storage_id
 from shardlib.errors import RankFailure
 from shardlib.mesh.transport import activity, watch
-from shardlib.mesh.transport.activity import Call, Series
+from shardlib.mesh.transport.activity import CollectiveCall, Series
 from shardlib.mesh.transport.base import Splits, Work
 
 # A tag has 31 bits. The tags of single messages have the highest bit set. The tag of an exchange is its number (numbers are
@@ -237,7 +237,7 @@ class ProcessGroup:
 
         return Work(finish)
 
-    def _wait(self, call: Call, wait: Callable[[], None]) -> None:
+    def _wait(self, call: CollectiveCall, wait: Callable[[], None]) -> None:
         """Wait in a call. If it fails, raise a report; all ranks make one."""
         try:
             activity.here().wait(call, wait)
@@ -245,7 +245,7 @@ class ProcessGroup:
             raise RankFailure(self._watch.report(error)) from error
 
     @staticmethod
-    def _follow(call: Call) -> None:
+    def _follow(call: CollectiveCall) -> None:
         """Let the watch see when the device's queue is past a call, for which this process does not wait."""
         if not torch.cuda.is_current_stream_capturing():
             event = torch.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardlib.errors import listing
-from shardlib.mesh.transport.activity import Call, State
+from shardlib.mesh.transport.activity import CollectiveCall, State
 
 # What each rank does; or, of a rank that does not answer, what is known about it.
 States = Mapping[int, State | str]
@@ -62,17 +62,17 @@ def _doing(state: State | str, states: States) -> str:
     return f"waits in no collective (its last: {last}){_line('; it runs', state.line)}"
 
 
-def _missing(call: Call, states: States) -> list[int]:
+def _missing(call: CollectiveCall, states: States) -> list[int]:
     """The ranks that have not made a call, as far as is known."""
     known = [member for member in call.members if member in states]
     return [member for member in known if not _made(call, states[member])]
 
 
-def _made(call: Call, state: State | str) -> bool:
+def _made(call: CollectiveCall, state: State | str) -> bool:
     return isinstance(state, State) and not state.ended and any(call.joined_by(last) for last in state.last)
 
 
-def _who(call: Call, missing: Sequence[int], states: States) -> str:
+def _who(call: CollectiveCall, missing: Sequence[int], states: States) -> str:
     """Why a call does not end."""
     if not missing:
         return _differences(call, states) or "every rank still answers, and has made this call"
@@ -88,7 +88,7 @@ def _who(call: Call, missing: Sequence[int], states: States) -> str:
     )
 
 
-def _differences(call: Call, states: States) -> str:
+def _differences(call: CollectiveCall, states: States) -> str:
     """How the members' calls of the same number differ; "" if they are equal."""
     made = {}
     for member in call.members:

@@ -31,7 +31,7 @@ class _Round:
     complete: bool = False
 
 
-class _Exchange:
+class _GroupCalls:
     """The calls made so far on one group, shared by its members."""
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ class SimulatedGroup:
         axis: the mesh axis, for messages.
     """
 
-    exchange = _Exchange
+    exchange = _GroupCalls
 
     def __init__(
-        self, simulation: Simulation, exchange: _Exchange, members: Sequence[int], rank: int, axis: str
+        self, simulation: Simulation, exchange: _GroupCalls, members: Sequence[int], rank: int, axis: str
     ) -> None:
         self.size = len(members)
         self.rank = rank

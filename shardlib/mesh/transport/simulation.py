@@ -28,7 +28,7 @@ class Stopped(BaseException):
     """Ends a rank whose simulation is over. Not an `Exception`, so that a rank which catches exceptions ends too."""
 
 
-class _Rank(threading.Thread):
+class _RankThread(threading.Thread):
     """The thread of one rank. ``simulation`` lets a simulation that the rank starts find the outer one."""
 
     def __init__(self, simulation: Simulation, target: Callable[[int], None], rank: int) -> None:
@@ -84,7 +84,7 @@ class Simulation:
             self._finished.add(rank)
             self._hand_over(rank)
 
-        threads = [_Rank(self, main, rank) for rank in range(self.ranks)]
+        threads = [_RankThread(self, main, rank) for rank in range(self.ranks)]
         self._waiting = {rank: (lambda: True, "start") for rank in range(1, self.ranks)}
         begun = False
         try:
@@ -170,7 +170,7 @@ class Simulation:
         self._wake[chosen].release()
         return True
 
-    def _interrupt(self, threads: Sequence[_Rank], error: BaseException) -> None:
+    def _interrupt(self, threads: Sequence[_RankThread], error: BaseException) -> None:
         """Wait for the ranks to end after an interrupt. A second interrupt ends the waiting.
 
         A rank stops at its next collective. A rank that reaches none within two seconds is stopped between two Python
@@ -197,12 +197,12 @@ class Simulation:
                 f"{thread.name} still computes, and ends at its next collective or with the process:\n{where}"
             )
 
-    def _computing(self, threads: Sequence[_Rank]) -> list[_Rank]:
+    def _computing(self, threads: Sequence[_RankThread]) -> list[_RankThread]:
         """The ranks that have not ended and do not wait."""
         return [thread for thread in threads if not thread.ended.is_set() and thread.rank not in self._waiting]
 
 
-def _await(threads: Sequence[_Rank]) -> None:
+def _await(threads: Sequence[_RankThread]) -> None:
     """Wait for threads to end, at most `_PATIENCE` seconds."""
     deadline = time.monotonic() + _PATIENCE
     for thread in threads:

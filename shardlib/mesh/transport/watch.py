@@ -38,10 +38,10 @@ _GRACE = 5.0  # seconds that a program has to end by itself after a report
 _TEAR_DOWN = 30.0  # seconds that a process has to end after its program, if there was a report
 _GONE = "the store by which ranks answer is gone, with torchrun or the rank that hosted it"
 
-_watch: Watch | None = None
+_watch: ProcessWatch | None = None
 
 
-def begin(ends: bool = False, timeout: float | None = None) -> Watch:
+def begin(ends: bool = False, timeout: float | None = None) -> ProcessWatch:
     """This process's watch of the run, which begins with the first call after the start of torch.distributed.
 
     Args:
@@ -54,7 +54,7 @@ def begin(ends: bool = False, timeout: float | None = None) -> Watch:
         _watch.stop()
         _watch = None
     if _watch is None:
-        _watch = Watch(store, ends, timeout)
+        _watch = ProcessWatch(store, ends, timeout)
     return _watch
 
 
@@ -63,7 +63,7 @@ def lost() -> frozenset[int]:
     return frozenset() if _watch is None else _watch.lost
 
 
-class Watch:
+class ProcessWatch:
     """The watch of one process; see `begin`.
 
     Attributes:

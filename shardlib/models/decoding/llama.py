@@ -22,7 +22,7 @@ _SETTINGS = {"hidden_act": ("silu",)}
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
-class Model(NamedTuple):
+class PreparedLlama(NamedTuple):
     """The parameters of a Llama, prepared.
 
     Attributes:
@@ -67,9 +67,13 @@ class Llama(Decoder):
     def prepared(self, params: Any) -> Any:
         model = params["model"]
         layers = [self._layer(index, layer) for index, layer in enumerate(model["layers"])]
-        return Model(model["embed_tokens"]["weight"], layers, model["norm"]["weight"], linear(params["lm_head"]))
+        return PreparedLlama(
+            model["embed_tokens"]["weight"], layers, model["norm"]["weight"], linear(params["lm_head"])
+        )
 
-    def hidden(self, params: Model, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def hidden(
+        self, params: PreparedLlama, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
         x = F.embedding(tokens, params.embedding)
         theta = positions[:, None].float() * self._frequencies.to(x.device)
         cos, sin = ((table * self._scale).to(x.dtype) for table in (theta.cos(), theta.sin()))
@@ -83,7 +87,7 @@ class Llama(Decoder):
             x = mlp(x)
         return F.rms_norm(x, x.shape[-1:], params.norm, self._eps)
 
-    def logits(self, params: Model, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, params: PreparedLlama, x: torch.Tensor) -> torch.Tensor:
         return params.head(x)
 
     def _layer(self, index: int, params: Mapping[str, Any]) -> tuple[Heads, Callable[[torch.Tensor], torch.Tensor]]:

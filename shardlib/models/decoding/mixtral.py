@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import has_torch_function
 
-from shardlib.kernels.decoder_mlp import MLP, Choice, decoder_mlp
+from shardlib.kernels.decoder_mlp import MLP, ChosenExperts, decoder_mlp
 from shardlib.kernels.thin_matmul import Linear, QuantizedMatrix
 from shardlib.models.decoding.llama import Llama
 from shardlib.models.decoding.windows import Windows
@@ -37,14 +37,14 @@ class Mixtral(Llama):
     def _mlp(self, norm: torch.Tensor, params: Mapping[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
         if "experts" not in params:
             return super()._mlp(norm, params)
-        choice = Choice(_router(params), self._choices, self._renormalises)
+        choice = ChosenExperts(_router(params), self._choices, self._renormalises)
         gate_up, down = (params["experts"][name] for name in ("gate_up_proj", "down_proj"))
         if not (_whole(gate_up) and _whole(down)):
             return partial(self._elsewhere, norm, choice, params["experts"])
         return partial(decoder_mlp, layer=MLP(norm, self._eps, Linear(gate_up), None, Linear(down), choice))
 
     def _elsewhere(
-        self, norm: torch.Tensor, choice: Choice, experts: Mapping[str, Any], x: torch.Tensor
+        self, norm: torch.Tensor, choice: ChosenExperts, experts: Mapping[str, Any], x: torch.Tensor
     ) -> torch.Tensor:
         """The second half of a layer whose experts are on several ranks, or in host memory."""
         normed = F.rms_norm(x, x.shape[-1:], norm, self._eps)
@@ -55,7 +55,7 @@ class Mixtral(Llama):
         return [layer["mlp"] for layer in params["model"]["layers"] if "experts" in layer["mlp"]]
 
     def choices(self, layer: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
-        return Choice(_router(layer), self._choices, False).of(x)[0]
+        return ChosenExperts(_router(layer), self._choices, False).of(x)[0]
 
 
 def _router(params: Mapping[str, Any]) -> torch.Tensor:

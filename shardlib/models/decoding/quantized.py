@@ -9,7 +9,7 @@ import torch
 from shardlib.errors import TreeError
 from shardlib.kernels.thin_matmul import QuantizedMatrix
 from shardlib.models.decoding.kinds import decoder_of
-from shardlib.nn.moe.stored import Stored
+from shardlib.nn.moe.stored import StoredExperts
 from shardlib.sharded.given import given_params
 from shardlib.sharded.local import Local
 from shardlib.sharded.tree import Sharded
@@ -45,7 +45,7 @@ def quantized(model: Any, params: Any, bits: int = 8, block: int = 128) -> Any:
     params = given_params("quantized", params)
     local = Local.of(params, "quantized") if isinstance(params, (Sharded, Local)) else None
     paths, leaves, treedef = flatten(params if local is None else local.tree)
-    if any(isinstance(leaf, Stored) for leaf in leaves):
+    if any(isinstance(leaf, StoredExperts) for leaf in leaves):
         raise TreeError(
             "quantized takes parameters before experts_on_host, which then brings up fewer bytes; turn them round"
         )

@@ -26,7 +26,7 @@ REQUIRED, OPTIONAL = ("input_ids", "labels"), ("attention_mask", "position_ids")
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderNames:
     """The names of the submodules of a base model.
 
     Attributes:
@@ -47,10 +47,10 @@ class _NoPositions(nn.Module):
         return torch.zeros(())
 
 
-_LLAMA = Decoder("embed_tokens", "layers", "norm", {})
+_LLAMA = DecoderNames("embed_tokens", "layers", "norm", {})
 # Kinds whose forward does nothing beyond embedding, layers, norm and output layer, as a test confirms.
 DECODERS = {
-    "gpt2": Decoder("wte", "h", "ln_f", {"wpe": _NoPositions, "drop": nn.Identity}),
+    "gpt2": DecoderNames("wte", "h", "ln_f", {"wpe": _NoPositions, "drop": nn.Identity}),
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
@@ -63,7 +63,7 @@ DECODERS = {
 }
 
 
-def decoder_of(model: nn.Module) -> Decoder:
+def decoder_of(model: nn.Module) -> DecoderNames:
     """The names of a model's submodules.
 
     Raises:
@@ -120,7 +120,7 @@ def decoder_blocks(model: Any) -> list[nn.Module]:
     ]
 
 
-def _subset(base: Any, decoder: Decoder, kept: set[str], layers: tuple[int, ...] = ()) -> nn.Module:
+def _subset(base: Any, decoder: DecoderNames, kept: set[str], layers: tuple[int, ...] = ()) -> nn.Module:
     """A copy of a base model with only the submodules ``kept`` and the layers of these numbers, shared with the model."""
     subset = with_children_of_its_own(base)
     all_layers = getattr(base, decoder.layers)

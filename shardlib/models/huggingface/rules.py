@@ -176,14 +176,14 @@ class _Projection(nn.Module):
         return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).unflatten(0, x.shape[:-1])
 
 
-class _Split(NamedTuple):
+class _QueryKeyValueSplit(NamedTuple):
     """Query, key and value, in place of the packed tensor that GPT-2 calls ``split`` on."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
 
-    def split(self, size: int, dim: int) -> _Split:
+    def split(self, size: int, dim: int) -> _QueryKeyValueSplit:
         return self
 
 
@@ -198,8 +198,8 @@ class _QueryKeyValue(nn.Module):
         self.register_state_dict_post_hook(_packed)
         self.register_load_state_dict_pre_hook(_unpacked)
 
-    def forward(self, x: torch.Tensor) -> _Split:
-        return _Split(self.query(x), self.key(x), self.value(x))
+    def forward(self, x: torch.Tensor) -> _QueryKeyValueSplit:
+        return _QueryKeyValueSplit(self.query(x), self.key(x), self.value(x))
 
 
 _LEAVES = ("weight", "bias")
@@ -208,7 +208,9 @@ _LEAVES = ("weight", "bias")
 def _packed(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
     """Packs query, key and value in a state dict into the tensors of the packed projection."""
     for leaf in _LEAVES:
-        state[prefix + leaf] = torch.cat([state.pop(f"{prefix}{name}.{leaf}") for name in _Split._fields], dim=-1)
+        state[prefix + leaf] = torch.cat(
+            [state.pop(f"{prefix}{name}.{leaf}") for name in _QueryKeyValueSplit._fields], dim=-1
+        )
 
 
 def _unpacked(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
@@ -216,4 +218,6 @@ def _unpacked(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_
     for leaf in _LEAVES:
         if prefix + leaf in state:
             chunks = state.pop(prefix + leaf).chunk(3, dim=-1)
-            state |= {f"{prefix}{name}.{leaf}": chunk for name, chunk in zip(_Split._fields, chunks, strict=True)}
+            state |= {
+                f"{prefix}{name}.{leaf}": chunk for name, chunk in zip(_QueryKeyValueSplit._fields, chunks, strict=True)
+            }

@@ -54,7 +54,7 @@ def with_tiled_loss(model: Any) -> Any:
     ]
     why = ""
     if (
-        head is None or type(head) not in (nn.Linear, _Head) or head.bias is not None
+        head is None or type(head) not in (nn.Linear, _TiledHead) or head.bias is not None
     ):  # a subclass may compute something else
         why = "it has no lm_head, a plain Linear without bias"
     elif changed:
@@ -66,12 +66,12 @@ def with_tiled_loss(model: Any) -> Any:
             f"with_tiled_loss takes transformers' causal language models, and of {type(model).__name__} {why}; call "
             "sl.nn.linear_cross_entropy(hidden, weight, targets) on the base model's output instead"
         )
-    head.__class__ = _Head
+    head.__class__ = _TiledHead
     model.loss_function = _loss
     return model
 
 
-class _Head(nn.Linear):
+class _TiledHead(nn.Linear):
     def forward(self, hidden: torch.Tensor) -> Any:
         return Scores(hidden, self.weight)
 

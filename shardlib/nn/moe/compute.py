@@ -13,7 +13,7 @@ from shardlib.kernels.grouped_matmul import grouped_matmul
 from shardlib.nn.moe.routing import Routing
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """Where the assignments of a routing lie among rows that are sorted by expert.
 
     Attributes:
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     number: int
 
     @classmethod
-    def of(cls, routing: Routing) -> Rows:
+    def of(cls, routing: Routing) -> ExpertRows:
         kept, shape, number = routing.kept, routing.experts.shape, len(routing.counts)
         positions = kept.new_full((routing.experts.numel() + 1,), -1)
         positions = positions.scatter(0, kept, torch.arange(kept.shape[0], device=kept.device))[:-1].view(shape)

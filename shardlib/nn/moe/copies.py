@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.collectives.tokens.base import Coming
-from shardlib.collectives.tokens.fetch import Fetch
+from shardlib.collectives.tokens.fetch import TokenFetch
 from shardlib.common._compat import outside_of_graphs
 from shardlib.common.environment import environment
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.moe.compute import Groups
 from shardlib.nn.moe.config import Expert
 from shardlib.nn.moe.slots import Slots
-from shardlib.nn.moe.stored import Store
+from shardlib.nn.moe.stored import ExpertStore
 from shardlib.tree import tree_map
 
 
@@ -28,12 +28,12 @@ class Own(NamedTuple):
     """
 
     params: Mapping[str, Any]
-    store: Store | None
+    store: ExpertStore | None
 
     @classmethod
     def of(cls, params: Mapping[str, Any], x: torch.Tensor) -> Own:
         """Of a layer with inputs ``[T, W]``, whose tokens are to travel."""
-        store = Store.of(params)
+        store = ExpertStore.of(params)
         if store is not None:
             store.expect(x)
         return cls(params, store)
@@ -59,7 +59,7 @@ class Copies:
         for axis in axes:
             rank = rank * mesh.shape[axis] + mesh.coords[axis]
         self.slots = torch.tensor(slots.of_rows(rank), device=mesh.device)
-        fetch, rows = Fetch(tuple(axes), slots.owners), slots.rows(rank)
+        fetch, rows = TokenFetch(tuple(axes), slots.owners), slots.rows(rank)
         self._coming: Mapping[str, Coming] = tree_map(lambda leaf: fetch.start(mesh, leaf.lent(rows)), params)
 
     @outside_of_graphs

@@ -14,7 +14,7 @@ from shardlib.common._compat import differentiated, outside_of_graphs
 from shardlib.common.environment import environment
 from shardlib.kernels.permute import permute, unpermute
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.moe.compute import Rows
+from shardlib.nn.moe.compute import ExpertRows
 from shardlib.nn.moe.config import Expert
 from shardlib.nn.moe.copies import Copies, Own, borrow
 from shardlib.nn.moe.dealt import opened
@@ -22,7 +22,7 @@ from shardlib.nn.moe.routing import NUMBER, Routing
 from shardlib.tree import leaves_of
 
 
-class Exchange(Protocol):
+class ExpertExchange(Protocol):
     """What layers use of a `shardlib.collectives.tokens.TokenExchange`."""
 
     @property
@@ -80,10 +80,10 @@ def run_experts(
     >>> sl.nn.run_experts({"w": torch.tensor([[[1.0]], [[10.0]]])}, torch.tensor([[1.0], [2.0]]), routing, double).tolist()
     [[20.0], [2.0]]
     """
-    return Visit(params, x, routing, seats, replicas).outputs(expert)
+    return ExpertVisit(params, x, routing, seats, replicas).outputs(expert)
 
 
-class Visit:
+class ExpertVisit:
     """A visit of tokens to their experts, which begins at once. Arguments as in `run_experts`.
 
     What is computed before `outputs` is computed while tokens travel.
@@ -105,7 +105,7 @@ class Visit:
             routing = routing.seated(copies.slots, copies.number)
         elif seats is not None:
             routing = routing.seated(seats)
-        self._routing, self._rows = routing, Rows.of(routing)
+        self._routing, self._rows = routing, ExpertRows.of(routing)
         rows = permute(x, self._rows.positions, self._rows.number)
         # By a leaf of the experts, which ranks train alike, backward reaches the exchange on a rank whose tokens need no
         # gradient; the others would wait for it.
@@ -138,7 +138,7 @@ class _Travel:
     Its sizes are known only in the run, and what it sends is not made of operators.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: ExpertExchange) -> None:
         self._exchange, self.axes = exchange, exchange.axes
         self.padded, self.spare = exchange.padded, exchange.spare
 

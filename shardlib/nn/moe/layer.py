@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.nn.moe.config import MoEConfig
-from shardlib.nn.moe.experts import Visit
+from shardlib.nn.moe.experts import ExpertVisit
 from shardlib.nn.moe.noise import Tokens, tokens_of
 from shardlib.nn.moe.routing import Routing
 from shardlib.rng import Key, require_key
@@ -91,7 +91,7 @@ def moe(
             f"moe: the routing is of {len(routing.experts)} tokens among {len(routing.counts)} experts, and the layer has "
             f"{len(flat)} among {len(router['weight'])}"
         )
-    visit = Visit(params["experts"], flat, routing, router.get("seats"), router.get("replicas"))
+    visit = ExpertVisit(params["experts"], flat, routing, router.get("seats"), router.get("replicas"))
     # What needs no other rank is computed while tokens travel; of x as it is, whose sequence slices may have to gather.
     residual = _residual(params["residual"], x, config) if "residual" in params else None
     shared = _shared(params["shared"], x, config) if "shared" in params else None

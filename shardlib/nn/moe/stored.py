@@ -13,7 +13,7 @@ from shardlib.nn.moe.config import Expert
 from shardlib.tree import leaves_of
 
 
-class Stored:
+class StoredExperts:
     """A leaf of experts that are not on the device.
 
     Attributes:
@@ -24,21 +24,21 @@ class Stored:
 
     requires_grad = False
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, store: Store, device: torch.device) -> None:
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, store: ExpertStore, device: torch.device) -> None:
         self.shape, self.dtype, self.store, self.device = shape, dtype, store, device
 
-    def to(self, device: torch.device) -> Stored:
+    def to(self, device: torch.device) -> StoredExperts:
         """The same for ``device``, to which its experts come one by one."""
-        return Stored(self.shape, self.dtype, self.store, device)
+        return StoredExperts(self.shape, self.dtype, self.store, device)
 
 
-class Store(ABC):
+class ExpertStore(ABC):
     """What brings the experts of one layer to the device when they have rows. For one layer's run at a time."""
 
     @staticmethod
-    def of(params: Mapping[str, Any]) -> Store | None:
+    def of(params: Mapping[str, Any]) -> ExpertStore | None:
         """The store of a layer's parameters; None if they are on the device."""
-        return next((leaf.store for leaf in leaves_of(params) if isinstance(leaf, Stored)), None)
+        return next((leaf.store for leaf in leaves_of(params) if isinstance(leaf, StoredExperts)), None)
 
     @abstractmethod
     def expect(self, x: torch.Tensor) -> None:
@@ -49,7 +49,7 @@ class Store(ABC):
         """The rows of one expert after the other, in any order, with its parameters, ``[1, …]``, until the next one is taken.
 
         Args:
-            params: of the layer, each leaf a `Stored` one.
+            params: of the layer, each leaf a `StoredExperts` one.
             ends: ``[E]``, int64: the row after each expert's last one. Without any rows one expert comes, for no rows.
         """
 

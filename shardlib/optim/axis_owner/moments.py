@@ -9,7 +9,7 @@ import torch
 
 from shardlib.kernels.adamw import adam_direction_, direction_at
 from shardlib.kernels.frozen_adam import frozen_move, frozen_step_
-from shardlib.optim.stepping import Move, each_tensor
+from shardlib.optim.stepping import ParameterChange, each_tensor
 from shardlib.tree import Tree
 
 
@@ -25,17 +25,17 @@ def adam_step(
     eps: float,
     weight_decay: float,
     scale: torch.Tensor | None,
-) -> Move:
+) -> ParameterChange:
     """Adam's step from gradients averaged in full precision. Updates both moments in place, and uses up ``grads``."""
     direct = partial(adam_direction_, factors=direction_at(None, b1, b2, eps, weight_decay), scale=scale)
     each_tensor(direct, params, grads, mu, nu)
-    return Move(lambda p, u: u.mul_(-lr), (grads,))
+    return ParameterChange(lambda p, u: u.mul_(-lr), (grads,))
 
 
-def frozen_step(mu: Tree, nu: Tree, *, lr: torch.Tensor, eps: float, weight_decay: float) -> Move:
+def frozen_step(mu: Tree, nu: Tree, *, lr: torch.Tensor, eps: float, weight_decay: float) -> ParameterChange:
     """The step from compressed momentum with a frozen variance. Applies `mask` to ``mu`` in the same pass."""
     options: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-    return Move(partial(frozen_move, **options), (mu, nu), in_place=partial(frozen_step_, **options))
+    return ParameterChange(partial(frozen_move, **options), (mu, nu), in_place=partial(frozen_step_, **options))
 
 
 def mask(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

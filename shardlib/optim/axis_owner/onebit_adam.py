@@ -15,7 +15,7 @@ from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check, check_adam, is_step
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.optim.stepping import Move, each_tensor, stepping
+from shardlib.optim.stepping import ParameterChange, each_tensor, stepping
 from shardlib.tree import Tree, tree_map
 
 # The variance is settled when its 1-norm is at least this share of its 1-norm 1/(1 − b2) steps before.
@@ -98,7 +98,7 @@ def onebit_adam(
 
     def step(
         params: Tree, grads: Tree, state: OneBitAdamState, scale: torch.Tensor | None, shards: Shards
-    ) -> tuple[OneBitAdamState, Move]:
+    ) -> tuple[OneBitAdamState, ParameterChange]:
         size, mu = rate(state.count), state.mu
         after = state._replace(count=state.count + 1)
         if unreduced(state):

@@ -18,7 +18,7 @@ from shardlib.optim.optimizers.lamb import check_coeffs, coefficients
 from shardlib.optim.ranges import check, check_adam, is_positive, is_share, is_step
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards, device_of
-from shardlib.optim.stepping import Move, each, each_leaf, each_tensor, stepping
+from shardlib.optim.stepping import ParameterChange, each, each_leaf, each_tensor, stepping
 from shardlib.tree import Tree, tree_map
 
 
@@ -109,10 +109,12 @@ def onebit_lamb(
 
     def step(
         params: Tree, grads: Tree, state: OneBitLambState, scale: torch.Tensor | None, shards: Shards
-    ) -> tuple[OneBitLambState, Move]:
+    ) -> tuple[OneBitLambState, ParameterChange]:
         run = compressed if unreduced(state) else warm_up
         after, directions, coeff = run(params, grads, state, scale, shards)
-        return after._replace(count=state.count + 1), Move(lambda p, u: u, (directions,), -rate(state.count) * coeff)
+        return after._replace(count=state.count + 1), ParameterChange(
+            lambda p, u: u, (directions,), -rate(state.count) * coeff
+        )
 
     def warm_up(params, grads, state, scale, shards):
         direct = partial(adam_direction_, factors=direction_at(None, b1, b2, eps, weight_decay), scale=scale)

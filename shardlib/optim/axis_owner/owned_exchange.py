@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from shardlib.collectives.codecs.base import BoundCodec, Exchange, Item, Residuals
+from shardlib.collectives.codecs.base import BoundCodec, Item, Residuals, SumsUnderWay
 from shardlib.common.thresholds import Threshold
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.channels import Channel
@@ -57,7 +57,7 @@ class OwnedExchange:
                 means[name] = result.to(tree[name].dtype)
         return {name: compact(mean) for name, mean in means.items()}  # optimizers keep them
 
-    def _start(self, buffers: list[tuple[str, torch.Tensor]], residuals: Residuals) -> Exchange:
+    def _start(self, buffers: list[tuple[str, torch.Tensor]], residuals: Residuals) -> SumsUnderWay:
         items = []
         for name, buffer in buffers:
             channel, bound = self._bound[name]

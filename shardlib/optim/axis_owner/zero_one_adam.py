@@ -16,7 +16,7 @@ from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check_adam
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.optim.stepping import Move, each, each_tensor, stepping
+from shardlib.optim.stepping import ParameterChange, each, each_tensor, stepping
 from shardlib.tree import Tree, tree_map
 
 
@@ -107,7 +107,7 @@ def zero_one_adam(
 
     def step(
         params: Tree, grads: Tree, state: ZeroOneAdamState, scale: torch.Tensor | None, shards: Shards
-    ) -> tuple[ZeroOneAdamState, Move]:
+    ) -> tuple[ZeroOneAdamState, ParameterChange]:
         number = coming(state)
         run = alone if steps.frozen(number) else together
         after, move = run(params, grads, state, scale, shards, number)
@@ -137,7 +137,7 @@ def zero_one_adam(
         each_tensor(local, grads, state.mu, state.nu, state.moved)
         # With elapsed == 0 no rank has moved, and the mean would be divided by 0.
         if steps.sent(number) is Sent.NOTHING or elapsed == 0:
-            return state._replace(elapsed=elapsed, diverged=torch.ones(())), Move(
+            return state._replace(elapsed=elapsed, diverged=torch.ones(())), ParameterChange(
                 lambda p, anchor, moved: anchor + moved, (state.anchor, state.moved), absolute=True
             )
 
@@ -156,7 +156,7 @@ def zero_one_adam(
         mu = shards.compressed_mean(grads, out=state.mu)
         each(meet, mu, state.nu, state.anchor)
         after = state._replace(mu=mu, elapsed=torch.zeros_like(elapsed), diverged=torch.zeros(()))
-        return after, Move(lambda p, anchor: anchor, (state.anchor,), absolute=True)
+        return after, ParameterChange(lambda p, anchor: anchor, (state.anchor,), absolute=True)
 
     def coming(state: ZeroOneAdamState) -> int:
         number = int(state.count) + 1

@@ -17,7 +17,7 @@ from shardlib.common.devices import pins
 from shardlib.common.environment import environment
 from shardlib.common.raw_bytes import raw_bytes
 from shardlib.errors import StorageError, TreeError
-from shardlib.optim.moving.skeleton import Skeleton, View
+from shardlib.optim.moving.skeleton import StateSkeleton, View
 from shardlib.optim.on_disk import InPlace
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.loss_scale import LossScale
@@ -27,7 +27,7 @@ from shardlib.sharded.disk import Flat, Store, open_on_all_ranks
 _T = TypeVar("_T")
 
 
-class Files:
+class OptimizerFiles:
     """The open files for states of one skeleton, and the newest state in them that is whole on every rank.
 
     A commit's number and *move*, which is drawn for it, are the same on all ranks. Ranks that died while they committed may
@@ -46,7 +46,7 @@ class Files:
         TreeError: a tree without a mesh, and several ranks.
     """
 
-    def __init__(self, skeleton: Skeleton, folders: Sequence[str | Path], problem: str) -> None:
+    def __init__(self, skeleton: StateSkeleton, folders: Sequence[str | Path], problem: str) -> None:
         _require_mesh(skeleton)
         self._skeleton, self._problem = skeleton, problem
         self.where = ", ".join(map(str, folders))
@@ -69,7 +69,7 @@ class Files:
         self.notes = newest[skeleton.mesh.rank if skeleton.mesh else 0] if newest else None
         self.taken = all(notes["taken"] for notes in newest)
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> OptimizerFiles:
         return self
 
     def __exit__(
@@ -190,7 +190,7 @@ class Files:
         return [work()] if mesh is None else on_all_ranks(mesh, work, self._problem)
 
 
-def _opened(skeleton: Skeleton, folders: Sequence[str | Path], problem: str) -> Store:
+def _opened(skeleton: StateSkeleton, folders: Sequence[str | Path], problem: str) -> Store:
     sizes = {name: view.bytes for name, view in skeleton.views.items()}
     sizes |= {name: leaf.like.nbytes for name, leaf in skeleton.resting.items()}
     buffers = {name: Flat(size, torch.uint8) for name, size in sizes.items()}
@@ -203,7 +203,7 @@ def _opened(skeleton: Skeleton, folders: Sequence[str | Path], problem: str) -> 
     return open_on_all_ranks(skeleton.mesh, open_store, problem)
 
 
-def _require_mesh(skeleton: Skeleton) -> None:
+def _require_mesh(skeleton: StateSkeleton) -> None:
     """Refuse a tree that several ranks would each take for all there is."""
     mesh, distributed = environment().mesh, torch.distributed
     ranks = mesh.size if mesh else 1

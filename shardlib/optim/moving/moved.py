@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from shardlib.errors import DonatedStateError, TreeError
-from shardlib.optim.moving.skeleton import Skeleton
+from shardlib.optim.moving.skeleton import StateSkeleton
 
 
 class Parked(NamedTuple):
@@ -30,7 +30,7 @@ class Moved:
         where: "host memory", or the folders.
     """
 
-    def __init__(self, skeleton: Skeleton, where: str, held: dict[str, torch.Tensor] | Parked) -> None:
+    def __init__(self, skeleton: StateSkeleton, where: str, held: dict[str, torch.Tensor] | Parked) -> None:
         self.skeleton, self.where = skeleton, where
         self._held: dict[str, torch.Tensor] | Parked | None = held
 

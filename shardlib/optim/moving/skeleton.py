@@ -57,7 +57,7 @@ class View:
         return torch.empty(self.bytes, dtype=torch.uint8, device=device)
 
 
-class Skeleton:
+class StateSkeleton:
     """A state in which views stand for tensors.
 
     Attributes:
@@ -109,7 +109,7 @@ class Skeleton:
         return state.fitting() if isinstance(state, TrainState) else state
 
 
-def apart(state: Any) -> tuple[Skeleton, dict[str, torch.Tensor]]:
+def apart(state: Any) -> tuple[StateSkeleton, dict[str, torch.Tensor]]:
     """A state's skeleton, and path -> bytes of each storage."""
     what = "this tree"
     if isinstance(state, TrainState):
@@ -135,7 +135,7 @@ def apart(state: Any) -> tuple[Skeleton, dict[str, torch.Tensor]]:
             stride=tensor.stride(),
         )
 
-    return Skeleton(_rebuilt(state, view), what), storages
+    return StateSkeleton(_rebuilt(state, view), what), storages
 
 
 def donate(state: Any, what: str, by: str) -> None:

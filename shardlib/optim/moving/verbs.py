@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.errors import TreeError
-from shardlib.optim.moving.files import Files
+from shardlib.optim.moving.files import OptimizerFiles
 from shardlib.optim.moving.moved import Moved, Parked
-from shardlib.optim.moving.skeleton import Skeleton, View, apart, donate
+from shardlib.optim.moving.skeleton import StateSkeleton, View, apart, donate
 
 Folders = str | Path | Sequence[str | Path]
 
@@ -32,7 +32,7 @@ def to_host(state: Any) -> Moved:
         held = state.holding()
         if not isinstance(held, Parked):
             return state
-        with Files(state.skeleton, held.folders, f"{state!r} could not be read") as files:
+        with OptimizerFiles(state.skeleton, held.folders, f"{state!r} could not be read") as files:
             files.require(held.move)
             storages = files.read(View.on_host)
         state.take()
@@ -80,7 +80,7 @@ def to_disk(state: Any, folder: Folders) -> Moved:
         storages = held
     else:
         skeleton, storages = apart(state)
-    with Files(skeleton, folders, f"the state was not moved to {where}, and is where it was") as files:
+    with OptimizerFiles(skeleton, folders, f"the state was not moved to {where}, and is where it was") as files:
         files.require_free()
         move = files.write(storages)
     if isinstance(state, Moved):
@@ -111,7 +111,7 @@ def to_device(moved: Moved | Folders, like: Any = None) -> Any:
         return _taken_up(_several(moved), like)
     held = moved.holding()
     if isinstance(held, Parked):
-        with Files(moved.skeleton, held.folders, f"{moved!r} could not be read") as files:
+        with OptimizerFiles(moved.skeleton, held.folders, f"{moved!r} could not be read") as files:
             files.require(held.move)
             storages = files.read(View.home)
     else:
@@ -130,7 +130,7 @@ def _taken_up(folders: tuple[str | Path, ...], like: Any) -> Any:
     if like is None:
         raise TypeError("sl.to_device of a folder needs like=, a fresh state of the plan that the folder's state has")
     skeleton, _ = apart(like)
-    with Files(skeleton, folders, f"the state in {', '.join(map(str, folders))} cannot be taken up") as files:
+    with OptimizerFiles(skeleton, folders, f"the state in {', '.join(map(str, folders))} cannot be taken up") as files:
         files.require()
         storages = files.read(View.home)
         files.restore_notes()
@@ -138,7 +138,7 @@ def _taken_up(folders: tuple[str | Path, ...], like: Any) -> Any:
     return skeleton.whole(storages)
 
 
-def _give_back(skeleton: Skeleton) -> None:
+def _give_back(skeleton: StateSkeleton) -> None:
     """Free the host memory that steps keep for states that have left."""
     if skeleton.mesh is not None:
         skeleton.mesh.kept.give_back()

@@ -20,12 +20,12 @@ from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check, is_integer, is_positive, is_share, is_size, is_step
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards, device_of
-from shardlib.optim.stepping import Move, each, each_leaf, stepping
+from shardlib.optim.stepping import ParameterChange, each, each_leaf, stepping
 from shardlib.plan.claims import LeafInfo
 from shardlib.tree import Tree, tree_map
 
 
-class Factors(NamedTuple):
+class FactoredMoments(NamedTuple):
     """The running means of a parameter's g² along its largest dimension (``row``) and its second largest (``col``).
 
     Flat, fp32 or wider; equal on all ranks.
@@ -36,13 +36,12 @@ class Factors(NamedTuple):
 
 
 class AdafactorState(NamedTuple):
-    """``count``: steps taken (0-d float); ``factors``: path -> `Factors`; ``v``: running mean of g² of other parameters.
-
-    ``mu``: the momentum, or () without momentum.
+    """``count``: steps taken (0-d float); ``factors``: path -> `FactoredMoments`; ``v``: running mean of g² of other
+    parameters; ``mu``: the momentum, or () without momentum.
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
-    factors: Mapping[str, Factors]
+    factors: Mapping[str, FactoredMoments]
     v: Tree
     mu: Tree
 
@@ -118,7 +117,7 @@ def adafactor(
             return torch.zeros(math.prod(dims), dtype=_wide(info.dtype), device=device)
 
         factors = {
-            info.path: Factors(zeros(_without(info.shape, d0), info), zeros(_without(info.shape, d1), info))
+            info.path: FactoredMoments(zeros(_without(info.shape, d0), info), zeros(_without(info.shape, d1), info))
             for info in shards.about(params)
             if not unfactored(info)
             for d1, d0 in [_largest(info.shape)]
@@ -128,7 +127,7 @@ def adafactor(
 
     def step(
         params: Tree, grads: Tree, state: AdafactorState, scale: torch.Tensor | None, shards: Shards
-    ) -> tuple[AdafactorState, Move]:
+    ) -> tuple[AdafactorState, ParameterChange]:
         size, count = rate(state.count), state.count + 1
         keep = float(1 - (count.to(torch.float64) - decay_offset).clamp(min=1) ** -decay_rate)
         infos = shards.about(params)
@@ -147,7 +146,7 @@ def adafactor(
                 _divide(g, index_map, factors[infos[number].path])
         factor = -size * _factor(infos, params, grads, shards)
         if weight_decay_rate is None and not carried:
-            return AdafactorState(count, factors, state.v, ()), Move(lambda p, u: u, (grads,), factor)
+            return AdafactorState(count, factors, state.v, ()), ParameterChange(lambda p, u: u, (grads,), factor)
 
         def carry(number: int, u: torch.Tensor, *mean: torch.Tensor) -> None:
             u.mul_(factor[number])
@@ -156,19 +155,21 @@ def adafactor(
 
         each_leaf(shards, carry, grads, *([state.mu] if carried else []))
         decay = weight_decay_rate or 0.0
-        return AdafactorState(count, factors, state.v, state.mu), Move(lambda p, u: u.add_(p, alpha=-decay), (grads,))
+        return AdafactorState(count, factors, state.v, state.mu), ParameterChange(
+            lambda p, u: u.add_(p, alpha=-decay), (grads,)
+        )
 
     def _next_factors(
-        infos: list[LeafInfo], grads: Tree, before: Mapping[str, Factors], keep: float, shards: Shards
-    ) -> dict[str, Factors]:
+        infos: list[LeafInfo], grads: Tree, before: Mapping[str, FactoredMoments], keep: float, shards: Shards
+    ) -> dict[str, FactoredMoments]:
         """The factors after this step. The sums of all parameters lie in one vector, for one exchange."""
         sizes = [len(factor) for factors in before.values() for factor in factors]
         shape = (sum(sizes), shards.summation.width)
         sums = torch.zeros(shape, dtype=torch.float64, device=device_of(grads))
 
-        def by_path(values: torch.Tensor) -> dict[str, Factors]:
+        def by_path(values: torch.Tensor) -> dict[str, FactoredMoments]:
             views = iter(values.split(sizes))
-            return {path: Factors(next(views), next(views)) for path in before}
+            return {path: FactoredMoments(next(views), next(views)) for path in before}
 
         table = by_path(sums)
         for number, index_map, (g,) in shards.shares(grads):
@@ -183,7 +184,7 @@ def adafactor(
                 dims = reversed(_largest(info.shape))
                 means = [total / info.shape[dim] for total, dim in zip(totals[info.path], dims)]
                 pairs = zip(before[info.path], means)
-                after[info.path] = Factors(*(old.lerp(new.to(old.dtype), 1 - keep) for old, new in pairs))
+                after[info.path] = FactoredMoments(*(old.lerp(new.to(old.dtype), 1 - keep) for old, new in pairs))
         return after
 
     def _factor(infos: list[LeafInfo], params: Tree, directions: Tree, shards: Shards) -> torch.Tensor:
@@ -219,7 +220,7 @@ def _without(shape: tuple[int, ...], dim: int) -> list[int]:
     return [size for other, size in enumerate(shape) if other != dim]
 
 
-def _add_sums(sums: Factors, squares: torch.Tensor, index_map: IndexMap, summation: Summation) -> None:
+def _add_sums(sums: FactoredMoments, squares: torch.Tensor, index_map: IndexMap, summation: Summation) -> None:
     """Add ``squares``, at the elements of ``index_map``, to a parameter's flat sums along its two largest dimensions."""
     box = index_map.box(len(squares))
     grid = squares.new_zeros(math.prod(box.shape))
@@ -229,7 +230,7 @@ def _add_sums(sums: Factors, squares: torch.Tensor, index_map: IndexMap, summati
         covered += summation.along(grid.view(box.shape), dim)
 
 
-def _divide(g: torch.Tensor, index_map: IndexMap, factors: Factors) -> None:
+def _divide(g: torch.Tensor, index_map: IndexMap, factors: FactoredMoments) -> None:
     """Divide ``g``, at the elements of ``index_map``, by √v̂ in place."""
     d1, d0 = _largest(index_map.shape)
     rows, columns = factors.row.view(_without(index_map.shape, d0)), factors.col.view(_without(index_map.shape, d1))

@@ -11,7 +11,7 @@ from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check, is_size
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.optim.stepping import Move, each, stepping
+from shardlib.optim.stepping import ParameterChange, each, stepping
 from shardlib.tree import Tree, tree_map
 
 
@@ -47,7 +47,7 @@ def adagrad(lr: float | Schedule, initial_accumulator_value: float = 0.1, eps: f
 
     def step(
         params: Tree, grads: Tree, state: AdagradState, scale: torch.Tensor | None, shards: Shards
-    ) -> tuple[AdagradState, Move]:
+    ) -> tuple[AdagradState, ParameterChange]:
         size = rate(state.count)
 
         def direct(g: torch.Tensor, s: torch.Tensor) -> None:
@@ -57,6 +57,6 @@ def adagrad(lr: float | Schedule, initial_accumulator_value: float = 0.1, eps: f
             g.mul_(torch.where(s == 0, 0.0, (s + eps).rsqrt_()))
 
         each(direct, grads, state.sum_of_squares)
-        return state._replace(count=state.count + 1), Move(lambda p, u: u.mul_(-size), (grads,))
+        return state._replace(count=state.count + 1), ParameterChange(lambda p, u: u.mul_(-size), (grads,))
 
     return stepping("adagrad", init, step, Locality.ELEMENTWISE)

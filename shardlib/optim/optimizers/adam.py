@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.kernels.adamw import Old, adamw_, changes, factors_at
+from shardlib.kernels.adamw import AdamWOld, adamw_, changes, factors_at
 from shardlib.optim.base import GradientTransformation, separate_copy
 from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check_adam
@@ -101,7 +101,7 @@ def _adam(
         after = state._replace(count=state.count + 1)
         factors = factors_at(float(after.count), float(rate(state.count)), b1, b2, eps, weight_decay)
         trees = (params, updates, state.mu, state.nu, copies)
-        before = map(Old, *map(leaves_of, (old[0], old[1].mu, old[1].nu))) if old else itertools.repeat(None)
+        before = map(AdamWOld, *map(leaves_of, (old[0], old[1].mu, old[1].nu))) if old else itertools.repeat(None)
         for (p, g, m, v, copy), values in zip(zip(*map(leaves_of, trees), strict=True), before):
             adamw_(p, g, m, v, factors, scale=scale, copy=separate_copy(copy, p), old=values)
         return after

@@ -12,7 +12,7 @@ from shardlib.kernels.adamw8 import SIGNED, UNSIGNED, adamw8_
 from shardlib.optim.base import GradientTransformation, separate_copy
 from shardlib.optim.locality import Locality
 from shardlib.optim.optimizers.adam import AdamState
-from shardlib.optim.optimizers.coded import Coded, zero_moment
+from shardlib.optim.optimizers.coded import CodedMoment, zero_moment
 from shardlib.optim.ranges import check_adam
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards
@@ -62,8 +62,8 @@ def adamw8bit(
         factors = factors_at(float(after.count), float(rate(state.count)), b1, b2, eps, weight_decay)
         trees = (*map(leaves_of, (params, updates, copies)), *map(_moments, (state.mu, state.nu)))
         for p, g, copy, m, v in zip(*trees, strict=True):
-            if isinstance(m, Coded):
-                assert isinstance(v, Coded)
+            if isinstance(m, CodedMoment):
+                assert isinstance(v, CodedMoment)
                 adamw8_(p, g, *m.in_memory, *v.in_memory, factors, scale=scale, copy=separate_copy(copy, p))
             else:
                 adamw_(p, g, m, v, factors, scale=scale, copy=separate_copy(copy, p))
@@ -72,5 +72,5 @@ def adamw8bit(
     return GradientTransformation(init, update, Locality.ELEMENTWISE, apply=apply)
 
 
-def _moments(tree: Tree) -> list[Coded | torch.Tensor]:
-    return optree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, Coded))
+def _moments(tree: Tree) -> list[CodedMoment | torch.Tensor]:
+    return optree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, CodedMoment))

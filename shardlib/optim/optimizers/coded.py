@@ -15,7 +15,7 @@ _SMALL = 4096  # elements; moments of smaller tensors stay in fp32, as in the pa
 
 
 @dataclass(frozen=True)
-class Coded(Packed):
+class CodedMoment(Packed):
     """A coded moment. A pytree, whose tensors may lie elsewhere (on disk) between updates.
 
     Attributes:
@@ -64,18 +64,18 @@ def _pack(held: torch.Tensor | Packed, values: torch.Tensor, first: int) -> None
         held.view(-1)[first : first + values.numel()] = values
 
 
-def zero_moment(param: torch.Tensor, coding: DynamicMap) -> Coded | torch.Tensor:
+def zero_moment(param: torch.Tensor, coding: DynamicMap) -> CodedMoment | torch.Tensor:
     """The initial moment of ``param``: coded, unless ``param`` is small."""
     if param.numel() < _SMALL:
         return torch.zeros_like(param)
     codes = torch.zeros(param.shape, dtype=torch.uint8, device=param.device)
     blocks = (param.numel() + BLOCK - 1) // BLOCK
-    return Coded(codes, torch.zeros(blocks, dtype=torch.float32, device=param.device), coding)
+    return CodedMoment(codes, torch.zeros(blocks, dtype=torch.float32, device=param.device), coding)
 
 
-def _build(coding: DynamicMap, children: Any) -> Coded:
+def _build(coding: DynamicMap, children: Any) -> CodedMoment:
     codes, scales = children
-    return Coded(codes, scales, coding)
+    return CodedMoment(codes, scales, coding)
 
 
-register_node(Coded, lambda node: ((node.codes, node.scales), node.coding), _build)
+register_node(CodedMoment, lambda node: ((node.codes, node.scales), node.coding), _build)

@@ -14,7 +14,7 @@ from shardlib.optim.optimizers.adam import AdamState
 from shardlib.optim.ranges import check, check_adam, is_positive
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.optim.stepping import Move, each_tensor, stepping
+from shardlib.optim.stepping import ParameterChange, each_tensor, stepping
 from shardlib.tree import Tree, tree_map
 
 
@@ -51,12 +51,12 @@ def lamb(
 
     def step(
         params: Tree, grads: Tree, state: AdamState, scale: torch.Tensor | None, shards: Shards
-    ) -> tuple[AdamState, Move]:
+    ) -> tuple[AdamState, ParameterChange]:
         size, count = rate(state.count), state.count + 1
         factors = direction_at(float(count), b1, b2, eps, weight_decay)
         each_tensor(partial(adam_direction_, factors=factors, scale=scale), params, grads, state.mu, state.nu)
         trust = coefficients(params, grads, shards, min_coeff, max_coeff)
-        return AdamState(count, state.mu, state.nu), Move(lambda p, u: u, (grads,), -size * trust)
+        return AdamState(count, state.mu, state.nu), ParameterChange(lambda p, u: u, (grads,), -size * trust)
 
     return stepping("lamb", init, step, Locality.LEAF)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.kernels.lion import Old, changes, factors_at, lion_
+from shardlib.kernels.lion import LionOld, changes, factors_at, lion_
 from shardlib.optim.base import GradientTransformation, separate_copy
 from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check, is_share, is_size
@@ -78,7 +78,7 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     ) -> LionState:
         factors = factors_at(float(rate(state.count)), b1, b2, weight_decay)
         trees = (params, updates, state.mu, copies)
-        before = map(Old, *map(leaves_of, (old[0], old[1].mu))) if old else itertools.repeat(None)
+        before = map(LionOld, *map(leaves_of, (old[0], old[1].mu))) if old else itertools.repeat(None)
         for (p, g, m, copy), values in zip(zip(*map(leaves_of, trees), strict=True), before):
             lion_(p, g, m, factors, scale=scale, copy=separate_copy(copy, p), old=values)
         return state._replace(count=state.count + 1)

@@ -13,7 +13,7 @@ from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check, is_number, is_positive, is_share, is_size, is_step
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.optim.stepping import Move, each, stepping
+from shardlib.optim.stepping import ParameterChange, each, stepping
 from shardlib.tree import Tree, tree_map
 
 NS_COEFFS = (3.4445, -4.7750, 2.0315)
@@ -84,7 +84,7 @@ def muon(
 
     def step(
         params: Tree, grads: Tree, state: MuonState, scale: torch.Tensor | None, shards: Shards
-    ) -> tuple[MuonState, Move]:
+    ) -> tuple[MuonState, ParameterChange]:
         size, count = rate(state.count), state.count + 1
         exact = count.to(torch.float64)
         now, next_step = 1 - beta**exact, 1 - beta ** (exact + 1)
@@ -104,7 +104,7 @@ def muon(
         def move(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
             return u.add_(p, alpha=weight_decay).mul_(-size)
 
-        return MuonState(count, state.mu), Move(move, (directions,))
+        return MuonState(count, state.mu), ParameterChange(move, (directions,))
 
     def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
         return orthogonalize(matrix, ns_coeffs, ns_steps, eps)

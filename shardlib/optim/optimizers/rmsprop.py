@@ -11,7 +11,7 @@ from shardlib.optim.locality import Locality
 from shardlib.optim.ranges import check, is_positive, is_share, is_size
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Shards
-from shardlib.optim.stepping import Move, each, stepping
+from shardlib.optim.stepping import ParameterChange, each, stepping
 from shardlib.tree import Tree, tree_map
 
 
@@ -77,7 +77,7 @@ def rmsprop(
 
     def step(
         params: Tree, grads: Tree, state: RmspropState, scale: torch.Tensor | None, shards: Shards
-    ) -> tuple[RmspropState, Move]:
+    ) -> tuple[RmspropState, ParameterChange]:
         size, count = rate(state.count), state.count + 1
         grown = 1 - decay ** count.to(torch.float64) if bias_correction else 1.0
 
@@ -100,6 +100,6 @@ def rmsprop(
             return u
 
         each(direct, grads, state.nu, *([state.mu] if centered else []))
-        return state._replace(count=count), Move(carry, (grads, *([state.trace] if carried else [])))
+        return state._replace(count=count), ParameterChange(carry, (grads, *([state.trace] if carried else [])))
 
     return stepping("rmsprop", init, step, Locality.ELEMENTWISE)

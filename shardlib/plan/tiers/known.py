@@ -9,7 +9,7 @@ from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
 
 
-class Traced:
+class KindTracer:
     """Traces plans, each kind once: optimizers, their states' files and how these are updated show in no trace.
 
     Plans of deep functions are traced in short forms. Unless these surely show what the whole would, the first plan is traced

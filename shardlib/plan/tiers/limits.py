@@ -15,7 +15,7 @@ _ARGUMENTS = {"device": "device_memory", "host": "host_memory", "disk": "disk"}
 
 
 @dataclass(frozen=True)
-class Use:
+class MemoryUse:
     """The use of one limited memory.
 
     Attributes:
@@ -84,7 +84,7 @@ class Limits:
         """What is held beyond the limits, in shares of them, over all memories; 0 if the plan fits."""
         return sum(max(0, use.bytes - use.limit) / use.limit for use in self.uses(plan))
 
-    def uses(self, plan: PlanValue) -> Iterator[Use]:
+    def uses(self, plan: PlanValue) -> Iterator[MemoryUse]:
         """The use of each limited memory that holds anything."""
         by_home = [tiers_of(view, self.batch) for view in plan.views]
         for memory, limit in self.bytes.items():
@@ -93,7 +93,7 @@ class Limits:
                 continue
             most = max(tiers, key=lambda tier: tier.bytes)
             ranks, held = (1, most.bytes) if memory == "device" else self._of_a_host(plan, by_home, memory)
-            yield Use(most, ranks, held, limit)
+            yield MemoryUse(most, ranks, held, limit)
 
     def _of_a_host(self, plan: PlanValue, by_home: list[dict[str, Tier]], memory: str) -> tuple[int, int]:
         """The ranks of the host that holds most in a memory, and the bytes that they hold."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardlib.common.optional import figures
 from shardlib.plan.tables import size, table
-from shardlib.report.profile.meetings import Meeting, meetings
+from shardlib.report.profile.meetings import GroupExchange, meetings
 from shardlib.report.profile.picture import TEXT, WIDTH, saved
 from shardlib.report.profile.recording import Recorded, TrainStep, record, require_steps
 
@@ -54,14 +54,14 @@ class Comm(Recorded):
     """What `sl.report.comm` found: the exchanges of one step. Printing it shows a table."""
 
     @cached_property
-    def meetings(self) -> Sequence[Meeting]:
+    def meetings(self) -> Sequence[GroupExchange]:
         """Every exchange, as all of its ranks made it, in the order in which they began."""
         return meetings(self.recording.sizes, [steps[-1] for steps in self.recording.ranks])
 
     @cached_property
     def lines(self) -> Sequence[Line]:
         """The exchanges by name, in the order in which they first began."""
-        named: dict[tuple[str, str, str], list[Meeting]] = {}
+        named: dict[tuple[str, str, str], list[GroupExchange]] = {}
         for meeting in self.meetings:
             named.setdefault((meeting.name, meeting.op, meeting.first.axis), []).append(meeting)
         return [

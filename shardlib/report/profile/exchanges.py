@@ -12,13 +12,13 @@ import torch
 from shardlib.mesh.mesh import Traffic
 from shardlib.mesh.transport import Group, Splits, Work
 from shardlib.mesh.transport.activity import here
-from shardlib.report.profile.timeline import Part, Timeline
+from shardlib.report.profile.timeline import Part, StepTimeline
 
 MESSAGES = ("send", "recv")
 
 
 @dataclass(slots=True)
-class Exchange:
+class ProfiledExchange:
     """One exchange, as one rank made it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Heard:
     """
 
     def __init__(
-        self, axis: str, group: Group, traffic: Traffic, timeline: Timeline, exchanges: list[Exchange]
+        self, axis: str, group: Group, traffic: Traffic, timeline: StepTimeline, exchanges: list[ProfiledExchange]
     ) -> None:
         self.size, self.rank = group.size, group.rank
         self._axis, self._group, self._traffic = axis, group, traffic
@@ -105,7 +105,7 @@ class Heard:
         # The caller has counted this exchange, and nothing else since the one before.
         (payload, scalars), (payload_before, scalars_before) = sent, _ = self._sent(), self._before
         self._before = sent
-        made = Exchange(
+        made = ProfiledExchange(
             op, axis, name, payload - payload_before, scalars - scalars_before, peer, tag, time.perf_counter()
         )
         self._exchanges.append(made)

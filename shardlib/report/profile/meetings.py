@@ -7,22 +7,22 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.mesh.mesh import coordinates, rank_of
-from shardlib.report.profile.exchanges import MESSAGES, Exchange
-from shardlib.report.profile.recording import Step
+from shardlib.report.profile.exchanges import MESSAGES, ProfiledExchange
+from shardlib.report.profile.recording import RecordedStep
 
 
 @dataclass(frozen=True)
-class Meeting:
+class GroupExchange:
     """One exchange, as all of its ranks made it.
 
     Attributes:
         of: rank -> its part.
     """
 
-    of: Mapping[int, Exchange]
+    of: Mapping[int, ProfiledExchange]
 
     @property
-    def first(self) -> Exchange:
+    def first(self) -> ProfiledExchange:
         return next(iter(self.of.values()))
 
     @property
@@ -63,20 +63,24 @@ class Meeting:
         return max(exchange.waited for exchange in self.of.values())
 
 
-def meetings(sizes: Mapping[str, int], ranks: Sequence[Step]) -> list[Meeting]:
+def meetings(sizes: Mapping[str, int], ranks: Sequence[RecordedStep]) -> list[GroupExchange]:
     """The exchanges of one step of every rank, in the order in which they began.
 
     All ranks of a group make the same collectives in the same order; messages between two ranks come in the order in which
     they are sent.
     """
-    found: defaultdict[Hashable, dict[int, Exchange]] = defaultdict(dict)
+    found: defaultdict[Hashable, dict[int, ProfiledExchange]] = defaultdict(dict)
     for rank, step in enumerate(ranks):
         for key, exchange in _keyed(sizes, rank, step.exchanges):
             found[key][rank] = exchange
-    return sorted((Meeting(of) for of in found.values()), key=lambda meeting: min(e.start for e in meeting.of.values()))
+    return sorted(
+        (GroupExchange(of) for of in found.values()), key=lambda meeting: min(e.start for e in meeting.of.values())
+    )
 
 
-def _keyed(sizes: Mapping[str, int], rank: int, exchanges: Sequence[Exchange]) -> Iterator[tuple[Hashable, Exchange]]:
+def _keyed(
+    sizes: Mapping[str, int], rank: int, exchanges: Sequence[ProfiledExchange]
+) -> Iterator[tuple[Hashable, ProfiledExchange]]:
     """Each exchange of a rank with a key that it has on the other ranks too."""
     coords = coordinates(sizes, rank)
     numbers: Counter[Hashable] = Counter()

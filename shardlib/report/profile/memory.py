@@ -19,7 +19,7 @@ from shardlib.plan.tables import size, table
 from shardlib.plan.tiers.held import tiers_of
 from shardlib.report.profile.names import Change, Name, Names, leaves_of_state, tensors_of
 from shardlib.report.profile.picture import TEXT, WIDTH, saved
-from shardlib.report.profile.recording import Follower, TrainStep, require_steps
+from shardlib.report.profile.recording import StepRecorder, TrainStep, require_steps
 from shardlib.report.profile.timeline import Part
 
 KINDS = {  # in the order in which they are drawn, from the bottom up
@@ -149,7 +149,7 @@ def memory(train_step: TrainStep, state: TrainState, batch: Any, *, warm: int = 
     batch = as_tensors(batch, mesh.device)  # as a step takes it
     for _ in range(warm):
         state, _ = train_step(state, batch)
-    follower = Follower(mesh)
+    follower = StepRecorder(mesh)
     names = Names(follower.timeline, mesh.device, {bucket.label for bucket in state.params.plan.tiled.buckets})
     names.know(leaves_of_state(state))
     names.know(("batch", path, leaf, leaf.nbytes) for path, leaf in tensors_of(batch))

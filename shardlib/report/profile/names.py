@@ -13,7 +13,7 @@ import torch
 from shardlib.common._compat import OperatorMode, storage_id
 from shardlib.mesh.transport.activity import here
 from shardlib.optim.train_state import TrainState
-from shardlib.report.profile.timeline import Part, Timeline
+from shardlib.report.profile.timeline import Part, StepTimeline
 from shardlib.tree import flatten, leaves_of
 
 _GRADIENT = "the gradient of "
@@ -87,7 +87,7 @@ class Names(OperatorMode):
         units: what buckets are called in the names of their gathers.
     """
 
-    def __init__(self, timeline: Timeline, device: torch.device, units: set[str]) -> None:
+    def __init__(self, timeline: StepTimeline, device: torch.device, units: set[str]) -> None:
         super().__init__()
         self._timeline, self._device, self._units = timeline, device, units
         self.changes: list[Change] = []

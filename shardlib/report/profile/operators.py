@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from shardlib.execute.flops import attends, flops_of
-from shardlib.execute.phases import Work
-from shardlib.report.profile.recording import Follower, TrainStep
-from shardlib.report.profile.timeline import Part, Timeline
+from shardlib.execute.phases import WorkCount
+from shardlib.report.profile.recording import StepRecorder, TrainStep
+from shardlib.report.profile.timeline import Part, StepTimeline
 
 KINDS = ("matmul", "attention", "norm, elementwise")
 
@@ -47,7 +47,7 @@ class Operators:
 def operators_of(train_step: TrainStep, state: Any, batch: Any) -> tuple[Any, Operators]:
     """The state after one more step, and what its operators did."""
     mesh = state.params.mesh
-    follower = Follower(mesh)
+    follower = StepRecorder(mesh)
     with follower.installed(), _Timed(follower.timeline, mesh.device) as work:
         state, _ = train_step(state, batch)
     follower.timeline.end()
@@ -55,10 +55,10 @@ def operators_of(train_step: TrainStep, state: Any, batch: Any) -> tuple[Any, Op
     return state, Operators(counts["flops"], counts["again"], work.seconds)
 
 
-class _Timed(Work):
+class _Timed(WorkCount):
     """Counts work, and times operators, by the part of the step that runs."""
 
-    def __init__(self, timeline: Timeline, device: torch.device) -> None:
+    def __init__(self, timeline: StepTimeline, device: torch.device) -> None:
         super().__init__(lambda: timeline.now)
         self._timeline, self._waits = timeline, device.type != "cpu"
         self.seconds: dict[Part, defaultdict[str, float]] = {}

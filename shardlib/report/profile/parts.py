@@ -41,7 +41,7 @@ def _is_list(module: nn.Module) -> bool:
     return bool(names) and names == [str(number) for number in range(len(names))]
 
 
-class Parts:
+class ModuleHooks:
     """Hooks on the parts of modules while these run.
 
     Args:

@@ -10,7 +10,7 @@ from shardlib.mesh.mesh import coordinates
 from shardlib.plan.plan import Plan
 from shardlib.plan.prediction import StepTime, predict_step
 from shardlib.report.profile.meetings import meetings
-from shardlib.report.profile.recording import Recording, Step
+from shardlib.report.profile.recording import RecordedStep, Recording
 
 
 def predicted(plan: Plan, recording: Recording) -> StepTime:
@@ -28,7 +28,7 @@ def predicted(plan: Plan, recording: Recording) -> StepTime:
     )
 
 
-def _owned(plan: Plan, steps: Sequence[Step]) -> bool:
+def _owned(plan: Plan, steps: Sequence[RecordedStep]) -> bool:
     """Whether the optimizer summed over its axis itself in these steps (1-bit Adam, once its variance is frozen): by the
     bytes that were sent along it."""
     if plan.reductions.owner is None:
@@ -39,7 +39,7 @@ def _owned(plan: Plan, steps: Sequence[Step]) -> bool:
     return since < before
 
 
-def _of(steps: Sequence[Step]) -> Mapping[str, float]:
+def _of(steps: Sequence[RecordedStep]) -> Mapping[str, float]:
     """Median seconds of forward, of backward with what is computed again, and of the rest in which nothing is waited for:
     optimizer, offload, starting exchanges, Python."""
     taken: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(steps))

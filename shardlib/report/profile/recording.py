@@ -22,9 +22,9 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.plan.units import unit_names
-from shardlib.report.profile.exchanges import Exchange, Heard
-from shardlib.report.profile.parts import Parts
-from shardlib.report.profile.timeline import Part, Span, Timeline
+from shardlib.report.profile.exchanges import Heard, ProfiledExchange
+from shardlib.report.profile.parts import ModuleHooks
+from shardlib.report.profile.timeline import Part, Span, StepTimeline
 from shardlib.tree import leaves_of, unflatten
 
 TrainStep = Callable[[Any, Any], tuple[Any, Any]]
@@ -32,7 +32,7 @@ OUTSIDE = "outside of blocks"
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """One step of one rank.
 
     Attributes:
@@ -43,7 +43,7 @@ class Step:
 
     began: float
     spans: Sequence[Span]
-    exchanges: Sequence[Exchange]
+    exchanges: Sequence[ProfiledExchange]
 
     @property
     def seconds(self) -> float:
@@ -73,10 +73,10 @@ class Recording:
     sizes: dict[str, int]
     stages: tuple[str, ...]
     rank: int
-    ranks: Sequence[Sequence[Step]]
+    ranks: Sequence[Sequence[RecordedStep]]
 
     @property
-    def steps(self) -> Sequence[Step]:
+    def steps(self) -> Sequence[RecordedStep]:
         """This rank's."""
         return self.ranks[self.rank]
 
@@ -100,7 +100,7 @@ class Recorded:
     state: Any = field(repr=False, compare=False)
 
 
-class Follower:
+class StepRecorder:
     """What is noted of one step of a mesh's rank while it runs.
 
     Attributes:
@@ -110,8 +110,8 @@ class Follower:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self.timeline = Timeline(mesh.device)
-        self.exchanges: list[Exchange] = []
+        self.timeline = StepTimeline(mesh.device)
+        self.exchanges: list[ProfiledExchange] = []
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -129,7 +129,7 @@ class Follower:
 class _Clocked(Phases):
     """The phases of a micro-batch on a timeline: of blocks, or, outside of them, of the parts of modules."""
 
-    def __init__(self, executor: Any, timeline: Timeline) -> None:
+    def __init__(self, executor: Any, timeline: StepTimeline) -> None:
         self._executor, self._timeline = executor, timeline
         self._named: dict[int, str] = {}  # number of a block, from 1, or of a part of a module, below 0 -> its name
         self._place, self._back = 0, False
@@ -139,7 +139,7 @@ class _Clocked(Phases):
         self._elements = dict(zip(plan.shape.paths, names, strict=True))
         (stage, *_) = plan.local_stages
         super().__init__(plan.stages.spans[stage][0] if plan.stages.axes else 0)
-        self._parts = Parts(self._part_begins, self._part_ends, lambda leaf: self._paths.get(id(leaf)))
+        self._parts = ModuleHooks(self._part_begins, self._part_ends, lambda leaf: self._paths.get(id(leaf)))
 
     def begin(self) -> None:
         super().begin()
@@ -234,12 +234,12 @@ def _differing(plan: Plan, own: Plan) -> list[str]:
     ]
 
 
-def stepped(train_step: TrainStep, state: Any, batch: Any) -> tuple[Any, Step]:
+def stepped(train_step: TrainStep, state: Any, batch: Any) -> tuple[Any, RecordedStep]:
     """One step with its record: the next state, and what was noted."""
-    follower = Follower(state.params.mesh)
+    follower = StepRecorder(state.params.mesh)
     with follower.installed():
         state, _ = train_step(state, batch)
-    return state, Step(follower.timeline.began, follower.timeline.end(), follower.exchanges)
+    return state, RecordedStep(follower.timeline.began, follower.timeline.end(), follower.exchanges)
 
 
 def drawing_as(train_step: TrainStep, number: int) -> TrainStep:
@@ -270,14 +270,14 @@ def record(train_step: TrainStep, state: Any, batch: Any, steps: int, warm: int)
     return state, gathered(mesh, state.params.plan.stages.axes, taken)
 
 
-def gathered(mesh: Mesh, stages: tuple[str, ...], steps: Sequence[Step]) -> Recording:
+def gathered(mesh: Mesh, stages: tuple[str, ...], steps: Sequence[RecordedStep]) -> Recording:
     """The steps of all ranks, by one clock. Collective."""
     ahead = _ahead(mesh)
     for step in steps:
         for exchange in step.exchanges:
             exchange.start -= ahead
             exchange.end = exchange.end and exchange.end - ahead
-    moved = [Step(step.began - ahead, step.spans, step.exchanges) for step in steps]
+    moved = [RecordedStep(step.began - ahead, step.spans, step.exchanges) for step in steps]
     return Recording(dict(mesh.shape), stages, mesh.rank, primitives.all_gather_object(mesh, list(mesh.shape), moved))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardlib.mesh.mesh import coordinates
 from shardlib.plan.tables import table
-from shardlib.report.profile.recording import Recorded, Step, TrainStep, record, require_steps
+from shardlib.report.profile.recording import Recorded, RecordedStep, TrainStep, record, require_steps
 
 _NOISE = 0.05  # of a step; ranks that differ by less are not called late
 
@@ -91,7 +91,7 @@ def stragglers(train_step: TrainStep, state: Any, batch: Any, *, steps: int = 10
     return Stragglers(recording, state)
 
 
-def _medians(steps: Sequence[Step]) -> Mapping[str, float]:
+def _medians(steps: Sequence[RecordedStep]) -> Mapping[str, float]:
     """Seconds of each part, by its phase or kind."""
     taken: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(steps))
     for number, step in enumerate(steps):

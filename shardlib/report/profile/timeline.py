@@ -43,7 +43,7 @@ class Span(NamedTuple):
     own: float
 
 
-class Timeline:
+class StepTimeline:
     """The parts of one step as they begin and end.
 
     On a device with streams an event is recorded on the current stream at each boundary, so that times are those of the

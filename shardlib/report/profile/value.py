@@ -16,7 +16,7 @@ from shardlib.report.profile.comm import Comm
 from shardlib.report.profile.memory import Memory
 from shardlib.report.profile.operators import Operators
 from shardlib.report.profile.picture import draw_profile
-from shardlib.report.profile.recording import Recording, Step
+from shardlib.report.profile.recording import RecordedStep, Recording
 from shardlib.report.profile.timeline import Part
 from shardlib.report.profile.trace import write_trace
 
@@ -24,7 +24,7 @@ WAYS = ("forward", "backward", "recompute")
 OPTIMIZER, LEFT = "optimizer", "Python, other"
 
 
-class Traffic(NamedTuple):
+class AxisTraffic(NamedTuple):
     """What one rank exchanged along one axis in a step.
 
     Attributes:
@@ -63,7 +63,7 @@ class Profile:
     state: Any = field(repr=False, compare=False)
 
     @cached_property
-    def step(self) -> Step:
+    def step(self) -> RecordedStep:
         """The recorded step of median length, which is the same one on all ranks."""
         return self.recording.steps[self.recording.median]
 
@@ -122,13 +122,13 @@ class Profile:
         return blocks
 
     @cached_property
-    def by_axis(self) -> Mapping[str, Traffic]:
+    def by_axis(self) -> Mapping[str, AxisTraffic]:
         """Mesh axis -> what this rank exchanged along it."""
         found = {}
         for axis, ways in self.recording.sizes.items():
             if ways > 1:
                 exchanges = [exchange for exchange in self.step.exchanges if exchange.axis == axis]
-                found[axis] = Traffic(
+                found[axis] = AxisTraffic(
                     len(exchanges),
                     sum(exchange.payload for exchange in exchanges),
                     self._seconds_of("wait", axis),

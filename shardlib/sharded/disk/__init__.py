@@ -7,6 +7,6 @@ memory that all of it passes through.
 
 from shardlib.sharded.disk.layout import Flat
 from shardlib.sharded.disk.opening import close_with, open_for_run, open_on_all_ranks
-from shardlib.sharded.disk.store import Fetch, Store
+from shardlib.sharded.disk.store import PendingRead, Store
 
-__all__ = ["Fetch", "Flat", "Store", "close_with", "open_for_run", "open_on_all_ranks"]
+__all__ = ["Flat", "PendingRead", "Store", "close_with", "open_for_run", "open_on_all_ranks"]

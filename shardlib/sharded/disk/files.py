@@ -15,7 +15,7 @@ from typing import Any
 from shardlib.common.disk import BLOCK, locked, make_folder, sync_folder
 from shardlib.errors import StorageError, listing
 from shardlib.sharded.disk import record, requests
-from shardlib.sharded.disk.layout import Layout
+from shardlib.sharded.disk.layout import FileLayout
 
 _log = logging.getLogger("shardlib.disk")
 
@@ -34,7 +34,7 @@ class Files:
         StorageError: the folders are in use, hold other buffers, cannot be written to or have too little space.
     """
 
-    def __init__(self, folders: Sequence[Path], layout: Layout) -> None:
+    def __init__(self, folders: Sequence[Path], layout: FileLayout) -> None:
         self._closing = contextlib.ExitStack()
         with self._closing:  # of what was opened, unless all is
             for folder in folders:
@@ -43,7 +43,7 @@ class Files:
                 self._lock(folder, layout)
             found = _recognised(folders[0], layout)
             if found is not None:
-                layout = Layout(
+                layout = FileLayout(
                     layout.rank,
                     layout.ranks,
                     layout.buffers,
@@ -74,7 +74,7 @@ class Files:
             self._closing.callback(self.header.close)
             self._closing = self._closing.pop_all()
 
-    def _lock(self, folder: Path, layout: Layout) -> None:
+    def _lock(self, folder: Path, layout: FileLayout) -> None:
         path = folder / f"rank-{layout.rank}.lock"
         with _said(f"opening {path}"):
             lock = locked(path, os.O_RDWR | os.O_CREAT)
@@ -128,7 +128,7 @@ def _said(doing: str) -> Iterator[None]:
         raise requests.failure(doing, error) from error
 
 
-def _recognised(folder: Path, layout: Layout) -> dict[str, Any] | None:
+def _recognised(folder: Path, layout: FileLayout) -> dict[str, Any] | None:
     """The description of this rank's files in a folder; None if there are none.
 
     Raises:

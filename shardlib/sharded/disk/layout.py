@@ -47,7 +47,7 @@ class Extent(NamedTuple):
     length: int
 
 
-class Layout:
+class FileLayout:
     """The places of named buffers in files. Every file has two halves, and every buffer a slot in both. (With one slot a file
     has the first half alone.)
 

@@ -24,7 +24,7 @@ import numpy as np
 from shardlib.common.disk import sync_folder, whole_blocks
 from shardlib.errors import StorageError
 from shardlib.sharded.disk import requests
-from shardlib.sharded.disk.layout import Layout
+from shardlib.sharded.disk.layout import FileLayout
 
 _log = logging.getLogger("shardlib.disk")
 
@@ -37,7 +37,7 @@ _REMEDY = "Restore the run from a checkpoint and an empty folder"
 
 
 @dataclass(frozen=True)
-class Record:
+class StepRecord:
     """One step of all buffers.
 
     Attributes:
@@ -55,7 +55,7 @@ class Record:
     sums: Mapping[str, np.ndarray]
 
     @classmethod
-    def first(cls, layout: Layout) -> Record:
+    def first(cls, layout: FileLayout) -> StepRecord:
         """The record before the first commit."""
         sums = {name: np.zeros(len(extents), np.uint32) for name, extents in layout.extents.items()}
         return cls(0, None, b"", dict.fromkeys(layout.buffers, ZEROS), sums)
@@ -68,7 +68,7 @@ class Record:
         return content + struct.pack("<I", zlib.crc32(content))
 
 
-def _unpacked(content: bytes, layout: Layout) -> Record | None:
+def _unpacked(content: bytes, layout: FileLayout) -> StepRecord | None:
     """The record in an area of the header; None if its checksum is wrong."""
     magic, sequence, step, length = _HEAD.unpack_from(content)
     at = _HEAD.size
@@ -82,7 +82,7 @@ def _unpacked(content: bytes, layout: Layout) -> Record | None:
     for name, extents in layout.extents.items():
         sums[name] = packed[begun : begun + len(extents)].copy()
         begun += len(extents)
-    return Record(sequence, None if step < 0 else step, content[end - length : end], slots, sums)
+    return StepRecord(sequence, None if step < 0 else step, content[end - length : end], slots, sums)
 
 
 def _crc(content: bytes) -> bytes:
@@ -92,11 +92,11 @@ def _crc(content: bytes) -> bytes:
 class Header:
     """The open header of a rank's files."""
 
-    def __init__(self, path: Path, layout: Layout) -> None:
+    def __init__(self, path: Path, layout: FileLayout) -> None:
         self._path = path
         text = json.dumps(layout.description()).encode()
         self._begin = whole_blocks(_TEXT.size + len(text))
-        empty = Record.first(layout)
+        empty = StepRecord.first(layout)
         self._size = whole_blocks(len(empty.packed()) + NOTES)
         if not path.exists():
             head = (_TEXT.pack(len(text), zlib.crc32(text)) + text).ljust(self._begin, b"\0")
@@ -108,7 +108,7 @@ class Header:
             self.close()
             raise
 
-    def _read(self, layout: Layout) -> None:
+    def _read(self, layout: FileLayout) -> None:
         """Find the records."""
         content, path = os.pread(self._fd, self._begin + 2 * self._size, 0), self._path
         areas = [content[self._begin + i * self._size :][: self._size].ljust(_HEAD.size, b"\0") for i in range(2)]
@@ -124,7 +124,7 @@ class Header:
             )
         self.write(self.records[0])  # what was read may not be on the disk yet
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StepRecord) -> None:
         """Make a record the newest: it is on the disk when this returns."""
         self._put(record.sequence, record.packed())
         self.records = [record, *(old for old in self.records if old.sequence < record.sequence)][:2]

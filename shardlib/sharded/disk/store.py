@@ -18,10 +18,10 @@ from shardlib.errors import StorageError
 from shardlib.mesh.memories import AHEAD
 from shardlib.sharded.disk import requests
 from shardlib.sharded.disk.files import Files
-from shardlib.sharded.disk.layout import Extent, Flat, Layout
+from shardlib.sharded.disk.layout import Extent, FileLayout, Flat
 from shardlib.sharded.disk.pool import Pool
-from shardlib.sharded.disk.record import NOTES, ZEROS, Record
-from shardlib.sharded.disk.transfers import Fetch, Write
+from shardlib.sharded.disk.record import NOTES, ZEROS, StepRecord
+from shardlib.sharded.disk.transfers import PendingRead, Write
 
 DEPTH = 8  # requests at once
 THREADS = "shardlib-disk"  # begins the names of their threads
@@ -77,7 +77,7 @@ class Store:
         if memory < largest:
             raise StorageError(f"{memory:,} bytes of host memory do not hold the largest buffer, of {largest:,}")
         request = max(BLOCK, _REQUEST() // BLOCK * BLOCK)
-        layout = Layout(rank, ranks, buffers, len(folders), request, durable, slots)
+        layout = FileLayout(rank, ranks, buffers, len(folders), request, durable, slots)
         self._files = Files(list(map(Path, folders)), layout)
         self._layout = self._files.layout
         self._pool = Pool(memory, pinned)
@@ -108,7 +108,7 @@ class Store:
         return next(record.notes for record in self._records if record.step == step)
 
     @property
-    def _records(self) -> list[Record]:
+    def _records(self) -> list[StepRecord]:
         return self._files.header.records if self._layout.durable else [self._committed]
 
     @property
@@ -123,7 +123,7 @@ class Store:
     def _block_size(self, name: str) -> int:
         return max(self._layout.buffers[name].padded, BLOCK)
 
-    def fetch(self, name: str) -> Fetch:
+    def fetch(self, name: str) -> PendingRead:
         """Begin to read a buffer into memory of the store.
 
         The memory is lent until it is given to `write` or `release`. Waits while what is written behind leaves no memory.
@@ -140,14 +140,14 @@ class Store:
                 for index, extent in enumerate(self._layout.extents[name])
             ]
         self._busy[name] = pending
-        return Fetch(self._pool, block, flat, pending)
+        return PendingRead(self._pool, block, flat, pending)
 
     def fetched(self, groups: Iterable[Sequence[str]], ahead: int = AHEAD) -> Generator[dict[str, torch.Tensor]]:
         """Groups of buffers one after the other, of which ``ahead`` more are being read where memory allows.
 
         The caller writes or releases a group before it asks for the next.
         """
-        left, begun = deque(groups), deque[dict[str, Fetch]]()
+        left, begun = deque(groups), deque[dict[str, PendingRead]]()
         try:
             while left or begun:
                 while left and len(begun) <= ahead:
@@ -233,7 +233,7 @@ class Store:
         if len(notes) > NOTES:
             raise StorageError(f"{len(notes):,} bytes of notes; {NOTES:,} is the most that a step may have")
         self.flush()
-        made = Record(self._committed.sequence + 1, step, notes, dict(self._slots), dict(self._sums))
+        made = StepRecord(self._committed.sequence + 1, step, notes, dict(self._slots), dict(self._sums))
         if self._layout.durable:
             try:
                 for done in [self._threads.submit(self._files.sync, number) for number in sorted(self._changed)]:
@@ -280,7 +280,7 @@ class Store:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _take_up(self, record: Record) -> None:
+    def _take_up(self, record: StepRecord) -> None:
         self._committed, self._slots, self._sums = record, dict(record.slots), dict(record.sums)
         self._changed = set()
 

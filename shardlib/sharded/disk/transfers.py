@@ -13,7 +13,7 @@ from shardlib.sharded.disk.layout import Flat
 from shardlib.sharded.disk.pool import Pool
 
 
-class Fetch:
+class PendingRead:
     """A buffer that is being read."""
 
     def __init__(self, pool: Pool, block: torch.Tensor, flat: Flat, pending: Sequence[Future[None]]) -> None:

@@ -1,4 +1,4 @@
-"""`Slots`: room on the device for a few experts of a layer, whose leaves are in host memory."""
+"""`ExpertCache`: room on the device for a few experts of a layer, whose leaves are in host memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Leaf:
         return replace(self._quantized, values=values, scales=scales, shape=shape)
 
 
-class Slots:
+class ExpertCache:
     """Room on the device for ``number`` experts of one layer. Where there is none left, the least recently used one leaves.
 
     Args:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.models.decoding.residence.slots import Slots
+from shardlib.models.decoding.residence.slots import ExpertCache
 from shardlib.models.decoding.residence.tally import Tally
-from shardlib.nn.moe.stored import Store
+from shardlib.nn.moe.stored import ExpertStore
 from shardlib.tree import flatten, unflatten
 
 
-class Ahead(NamedTuple):
+class NextLayer(NamedTuple):
     """The next layer, and a guess of what it will choose.
 
     Attributes:
@@ -25,7 +25,7 @@ class Ahead(NamedTuple):
     choices: Callable[[torch.Tensor], torch.Tensor]
 
 
-class LayerStore(Store):
+class LayerStore(ExpertStore):
     """The experts of one layer.
 
     A layer's experts that are there compute while those that are missing come; then the ones that the next layer may need
@@ -43,9 +43,9 @@ class LayerStore(Store):
         bytes: of the slots.
     """
 
-    def __init__(self, slots: Slots, first: int, number: int) -> None:
+    def __init__(self, slots: ExpertCache, first: int, number: int) -> None:
         self._slots, self._first, self._number = slots, first, number
-        self.ahead: Ahead | None = None
+        self.ahead: NextLayer | None = None
         self.tally, self.bytes = Tally(), slots.bytes
         self._guessed: torch.Tensor | None = None
         self._early: set[int] = set()  # experts that were fetched ahead of this layer's next run

@@ -13,10 +13,10 @@ from shardlib.common.devices import default_device, with_index
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.mesh.transfers import Transfers
 from shardlib.models.decoding.kinds import decoder_of
-from shardlib.models.decoding.residence.slots import Slots
-from shardlib.models.decoding.residence.store import Ahead, LayerStore
+from shardlib.models.decoding.residence.slots import ExpertCache
+from shardlib.models.decoding.residence.store import LayerStore, NextLayer
 from shardlib.models.decoding.residence.tally import Tally
-from shardlib.nn.moe.stored import Stored
+from shardlib.nn.moe.stored import StoredExperts
 from shardlib.sharded.given import given_params
 from shardlib.sharded.local import Local
 from shardlib.sharded.tree import Sharded
@@ -89,7 +89,7 @@ def experts_on_host(
     layers = decoder.layers_of_experts(tree)
     if not layers:
         raise TreeError(f"experts_on_host: {type(decoder).__name__} names no layers of experts of this model")
-    if any(isinstance(leaf, Stored) for leaf in leaves_of(tree)):
+    if any(isinstance(leaf, StoredExperts) for leaf in leaves_of(tree)):
         raise TreeError(
             "experts_on_host: the experts are in host memory already; pass the parameters that it was given"
         )
@@ -99,18 +99,18 @@ def experts_on_host(
     else:
         device, transfers = local.mesh.device, local.mesh.transfers
         _refuse_slices(local, layers)
-    stored: dict[int, Stored] = {}
+    stored: dict[int, StoredExperts] = {}
     stores = []
     for layer in layers:
         leaves = leaves_of(layer["experts"])
         number = leaves[0].shape[0]
-        room = Slots(leaves, min(slots, number), transfers, device)
+        room = ExpertCache(leaves, min(slots, number), transfers, device)
         stores.append(LayerStore(room, 0 if local is None else _first(local, leaves[0]), number))
-        stored |= {id(leaf): Stored(leaf.shape, leaf.dtype, stores[-1], leaf.device) for leaf in leaves}
+        stored |= {id(leaf): StoredExperts(leaf.shape, leaf.dtype, stores[-1], leaf.device) for leaf in leaves}
     tree = tree_map(lambda leaf: stored[id(leaf)] if id(leaf) in stored else leaf.to(device), tree)
     if ahead:
         for (store, after), layer in zip(pairwise(stores), decoder.layers_of_experts(tree)[1:]):
-            store.ahead = Ahead(after, partial(decoder.choices, layer))
+            store.ahead = NextLayer(after, partial(decoder.choices, layer))
     return tree if local is None else local.with_tree(tree), ExpertsOnHost(stores)
 
 
