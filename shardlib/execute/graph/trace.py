@@ -294,9 +294,7 @@ def recorded(
     fakes = Fakes(lengths)
     try:
         return _recorded(function, stored, trees, forward, backward, more, fakes)
-    except (
-        CallsDiffer
-    ):  # a first call may fill caches, take over what was done to a module, or find lengths to be equal
+    except CallsDiffer:  # a first call may fill caches, take over what was done to a module, or find equal lengths
         return _recorded(function, stored, trees, forward, backward, more, fakes)
 
 
