@@ -1,5 +1,6 @@
 """The house: few rooms and floors, imports that run downwards, no circle among files, and a drawing that is true."""
 
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -35,6 +36,16 @@ def test_rooms_and_floors_are_few():
     assert len(files) <= 10, files
     assert len(folders) <= 20, folders
     assert len(CONTRACTS[0]["layers"]) <= 10
+
+
+def test_a_class_name_stands_in_one_file():
+    """But for the implementations of an operation, which are called alike in every folder of kernels."""
+    found = {}
+    for path in sorted((ROOT / "shardlib").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name not in ("reference", "cpu", "cuda"):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
 
 
 @cache
