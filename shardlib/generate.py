@@ -19,8 +19,7 @@ from shardlib.models.decoding import Decoder, Sampling, decode, decoder_of
 from shardlib.models.decoding.loop import Run
 from shardlib.sharded.given import given_params
 from shardlib.sharded.local import Local
-from shardlib.sharded.reads import Reads
-from shardlib.sharded.tree import Sharded
+from shardlib.sharded.tree import Reads, Sharded
 from shardlib.tree import leaves_of
 
 

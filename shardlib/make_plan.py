@@ -13,7 +13,7 @@ from shardlib.execute.batches import as_tensors
 from shardlib.execute.buffers import BufferKinds, buffer_sizes
 from shardlib.execute.stages.fake import Tracing, traced_once
 from shardlib.mesh.mesh import as_mesh
-from shardlib.optim.ranges import check, is_count
+from shardlib.optim.group_update import check, is_count
 from shardlib.optim.resting import fault_on_disk
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import build_plan

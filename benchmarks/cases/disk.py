@@ -14,7 +14,7 @@ from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.timing import interleave, one_thread
 from shardlib.common.pages import pages
 from shardlib.mesh.memories import AHEAD
-from shardlib.sharded.disk import Flat, Store, requests
+from shardlib.sharded.disk import Flat, Store, pool
 from shardlib.sharded.disk.store import DEPTH
 
 _TARGET = 1 / 0.8  # of raw direct I/O's time
@@ -37,7 +37,7 @@ class _Raw:
         pending = []
         for name, extents in layout.extents.items():
             slot = self._store._committed.slots[name]
-            for call, wanted, at in ((requests.read, read, slot), (requests.write, write, 1 - slot)):
+            for call, wanted, at in ((pool.read, read, slot), (pool.write, write, 1 - slot)):
                 for extent in extents if wanted else ():
                     fd, offset, path = self._store._place(at, extent)
                     view = memoryview(self._memory[name].numpy())[extent.start :][: extent.length]

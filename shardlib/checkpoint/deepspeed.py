@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from shardlib.checkpoint.agreement import from_first_rank
 from shardlib.checkpoint.archives import Stored, load, number
-from shardlib.checkpoint.boxes import boxes
+from shardlib.checkpoint.fragments import boxes
 from shardlib.checkpoint.importing import Imported, Target, import_into, mesh_of
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
 from shardlib.common.dtypes import dtype_name

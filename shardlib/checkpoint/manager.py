@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from shardlib.checkpoint import restore as restoring
-from shardlib.checkpoint.background import PATIENCE, BackgroundSave
 from shardlib.checkpoint.save import prepared, save, saved_fragments
-from shardlib.checkpoint.snapshot import Snapshot
+from shardlib.checkpoint.snapshot import PATIENCE, BackgroundSave, Snapshot
 from shardlib.mesh.launch.signals import INTERRUPT, STOPPING, Signals, exit_code
-from shardlib.mesh.launch.supervised import RESIZE, Supervisor
+from shardlib.mesh.launch.supervise import RESIZE, Supervisor
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
+from shardlib.optim.group_update import is_step
 from shardlib.optim.on_disk import in_files
-from shardlib.optim.ranges import is_step
 from shardlib.optim.train_state import TrainState
 
 

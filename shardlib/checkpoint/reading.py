@@ -14,8 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from shardlib.checkpoint import manifest
-from shardlib.checkpoint.boxes import boxes, runs
-from shardlib.checkpoint.fragments import Fragment
+from shardlib.checkpoint.fragments import Fragment, boxes, runs
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
 from shardlib.checkpoint.writing import bytes_of
 from shardlib.common.thresholds import Threshold

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.checkpoint.agreement import on_all_ranks
+from shardlib.checkpoint.by_path import Saving
 from shardlib.checkpoint.commit import Commit
 from shardlib.checkpoint.common import CommonTensors, Digest, held_by, owned_leaves
-from shardlib.checkpoint.decoding import Saving
 from shardlib.checkpoint.fragments import owned_fragments
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.numbers import require_kept
@@ -20,7 +20,7 @@ from shardlib.checkpoint.rank_local import diverged_axis, rank_local_fragments
 from shardlib.checkpoint.residuals import residual_fragments
 from shardlib.common.version import VERSION
 from shardlib.mesh.transport.activity import naming
-from shardlib.optim.ranges import check, is_step
+from shardlib.optim.group_update import check, is_step
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.placement import Placement
 

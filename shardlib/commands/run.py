@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from shardlib.commands.arguments import WrongArguments
-from shardlib.mesh.launch.restarts import Counts
-from shardlib.mesh.launch.supervise import supervise
+from shardlib.mesh.launch.supervise import Counts, supervise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

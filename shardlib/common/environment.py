@@ -18,16 +18,16 @@ class Environment:
     Attributes:
         mesh: the mesh of collectives that are called with an axis name alone. `launch` and `simulate` set it, too.
         averaged: the axes over which the step takes the mean of the ranks' losses.
-        rows: gathers the rows of all ranks; see `shardlib.nn.batch.BatchRows`.
+        rows: gathers the rows of all ranks; see `shardlib.nn.sequence.BatchRows`.
         parts: of the sequence; see `shardlib.nn.sequence.Parts`.
-        modules: those that run in tiles; see `shardlib.nn.tiled_modules`.
+        modules: those that run in tiles; see `shardlib.nn.tiled`.
         tokens: how tokens travel to experts that are dealt out; see `shardlib.nn.moe.experts.ExpertExchange`.
         blocks: how blocks are called; see `shardlib.nn.blocks.Runner`.
-        names: what is done with values that are named; see `shardlib.nn.names`.
+        names: what is done with values that are named; see `shardlib.nn.blocks`.
         decides: how decisions are made that recomputation takes over; see `shardlib.common.once`.
         reads: how a sharded tree is read; see `shardlib.sharded.tree`.
         keeper: of the inputs of checkpoints that a model makes itself; see `shardlib.execute.activations.keeper`.
-        follows: who follows modules by their names; see `shardlib.nn.parts.Follow`.
+        follows: who follows modules by their names; see `shardlib.nn.blocks.Follow`.
         clock: of a measured step; see `shardlib.common.clock`.
         phases, phases_of: of the micro-batch, and what makes them; see `shardlib.execute.phases`.
     """

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from shardlib.debug.codecs import codec_laws
 from shardlib.debug.comparing import side_by_side
+from shardlib.debug.compressed import codec_laws
 from shardlib.debug.difference import Difference, difference
 from shardlib.debug.finding import Finding, ranks_named
 from shardlib.debug.forward import forward

@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 
 from shardlib.debug.backward import backward, interrupted
-from shardlib.debug.codecs import codec_laws
-from shardlib.debug.compressed import compressed
+from shardlib.debug.compressed import codec_laws, compressed
 from shardlib.debug.difference import Difference, difference
 from shardlib.debug.finding import Finding, worst
 from shardlib.debug.local import local_gradient, rounded

@@ -12,8 +12,8 @@ import torch
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import is_compiled, without_modes
 from shardlib.execute.activations.checkpointing import checkpointed
-from shardlib.execute.activations.draws import Draws
 from shardlib.execute.activations.names import RECOMPUTE_MODES
+from shardlib.execute.activations.statistics import Draws
 from shardlib.execute.products import readable_twice
 from shardlib.execute.record import Record
 from shardlib.execute.scaled import refuse_scaled

@@ -17,7 +17,7 @@ from shardlib.common._compat import no_torch_function, outside_of_graphs
 from shardlib.errors import HandleError
 from shardlib.execute.handles import Handle, Present, materialise
 from shardlib.execute.slicing import SlicedHandle
-from shardlib.nn.moe.dealt import Dealt
+from shardlib.nn.moe.seats import Dealt
 from shardlib.plan.placement import Placement
 
 

@@ -17,6 +17,7 @@ from shardlib.execute.activations.host import HostBuffers, host_memory
 from shardlib.execute.activations.keeper import ActivationKeeper
 from shardlib.execute.activations.names import require_known
 from shardlib.execute.activations.shards import store_of
+from shardlib.execute.batches import WholeBatch
 from shardlib.execute.beside import Beside, unit_beside
 from shardlib.execute.blocks import Blocks
 from shardlib.execute.dealing import DealtHandle
@@ -37,7 +38,6 @@ from shardlib.execute.surroundings import Surroundings, modules_of
 from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.execute.watch import FirstRun
-from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.plan.thinning import Thinned

@@ -10,10 +10,10 @@ import torch
 
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common.writes import owner_of
+from shardlib.execute.batches import WholeBatch
 from shardlib.execute.dealing import as_used
 from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.surroundings import Surroundings
-from shardlib.execute.whole_batch import WholeBatch
 from shardlib.sharded.local import Local
 from shardlib.tree import unflatten
 

@@ -22,7 +22,7 @@ from shardlib.execute.handles import Handle, Present, Source, layers, materialis
 from shardlib.mesh.specs import Window
 from shardlib.nn.functional import local_slice, slice_of
 from shardlib.nn.moe.compute import Groups, expert_linear
-from shardlib.nn.moe.dealt import Dealt
+from shardlib.nn.moe.seats import Dealt
 from shardlib.nn.scaled import scaled_linear, scaled_matmul
 from shardlib.nn.sequence import shard_sequence
 from shardlib.plan.placement import Placement

@@ -17,22 +17,28 @@ from shardlib.execute.buffers import BufferKinds
 from shardlib.execute.copies import require_alike
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.inputs import Inputs
-from shardlib.execute.losses import needs, require_function, require_no_buffers, wants
-from shardlib.execute.means import quotients, sum_means
+from shardlib.execute.losses import (
+    Weighing,
+    alike,
+    needs,
+    quotients,
+    require_function,
+    require_no_buffers,
+    sum_means,
+    wants,
+)
 from shardlib.execute.shares import Shares
 from shardlib.execute.stages.base import Runner, StepInputs, keys_of
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.totals import Sums, Totals
-from shardlib.execute.weighing import Weighing, alike
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, states_of_generators
 from shardlib.sharded.given import require_no_graph
 from shardlib.sharded.landing import Landing
-from shardlib.sharded.reads import Reads
 from shardlib.sharded.reduction import BoundCodecs
-from shardlib.sharded.tree import Sharded
+from shardlib.sharded.tree import Reads, Sharded
 from shardlib.tree import Tree, tree_map
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from shardlib.common.environment import within
+from shardlib.execute.batches import WholeBatch
 from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
-from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.moe.experts import ExpertExchange
-from shardlib.nn.tiled_modules import TiledModules
+from shardlib.nn.tiled import TiledModules
 from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree

@@ -24,8 +24,7 @@ from shardlib.execute.handles import Handle
 from shardlib.execute.layer_blocks import LayerBlocks, name_of
 from shardlib.execute.losses import wants
 from shardlib.execute.subset import Subset, drawn_tokens
-from shardlib.nn.blocks import Runner
-from shardlib.nn.gate import Gate
+from shardlib.nn.blocks import Gate, Runner
 from shardlib.plan.plan import Plan
 from shardlib.plan.thinning import Thinned, Visit
 from shardlib.rng import restore_generators, states_of_generators

@@ -25,7 +25,7 @@ from shardlib.kernels.common.operators import autocast_as_a_product
 from shardlib.kernels.common.saved import recomputed
 from shardlib.kernels.linear_cross_entropy import check_layer, check_targets, widened
 from shardlib.nn.sequence import shard_sequence
-from shardlib.nn.tiles import Cut, Join
+from shardlib.nn.tiled import Cut, Join
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.placement import Placement
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.kernels.counter import signed
-from shardlib.mesh.index_map import IndexMap
+from shardlib.mesh.specs import IndexMap
 from shardlib.rng import Key, bits_at, require_key
 
 

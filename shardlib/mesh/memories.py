@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import torch
 from shardlib.common.devices import pins
 from shardlib.common.disk import whole_blocks
 from shardlib.common.pages import pages
+from shardlib.mesh.transfers import Transfers
 
 DIRECTIONS = ("down", "up")  # from the device, to the device
 WAYS = (*DIRECTIONS, "read", "written")  # and what a rank's disks do
@@ -97,3 +99,33 @@ def scratch_window(groups: Collection[int], largest: int) -> int:
     """Bytes of host memory that groups of scratch buffers pass through: read ahead and in use, or before that on their way
     and being written. The ``largest`` buffer fits beside a summand of it."""
     return max(2 * largest, min(sum(groups), (AHEAD + 1) * max(groups, default=0)))
+
+
+# Host memory that a rank keeps from one step to the next, and gives back when its states move away.
+
+
+class MemoryKeeper(Protocol):
+    """What keeps host memory for its next use."""
+
+    def give_back(self) -> None:
+        """Free the memory; the next use makes it anew. Nothing uses it now."""
+        ...
+
+
+class KeptMemory:
+    """The memory that one rank's train steps, and what they use, keep between steps."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._keepers: weakref.WeakSet[MemoryKeeper] = weakref.WeakSet()
+
+    def add(self, keeper: MemoryKeeper) -> None:
+        """Let `give_back` ask a further one, as long as it is there."""
+        self._keepers.add(keeper)
+
+    def give_back(self) -> None:
+        """Free all of it. For between two steps."""
+        if self._transfers.apart:
+            torch.accelerator.synchronize()  # copies of the last step may be under way
+        for keeper in list(self._keepers):
+            keeper.give_back()

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib.common.devices import default_device, with_index
 from shardlib.errors import MeshError
 from shardlib.mesh import rendezvous
-from shardlib.mesh.kept import KeptMemory
-from shardlib.mesh.memories import MEMORIES
+from shardlib.mesh.memories import MEMORIES, KeptMemory
 from shardlib.mesh.transfers import Transfers
 from shardlib.mesh.transport import EchoGroup, Group, ProcessGroup, SimulatedGroup, Simulation
 

@@ -18,11 +18,9 @@ from torch import Tensor
 from shardlib.models.experts import Experts, Routed, moved, shift_of, with_losses
 from shardlib.models.layers import Fresh, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
 from shardlib.nn.attention import attention
-from shardlib.nn.blocks import Sequential, sequential
+from shardlib.nn.blocks import OPEN, Gate, Sequential, checkpoint_name, sequential
 from shardlib.nn.blocks import block as mark_block
 from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
-from shardlib.nn.gate import OPEN, Gate
-from shardlib.nn.names import checkpoint_name
 from shardlib.nn.sequence import gather_sequence, shard_sequence
 from shardlib.rng import Key
 from shardlib.sharded.tree import Sharded

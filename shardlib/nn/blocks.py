@@ -1,17 +1,24 @@
-"""`block`, the one optional marker in a model, and `sequential`, a loss made of blocks.
-
-A block is the unit that is gathered, recomputed and compiled. Outside a train step a block is a plain function call.
-"""
+"""What a loss says of its parts: blocks, names of values, submodules that are followed, gates of layers."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import nn
 
 from shardlib.common.environment import environment
 from shardlib.rng import Key
+
+# `block`, the one optional marker in a model, and `sequential`, a loss made of blocks.
+# A block is the unit that is gathered, recomputed and compiled. Outside a train step a block is a plain function call.
+
 
 # How blocks are called.
 Runner = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -101,3 +108,93 @@ def _rng_of(fn: Callable[..., Any]) -> inspect.Parameter | None:
         return inspect.signature(fn).parameters.get("rng")
     except (TypeError, ValueError):
         return None
+
+
+# `checkpoint_name`: names for the values of a block, by which `shardlib.remat` keeps some of them.
+
+
+# What is done with a value that is named. A block that keeps some of them sets it while it runs, and while it is recomputed.
+Named = Callable[[torch.Tensor, str], torch.Tensor]
+
+
+def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
+    """``x``, under a name by which ``sl.remat(save=[name])`` keeps it instead of computing it again.
+
+    Name the result of an operation that is worth keeping: of a matrix product, or of attention. In blocks that are compiled,
+    and outside of recomputed ones, names have no effect.
+
+    >>> block = sl.block(lambda w, x: torch.tanh(sl.nn.checkpoint_name(x @ w, "product")))
+    >>> block(torch.eye(2), torch.zeros(2)).tolist()
+    [0.0, 0.0]
+    """
+    if torch.compiler.is_compiling():
+        return x
+    named: Named | None = environment().names
+    return x if named is None else named(x, name)
+
+
+# What a module that runs as a function of its parameters is told by those around it: who follows its parts by their names,
+# and whether it trains.
+
+
+# ``follow(module, parameters)`` is a context in which the module is called with these parameters (dotted name -> tensor).
+Follow = Callable[[nn.Module, Mapping[str, torch.Tensor]], AbstractContextManager[None]]
+
+
+class _Mode(threading.local):  # no ContextVar, which compiled functions cannot read
+    training: bool | None = None
+
+
+_mode = _Mode()
+
+
+@contextmanager
+def evaluating() -> Iterator[None]:
+    """A context in which modules run in eval mode."""
+    before, _mode.training = _mode.training, False
+    try:
+        yield
+    finally:
+        _mode.training = before
+
+
+def mode_of_modules() -> bool | None:
+    """Whether modules run in train mode (True), in eval mode (False), or as each of them is set (None)."""
+    return _mode.training
+
+
+# `Gate`: what a layer of a model does at one step of training, for blocks that see to it themselves.
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a layer does at one step, given to a block that has a parameter ``gate``.
+
+    Such a block returns its input unchanged where the gate is not ``open``, without a use of its parameters, and else adds
+    ``gate.scaled(branch)`` to the residual stream for each of its branches. (Of a block without this parameter the train
+    step takes x + (block(x) − x)/p.) Outside of a train step every gate is open and scales nothing.
+
+    Attributes:
+        keep: the probability p with which the layer was to be kept at this step; None where it is never left out.
+        open: whether it was kept.
+        tokens: the positions of the tokens that the layer sees, int64 (B, kept), ascending; None where it sees all. What is
+            per token among its inputs has those tokens only; a block that computes positions itself takes these.
+
+    >>> sl.nn.Gate(keep=0.5).scaled(torch.ones(2))
+    tensor([2., 2.])
+    """
+
+    keep: float | None = None
+    open: bool = True
+    tokens: torch.Tensor | None = None
+
+    def scaled(self, branch: torch.Tensor) -> torch.Tensor:
+        """A branch over the probability that it is kept, so that its expected value does not depend on that."""
+        return branch if self.keep in (None, 1.0) else branch / self.keep
+
+    def between(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """The residual stream behind a layer whose branches cannot be scaled one by one: before + (after − before)/p."""
+        return after if self.keep in (None, 1.0) else before + (after - before) / self.keep
+
+
+OPEN = Gate()

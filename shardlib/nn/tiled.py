@@ -7,20 +7,153 @@ Training, arXiv 2506.13996, section 3.1). Gradients of parameters are added up t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import copy_context
 from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlib.collectives.sequence.base import Attention
 from shardlib.common._compat import transformed
 from shardlib.common.environment import environment, within
-from shardlib.errors import LossError
+from shardlib.errors import LossError, listing
 from shardlib.nn.sequence import Parts
-from shardlib.nn.tiles import Cut, Join, View
+
+# Tensors that are read, and made, tile by tile, so that of a whole tensor and of its gradient there is one copy each.
+# Forward mode and `torch.func` see plain views and copies.
+
+
+# ``view(tensor, number)``: the tile of this number, as a view of a whole tensor. The views of all numbers cover the tensor.
+View = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class Cut:
+    """A tensor whose tiles are taken one by one. Their gradients are written into one tensor, as backward makes them."""
+
+    def __init__(self, x: torch.Tensor, view: View) -> None:
+        plain = transformed()
+        self._x: torch.Tensor | None = x if plain else x.detach()
+        # The graph keeps the sums, and must not keep what it is kept by, or the tensor, longer than a tile needs it.
+        self._sum = _Sum(x, view)
+        made = not plain and x.requires_grad and torch.is_grad_enabled()
+        self._stand_in = _TileGradient.apply(x, self._sum) if made else None
+
+    def take(self, number: int) -> torch.Tensor:
+        assert self._x is not None
+        if self._stand_in is None:
+            return self._sum.view(self._x, number)
+        return _Take.apply(self._stand_in, self._x, self._sum, number)
+
+    def done(self) -> None:
+        """Let go of the tensor, once all tiles have been taken."""
+        self._x = None
+
+
+class _Sum:
+    """The gradient of a tensor, which its tiles make up."""
+
+    def __init__(self, x: torch.Tensor, view: View) -> None:
+        self.view = view
+        self._like, self._device = torch.empty_like(x, device="meta", requires_grad=False), x.device
+        self._gradient: torch.Tensor | None = None
+
+    def put(self, grad: torch.Tensor, number: int) -> None:
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self._like, device=self._device)
+        self.view(self._gradient, number).copy_(grad)  # which autograd follows, where this is differentiated again
+
+    def take(self) -> torch.Tensor | None:
+        gradient, self._gradient = self._gradient, None
+        return gradient
+
+
+class _TileGradient(torch.autograd.Function):
+    """A stand-in without memory for a tensor that is cut; its backward hands on the gradient that the tiles made up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, total: _Sum) -> torch.Tensor:
+        ctx.total = total
+        ctx.set_materialize_grads(False)
+        return x.new_zeros(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return ctx.total.take(), None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stand_in: torch.Tensor, x: torch.Tensor, total: _Sum, number: int) -> torch.Tensor:
+        ctx.total, ctx.number = total, number
+        ctx.set_materialize_grads(False)
+        return total.view(x, number)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None, None]:
+        if grad is not None:
+            ctx.total.put(grad, ctx.number)
+        return None, None, None, None
+
+
+class Join:
+    """A tensor that is made of tiles, each of which can be freed when it is in its place.
+
+    Args:
+        out: memory for the whole tensor.
+    """
+
+    def __init__(self, out: torch.Tensor, view: View) -> None:
+        self.out, self.view = out, view
+        self._stand_ins: list[torch.Tensor] = []
+        self._count = 0
+
+    def put(self, tile: torch.Tensor) -> None:
+        """Put the next tile, of as many elements as its view, into its place."""
+        number, self._count = self._count, self._count + 1
+        if transformed():
+            self._write(tile, number)
+        else:
+            self._stand_ins.append(_Put.apply(tile, self._write, number))
+
+    def whole(self) -> torch.Tensor:
+        return _Whole.apply(self.out, self.view, *self._stand_ins) if self._stand_ins else self.out
+
+    def _write(self, tile: torch.Tensor, number: int) -> torch.Size:
+        """Write a tile into its place; returns the place's shape."""
+        place = self.view(self.out, number)
+        place.copy_(tile.view(place.shape))
+        return place.shape
+
+
+class _Put(torch.autograd.Function):
+    """Writes a tile into its place, and returns a stand-in without memory for it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tile: torch.Tensor, write: Callable[[torch.Tensor, int], torch.Size], number: int
+    ) -> torch.Tensor:
+        ctx.shape = tile.shape
+        return tile.new_zeros(()).expand(write(tile, number))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.reshape(ctx.shape), None, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, view: View, *stand_ins: torch.Tensor) -> torch.Tensor:
+        ctx.view, ctx.count = view, len(stand_ins)
+        ctx.mark_dirty(out)  # the result is this tensor and no view of it, so that it may be written to
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *(ctx.view(grad, number) for number in range(ctx.count))
 
 
 def tiled(fn: Callable[..., Any], x: torch.Tensor | tuple[torch.Tensor, ...], n: int, dim: int = 1) -> Any:
@@ -168,3 +301,94 @@ class _Tile:
             f"{name} in a tile of tokens {self._start} to {self._stop - 1} of {self._length}: it needs the whole sequence. "
             "Call it outside of sl.nn.tiled (outside of the modules that sl.tile runs in tiles)"
         )
+
+
+# Modules that a plan runs in tiles of their tokens (``sl.tile(..., along="tokens")``).
+
+
+class TiledModules:
+    """The modules that run in tiles.
+
+    Args:
+        tiles: path of a module's parameters -> number of tiles.
+        paths: the paths of all parameters.
+    """
+
+    def __init__(self, tiles: Mapping[str, int], paths: Collection[str]) -> None:
+        self._tiles, self._paths = dict(tiles), frozenset(paths)
+        self._ran = False
+        self._known: dict[tuple[str, ...], str] = {}  # names of a tree's parameters -> where the tree is in the plan's
+
+    @contextmanager
+    def installed(self, modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> Iterator[None]:
+        """A context in which those of ``modules`` (path -> module) that the plan names run in tiles.
+
+        Args:
+            names: the paths of the modules' parameters, which may be a part of a larger tree.
+
+        Raises:
+            LossError: the plan has several such trees, whose modules run in other numbers of tiles.
+        """
+        place = self._place(names, modules)
+        before = []
+        try:
+            for path, module in modules.items():
+                count = self._tiles.get(f"{place}{path}")
+                if count is not None and not isinstance(module.forward, _InTiles):
+                    before.append((module, module.__dict__.get("forward")))
+                    module.__dict__["forward"] = _InTiles(self, path, count, module.forward)
+            yield
+        finally:
+            for module, forward in before:
+                del module.__dict__["forward"]
+                if forward is not None:
+                    module.__dict__["forward"] = forward
+
+    def _place(self, names: tuple[str, ...], modules: Iterable[str]) -> str:
+        """What stands before the paths of parameters, and of their modules, in the plan."""
+        if names not in self._known:
+            first = next(iter(names), "")
+            ends = [path for path in self._paths if f"/{path}".endswith(f"/{first}")] if first else []
+            before = [path[: len(path) - len(first)] for path in ends]
+            places = sorted(place for place in before if all(f"{place}{name}" in self._paths for name in names))
+            counts = {tuple(self._tiles.get(f"{place}{path}") for path in modules) for place in places}
+            if len(counts) > 1:
+                raise LossError(
+                    f"the modules of {' and '.join(place or '(the tree)' for place in places)} have parameters of the same "
+                    "names, and the plan runs them in other numbers of tiles; give both the same"
+                )
+            self._known[names] = places[0] if places else "/"  # which begins no path
+        return self._known[names]
+
+    def note(self) -> None:
+        """Note that a module ran in tiles."""
+        self._ran = True
+
+    def require_some(self) -> None:
+        """Refuse a loss in which none of the modules ran.
+
+        Raises:
+            LossError: see above.
+        """
+        if self._tiles and not self._ran:
+            raise LossError(
+                f"none of the modules that the plan runs in tiles ran:\n{listing(sorted(self._tiles))}\n"
+                "sl.tile(along='tokens') finds the modules of sl.from_module by the paths of their parameters; in functions "
+                "of your own call sl.nn.tiled"
+            )
+
+
+class _InTiles:
+    """The forward of a module, in tiles."""
+
+    def __init__(self, modules: TiledModules, path: str, count: int, forward: Callable[..., Any]) -> None:
+        self._modules, self._path, self._count, self._forward = modules, path, count, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._modules.note()
+        if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].dim() < 2:
+            raise LossError(
+                f"{self._path} runs in tiles of its tokens and is called with {len(args)} arguments and {sorted(kwargs)}; it "
+                "must be called with one tensor, (batch, tokens, ...) or (tokens, width), and treat every token alone"
+            )
+        return tiled(self._forward, args[0], self._count, dim=1 if args[0].dim() > 2 else 0)

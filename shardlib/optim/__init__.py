@@ -9,18 +9,15 @@ and a method of `Shards` reads it: sums over all elements, sums over each parame
 from shardlib.collectives.summation import SumOf
 from shardlib.optim.axis_owner.onebit_adam import onebit_adam
 from shardlib.optim.axis_owner.onebit_lamb import onebit_lamb
-from shardlib.optim.axis_owner.zero_one_adam import zero_one_adam
-from shardlib.optim.axis_owner.zero_one_steps import Sent, ZeroOneSteps
+from shardlib.optim.axis_owner.zero_one_adam import Sent, ZeroOneSteps, zero_one_adam
 from shardlib.optim.base import GradientTransformation, Owned
 from shardlib.optim.combine import chain, named_chain
-from shardlib.optim.locality import Locality
 from shardlib.optim.norms import global_norm, leaf_norms, vdot
 from shardlib.optim.optimizers.adafactor import adafactor
 from shardlib.optim.optimizers.adagrad import adagrad
-from shardlib.optim.optimizers.adam import adam, adamw
+from shardlib.optim.optimizers.adam import adam, adamw, add_decayed_weights
 from shardlib.optim.optimizers.adam8bit import adamw8bit
 from shardlib.optim.optimizers.clip import adaptive_grad_clip, clip_by_block_norm, clip_by_global_norm, clip_by_value
-from shardlib.optim.optimizers.decay import add_decayed_weights
 from shardlib.optim.optimizers.lamb import lamb
 from shardlib.optim.optimizers.lion import lion
 from shardlib.optim.optimizers.muon import muon
@@ -53,7 +50,7 @@ from shardlib.optim.schedules.warmup import (
     warmup_linear_decay_schedule,
     warmup_stable_decay_schedule,
 )
-from shardlib.optim.shards import Shards
+from shardlib.optim.shards import Locality, Shards
 from shardlib.optim.storing import apply_updates
 from shardlib.optim.wrappers.averages import ema, swa
 from shardlib.optim.wrappers.from_torch import from_torch

@@ -16,8 +16,7 @@ import torch
 
 from shardlib.common.devices import pins
 from shardlib.common.pages import alike, cloned
-from shardlib.mesh.staging import Slot, taken
-from shardlib.mesh.transfers import Transfer
+from shardlib.mesh.transfers import Slot, Transfer, taken
 from shardlib.optim.storing import optimizer_shard
 from shardlib.optim.train_state import OptimizerState
 from shardlib.plan.buckets import Bucket

@@ -20,11 +20,9 @@ from shardlib.errors import IllegalComposition, TreeError
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
-from shardlib.optim.apart import apart
-from shardlib.optim.locality import Locality
 from shardlib.optim.plain import require_counted_once, require_untied
-from shardlib.optim.separate import turns
-from shardlib.optim.shards import WHOLE, MeshShards, Shards
+from shardlib.optim.separate import apart, turns
+from shardlib.optim.shards import WHOLE, Locality, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards, stored
 from shardlib.plan.claims import AxisOwner, Claim, LeafInfo, Reduce
 from shardlib.plan.plan import Plan

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from shardlib.optim.apart import apart
 from shardlib.optim.base import GradientTransformation, scaled
-from shardlib.optim.locality import Locality, widest
-from shardlib.optim.shards import WHOLE, Shards
+from shardlib.optim.separate import apart
+from shardlib.optim.shards import WHOLE, Locality, Shards, widest
 from shardlib.optim.wrapping import require_transformations
 from shardlib.tree import Tree, leaves_of
 

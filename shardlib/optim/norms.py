@@ -11,7 +11,7 @@ from shardlib.collectives.buffers import AxisLink, summed
 from shardlib.collectives.summation import SumOf, sum_of_squares
 from shardlib.common._compat import transformed
 from shardlib.errors import TreeError
-from shardlib.optim.ranges import is_real
+from shardlib.optim.group_update import is_real
 from shardlib.optim.shards import WHOLE, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards
 from shardlib.plan.buckets import Bucket

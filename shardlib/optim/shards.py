@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +16,10 @@ from shardlib.collectives.primitives import sum_over
 from shardlib.collectives.summation import IN_FLOAT64, Summation
 from shardlib.common.chunks import chunks
 from shardlib.errors import IllegalComposition
-from shardlib.mesh.index_map import IndexMap
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.specs import IndexMap
 from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
-from shardlib.optim.exchanges import Exchanges
-from shardlib.optim.locality import Locality
+from shardlib.optim.storing import Exchanges
 from shardlib.optim.whole import WholeLeaves
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.claims import LeafInfo
@@ -27,6 +27,29 @@ from shardlib.plan.exchanges import share
 from shardlib.plan.plan import Plan
 from shardlib.sharded.counting import Counting
 from shardlib.tree import Tree, flatten, leaves_of, unflatten
+
+# `Locality`: what a gradient transformation reads beyond the element that it writes.
+
+
+class Locality(enum.Enum):
+    """The elements that a transformation reads beyond the element that it writes. Each locality includes the ones above
+    it."""
+
+    ELEMENTWISE = "elementwise"  # nothing (Adam, SGD)
+    GLOBAL = "global"  # sums over all elements, through ``shards.sum`` (the global norm)
+    LEAF = "leaf"  # sums over the same parameter, through ``shards.leaf_sums`` or ``shards.total`` (LAMB, Adafactor)
+    WHOLE = "whole"  # the whole parameter, gathered on one rank, through ``shards.whole`` (Muon)
+
+    def includes(self, other: Locality) -> bool:
+        kinds = list(Locality)
+        return kinds.index(other) <= kinds.index(self)
+
+
+def widest(*localities: Locality | None) -> Locality | None:
+    """The locality of several transformations together; None if one of them declares none."""
+    if None in localities:
+        return None
+    return next(kind for kind in reversed(Locality) if kind in localities)
 
 
 class Selection(NamedTuple):

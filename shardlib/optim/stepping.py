@@ -16,8 +16,7 @@ import torch
 
 from shardlib.common.chunks import chunks
 from shardlib.optim.base import GradientTransformation, Owned, scaled, separate_copy, write_copies
-from shardlib.optim.locality import Locality
-from shardlib.optim.shards import Shards
+from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, leaves_of, tree_map
 
 

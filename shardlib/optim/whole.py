@@ -24,7 +24,7 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import shard_of
-from shardlib.optim.exchanges import Exchanges
+from shardlib.optim.storing import Exchanges
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import share
 from shardlib.plan.plan import Plan

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,25 @@ import torch
 
 from shardlib.errors import MeshError
 from shardlib.mesh.memories import WAYS
-from shardlib.plan.rates import is_rate, is_seconds, named
 from shardlib.plan.tables import parse_size, size, table
+
+# Checks of rates and of seconds, by which steps are predicted.
+
+
+def is_rate(value: Any) -> bool:
+    """Whether a value is a number per second: above 0, and infinite where there is no limit."""
+    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
+
+
+def is_seconds(value: Any) -> bool:
+    """Whether a value is a finite number of seconds, 0 or more."""
+    return not isinstance(value, bool) and isinstance(value, Real) and 0 <= float(value) < math.inf
+
+
+def named(values: dict[str, Any]) -> str:
+    """Names and values as text."""
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
 
 # Precisions as `shardlib.precision` calls them -> dtype of the products.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

@@ -11,6 +11,7 @@ gradient (the global norm needs all of them). Ranks differ along the stages' axi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -18,14 +19,13 @@ from typing import Any
 
 from shardlib.errors import MeshError, axes_named, listing
 from shardlib.mesh.memories import WAYS
-from shardlib.plan.machine import PRECISIONS, Machine, require_machine
+from shardlib.plan.machine import PRECISIONS, Link, Machine, is_rate, is_seconds, named, require_machine
 from shardlib.plan.program.clock import Rates, VirtualClock
 from shardlib.plan.program.ops import Op, Send
 from shardlib.plan.program.program import Program
-from shardlib.plan.rates import is_rate, is_seconds, named
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import Action, Kind
-from shardlib.schedules.running import run
+from shardlib.schedules.check import run
 
 Seconds = dict[tuple[int, bool], Mapping[str, float]]  # (stage, whether backward) -> unit -> seconds of a micro-batch
 
@@ -261,3 +261,22 @@ def _run(plan: PlanValue, seconds: Seconds, rates: Rates, updates: Sequence[floa
 def _take(ops: Sequence[Op], clock: VirtualClock) -> None:
     for op in ops:
         op.take(clock)
+
+
+# The time of a step on a machine of our days, by which plans are compared when nobody has said what they will run on.
+
+
+# All ranks as if on one host, whose memories are not limited.
+NOMINAL = Machine(
+    memory=sys.maxsize,
+    flops=dict.fromkeys(PRECISIONS, 2e14),
+    inside=Link(5e10),
+    ranks_per_host=sys.maxsize,
+    launches=2e5,
+    ways={"down": 2e10, "up": 2e10, "read": 3e9, "written": 2e9, "update": 2e10},
+)
+
+
+def nominal_seconds(plan: PlanValue) -> float:
+    """The seconds of a step."""
+    return predict_on(plan, NOMINAL).total

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from shardlib.errors import ScheduleError, listing
 from shardlib.schedules.actions import Action, Kind, Schedule, most_held
-from shardlib.schedules.check import check
-from shardlib.schedules.running import run
+from shardlib.schedules.check import check, run
 
 Cost = float | Sequence[float]
 

@@ -38,7 +38,7 @@ class ParamsOnDisk:
         writes: how many there have been, without those that were taken back.
         version: the number of the trees that the values belong to; those of earlier ones are written over.
         given: the last number that was given to a tree; trees of skipped and failed steps have theirs too.
-        unread: the first error of a `gather`; see `shardlib.sharded.reads`.
+        unread: the first error of a `gather`; see `shardlib.sharded.tree`.
 
     Raises:
         StorageError: the folders are in use, hold other parameters, cannot be written to, or have too little space.

@@ -13,9 +13,8 @@ from shardlib.collectives import primitives
 from shardlib.errors import TreeError, listing
 from shardlib.init.deferred import Deferred, defer
 from shardlib.init.draws import Draw
-from shardlib.mesh.index_map import IndexMap
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.specs import P, shard_of
+from shardlib.mesh.specs import IndexMap, P, shard_of
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.build import build_plan
 from shardlib.plan.plan import Plan

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.checkpoint.boxes import boxes, runs
+from shardlib.checkpoint.fragments import boxes, runs
 from shardlib.mesh.specs import Window
 
 

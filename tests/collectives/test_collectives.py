@@ -12,7 +12,7 @@ from helpers.measure import SCALARS, count_payload
 import shardlib as sl
 from shardlib import collectives
 from shardlib.mesh.transport import EchoGroup
-from shardlib.mesh.transport.simulated import RankMismatch
+from shardlib.mesh.transport.simulation import RankMismatch
 
 N = 4
 SHAPE = (4, 3, 8)

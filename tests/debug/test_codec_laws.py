@@ -9,7 +9,7 @@ import torch
 import shardlib as sl
 from shardlib.collectives.codecs.integers import OneBit
 from shardlib.collectives.codecs.named import named
-from shardlib.debug.codecs import codec_laws
+from shardlib.debug.compressed import codec_laws
 
 _DRAW = torch.Generator().manual_seed(0)
 PARAMS = {"w": torch.randn(16, 8, generator=_DRAW) / 4}

@@ -63,7 +63,7 @@ def test_disks_take_as_long_as_predicted(on_rig, tmp_path):
         import torch
 
         import shardlib as sl
-        from shardlib.sharded.disk import requests
+        from shardlib.sharded.disk import pool
 
         width, layers, rate = 128, 6, 2e6  # a layer's parameters take 33 ms, its states three times that
         params = [{"w": torch.eye(width)} for _ in range(layers)]
@@ -84,13 +84,13 @@ def test_disks_take_as_long_as_predicted(on_rig, tmp_path):
 
             return slow
 
-        batch, real, found = torch.ones(width, width, device=mesh.device), (requests.read, requests.write), {}
+        batch, real, found = torch.ones(width, width, device=mesh.device), (pool.read, pool.write), {}
         for case, (folder, more) in cases.items():
             parallel, tx = sl.chain(sl.zero(0), sl.offload("disk", folder=folder, **more)), sl.optim.adamw(1e-3)
             plan = sl.make_plan(params, mesh, parallel, loss_fn=loss_fn, batch=batch, optimizer=tx)
             state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, parallel), tx)
             seconds = []
-            requests.read, requests.write = map(slowed, real)
+            pool.read, pool.write = map(slowed, real)
             try:
                 for _ in range(3):
                     start = time.perf_counter()
@@ -98,7 +98,7 @@ def test_disks_take_as_long_as_predicted(on_rig, tmp_path):
                     torch.accelerator.synchronize()
                     seconds.append(time.perf_counter() - start)
             finally:
-                requests.read, requests.write = real
+                pool.read, pool.write = real
             predicted = sl.report.predict_step(plan, 0.0, {"read": rate, "written": rate})
             found[case] = min(seconds[1:]), predicted.total, predicted.links
             del state, step

@@ -219,10 +219,10 @@ def test_reading_ahead_that_is_stopped_gives_its_memory_back(tmp_path):
 
 def test_a_writer_waits_for_its_disk(tmp_path, monkeypatch):
     """With memory for two buffers, the third write waits until one of the others is on the disk."""
-    from shardlib.sharded.disk import requests
+    from shardlib.sharded.disk import pool
 
     buffers = {str(number): Flat(8192, torch.uint8) for number in range(6)}
-    gate, at_disk, real = threading.Semaphore(0), [], requests.write
+    gate, at_disk, real = threading.Semaphore(0), [], pool.write
 
     def slow(fd, view, offset, what, path):
         if what in buffers:
@@ -231,7 +231,7 @@ def test_a_writer_waits_for_its_disk(tmp_path, monkeypatch):
         real(fd, view, offset, what, path)
 
     with Store([tmp_path], buffers, 2 * 8192) as store:
-        monkeypatch.setattr(requests, "write", slow)
+        monkeypatch.setattr(pool, "write", slow)
         begun = []
 
         def writer():

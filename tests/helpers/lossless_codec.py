@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shardlib.collectives.codecs.base import TwoPhase
 from shardlib.collectives.codecs.integers import BoundPadded
-from shardlib.collectives.codecs.two_phase import TwoPhase
 from shardlib.plan.claims import Reduce
 from shardlib.plan.transform import Transform
 

@@ -8,9 +8,9 @@ from helpers.models import mlp, regression_batch, share
 
 import shardlib as sl
 from shardlib.errors import RankMismatch
-from shardlib.mesh.transport import activity, vitals
+from shardlib.mesh.transport import activity, watch
 from shardlib.mesh.transport.activity import Activity
-from shardlib.mesh.transport.report import activities, on_rank
+from shardlib.mesh.transport.watch import activities, on_rank
 
 LOSS, PARAMS = mlp([8, 16, 4])
 BATCH = regression_batch(8, 8, 4)
@@ -160,8 +160,8 @@ def test_the_oldest_call_of_a_device_is_overdue():
 
 
 def test_processes_of_this_host():
-    assert vitals.look(vitals.identity())[0] is False and "runs" in vitals.look(vitals.identity())[1]
-    host, pid, started = vitals.identity().split()
+    assert watch.look(watch.identity())[0] is False and "runs" in watch.look(watch.identity())[1]
+    host, pid, started = watch.identity().split()
     for ended in (f"{host} {2**22 + 1} {started}", f"{host} {pid} {int(started) - 1}"):
-        assert vitals.look(ended)[0] is True and vitals.look(ended)[1].endswith("has ended")
-    assert vitals.look(f"another-{host} {pid} {started}") == (False, "it gives no sign of life") == vitals.look("")
+        assert watch.look(ended)[0] is True and watch.look(ended)[1].endswith("has ended")
+    assert watch.look(f"another-{host} {pid} {started}") == (False, "it gives no sign of life") == watch.look("")

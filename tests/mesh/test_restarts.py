@@ -2,9 +2,7 @@
 
 import pytest
 
-from shardlib.mesh.launch.attempt import End
-from shardlib.mesh.launch.restarts import Counts, Restarts
-from shardlib.mesh.launch.supervised import RESIZE, RankProgress
+from shardlib.mesh.launch.supervise import RESIZE, Counts, End, RankProgress, Restarts
 
 KILLED = End(137, "killed", lost=1, by_signal=True)
 RAISED = End(1, "raised", lost=1)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.errors import SpecError, axes_named
-from shardlib.mesh.index_map import IndexMap
-from shardlib.mesh.specs import Leaf, check_leaves, shard_of
+from shardlib.mesh.specs import IndexMap, Leaf, check_leaves, shard_of
 
 P = sl.P
 SIZES = {"data": 2, "model": 3, "expert": 2, "one": 1}

@@ -11,9 +11,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from shardlib.mesh.launch.restarts import Counts
-from shardlib.mesh.launch.supervise import supervise
-from shardlib.mesh.launch.supervised import RankProgress, Supervisor, progress
+from shardlib.mesh.launch.supervise import Counts, RankProgress, Supervisor, progress, supervise
 
 # Each rank notes its environment in a file of its own, then does what the program is about.
 NOTE = """
@@ -183,7 +181,7 @@ def test_no_rank_outlives_its_supervisor(tmp_path):
     program = Program(tmp_path, "time.sleep(1000)")
     code = (
         "import sys; from shardlib.mesh.launch.supervise import supervise; "
-        "from shardlib.mesh.launch.restarts import Counts; supervise(sys.argv[1:], Counts((2,)), 0, print)"
+        "from shardlib.mesh.launch.supervise import Counts; supervise(sys.argv[1:], Counts((2,)), 0, print)"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", code, *program.command])
     try:

@@ -18,8 +18,7 @@ from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import experts_on_host, quantized
 from shardlib.models.decoding.decoder import Decoder
 from shardlib.models.decoding.library import GPT
-from shardlib.models.decoding.residence.slots import ExpertCache
-from shardlib.models.decoding.residence.store import LayerStore
+from shardlib.models.decoding.residence.store import ExpertCache, LayerStore
 
 PARAMS = random_params(dtype=torch.float64)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]

@@ -13,7 +13,7 @@ import shardlib as sl
 from shardlib.errors import IllegalComposition
 from shardlib.execute.stages.fake import Tracing
 from shardlib.execute.stages.walk import Peak
-from shardlib.plan.nominal import nominal_seconds
+from shardlib.plan.prediction import nominal_seconds
 from shardlib.plan.tables import parse_size
 from shardlib.plan.tiers.held import tiers_of
 from shardlib.plan.tiers.limits import Limits

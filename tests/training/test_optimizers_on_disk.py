@@ -15,7 +15,7 @@ from shardlib.collectives import primitives
 from shardlib.common.thresholds import Threshold
 from shardlib.errors import IllegalComposition, RankFailure, StorageError
 from shardlib.optim.on_disk import InPlace, OnDisk
-from shardlib.optim.optimizers.coded import CodedMoment
+from shardlib.optim.optimizers.adam8bit import CodedMoment
 from shardlib.optim.whole import WholeLeaves
 from shardlib.plan import buckets
 

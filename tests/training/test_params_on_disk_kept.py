@@ -12,7 +12,7 @@ from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.errors import RankFailure, StorageError
-from shardlib.sharded.disk import transfers
+from shardlib.sharded.disk import pool
 from shardlib.sharded.on_disk import FOLDER, ParamsOnDisk
 
 PARAMS = {"layers": [{"w": torch.eye(8) / (number + 2)} for number in range(8)]}
@@ -63,7 +63,7 @@ def test_a_use_that_fails_gives_its_memory_back(tmp_path, monkeypatch, call):
                 patch.setattr(torch.Tensor, "clone", raising(torch.Tensor.clone, error))
             else:
                 error = KeyboardInterrupt()
-                patch.setattr(transfers, "wait", raising(transfers.wait, error))
+                patch.setattr(pool, "wait", raising(pool.wait, error))
             with pytest.raises(type(error)):
                 evaluate(params, X)
     assert evaluate(params, X) == wanted

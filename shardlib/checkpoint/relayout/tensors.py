@@ -10,8 +10,7 @@ import torch
 
 from shardlib.checkpoint.fragments import flat_states
 from shardlib.checkpoint.packed import CheckpointTrees
-from shardlib.checkpoint.relayout.journey import MovingRows
-from shardlib.checkpoint.relayout.moves import Place
+from shardlib.checkpoint.relayout.journey import MovingRows, Place
 from shardlib.checkpoint.residuals import residual_views
 from shardlib.collectives.codecs.base import Kept
 from shardlib.common._compat import storage_id

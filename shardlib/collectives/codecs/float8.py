@@ -12,9 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from shardlib.collectives.codecs.base import Rows
+from shardlib.collectives.codecs.base import BoundTwoPhase, Rows, TwoPhase
 from shardlib.collectives.codecs.integers import BoundPadded, joined, padded, rows_of, split
-from shardlib.collectives.codecs.two_phase import BoundTwoPhase, TwoPhase
 
 _FP8, _LARGEST = torch.float8_e4m3fn, 448.0
 

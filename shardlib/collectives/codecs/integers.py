@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 
-from shardlib.collectives.codecs.base import Kept, RowResidual, Rows, SentResidual
-from shardlib.collectives.codecs.two_phase import BoundTwoPhase, TwoPhase
+from shardlib.collectives.codecs.base import BoundTwoPhase, Kept, RowResidual, Rows, SentResidual, TwoPhase
 from shardlib.errors import IllegalComposition
 from shardlib.kernels import onebit, quantize
 from shardlib.kernels.common.operators import opaque

@@ -11,10 +11,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardlib.common._compat import FUSED_ATTENTIONS, pytree, scaled_product, transformed
-from shardlib.execute.activations.decisions import decided_once
-from shardlib.execute.activations.draws import Draws
 from shardlib.execute.activations.names import RECOMPUTE_MODES, contexts, noting
-from shardlib.execute.activations.statistics import updated_once
+from shardlib.execute.activations.statistics import Draws, decided_once, updated_once
 from shardlib.execute.handles import Handle
 from shardlib.plan.recompute import Recompute
 

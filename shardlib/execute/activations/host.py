@@ -13,7 +13,7 @@ import torch
 
 from shardlib.common._compat import version_of
 from shardlib.common.pages import pages
-from shardlib.execute.activations.layout import flattened
+from shardlib.execute.activations.statistics import flattened
 from shardlib.execute.saving import Saved
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transfers import Transfer, Transfers

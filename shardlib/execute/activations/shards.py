@@ -13,7 +13,7 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.errors import HandleError
 from shardlib.execute.activations.keeper import ActivationStore, StoredActivation
-from shardlib.execute.activations.layout import flattened
+from shardlib.execute.activations.statistics import flattened
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Work
 from shardlib.mesh.transport.activity import naming

@@ -24,9 +24,9 @@ from shardlib.execute.stages.interpreter import Compute, Interpreter, Run, diffe
 from shardlib.execute.stages.pipe import Pipe
 from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.totals import Totals
+from shardlib.execute.values.around import require_graph
 from shardlib.execute.values.function import Function
 from shardlib.execute.values.keeping import Between
-from shardlib.execute.values.refusals import require_graph
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner
 from shardlib.plan.plan import Plan

@@ -17,7 +17,7 @@ from shardlib.execute.graph.forms import Graphs, Trial, form_of
 from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.land import Land
 from shardlib.execute.graph.lengths import Lengths
-from shardlib.execute.graph.passes import optimise
+from shardlib.execute.graph.regather import optimise
 from shardlib.execute.graph.stage import StageGraph, StageSums, shards_of, trace_stage
 from shardlib.execute.graph.text import described
 from shardlib.execute.graph.trace import Form, Traced, tensors_of, trace
@@ -27,9 +27,9 @@ from shardlib.execute.record import Record
 from shardlib.execute.stages.base import StepInputs
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.totals import Totals
+from shardlib.execute.values.around import require_graph
 from shardlib.execute.values.function import Function
 from shardlib.execute.values.keeping import Between
-from shardlib.execute.values.refusals import require_graph
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan

@@ -17,11 +17,11 @@ from shardlib.common.environment import within
 from shardlib.common.once import Decision
 from shardlib.errors import IllegalComposition
 from shardlib.execute.activations.keeper import may_move
+from shardlib.execute.graph.closed import CallsDiffer, Repeated, without_random_numbers
 from shardlib.execute.graph.keys import Stands
 from shardlib.execute.graph.lengths import Lengths
 from shardlib.execute.graph.nodes import draws, roots_of
 from shardlib.execute.graph.recorder import Fakes, Recorder, as_traced
-from shardlib.execute.graph.twice import CallsDiffer, Repeated, without_random_numbers
 from shardlib.execute.losses import Outcome, require_gradient
 from shardlib.execute.stages.base import detached
 from shardlib.execute.surroundings import Surroundings

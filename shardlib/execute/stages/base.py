@@ -11,11 +11,10 @@ import torch
 
 from shardlib.execute.batches import batch_index, rows_of
 from shardlib.execute.gradients import ReductionOptions
-from shardlib.execute.losses import Outcome
+from shardlib.execute.losses import Outcome, Weighing
 from shardlib.execute.opaque import outside
 from shardlib.execute.record import Record
 from shardlib.execute.totals import Sums, Totals
-from shardlib.execute.weighing import Weighing
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan

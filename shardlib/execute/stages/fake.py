@@ -20,9 +20,9 @@ from shardlib.execute.stages.walk import Walk
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
 from shardlib.nn.blocks import Sequential
+from shardlib.plan.exchanges import Reductions
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
-from shardlib.plan.reductions import Reductions
 from shardlib.plan.tiers.depth import short_form
 from shardlib.plan.tiers.known import KindTracer, seen_in_traces
 from shardlib.rng import Key

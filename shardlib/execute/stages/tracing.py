@@ -13,18 +13,16 @@ from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Turn, default_options
 from shardlib.execute.handles import Handle, materialise
 from shardlib.execute.live import LiveBytes, Stretch
-from shardlib.execute.losses import read_loss
+from shardlib.execute.losses import Weighing, read_loss
 from shardlib.execute.opaque import require_open
 from shardlib.execute.phases import Phases, WorkCount, followed
 from shardlib.execute.sequence import require_whole_loss
-from shardlib.execute.stages.alike import as_another, kinds_of
 from shardlib.execute.stages.base import StepInputs, keys_of
 from shardlib.execute.stages.entry import entered
 from shardlib.execute.stages.interpreter import Run, differentiable, fresh_leaf
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.stages.pipe import require_blocks
-from shardlib.execute.stages.walk import Called, SentBytes, Walk
-from shardlib.execute.weighing import Weighing
+from shardlib.execute.stages.walk import Called, SentBytes, Walk, as_another, kinds_of
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Sequential
 from shardlib.plan.plan import Plan

@@ -13,6 +13,7 @@ from shardlib.common._compat import without_derivatives
 from shardlib.common.environment import within
 from shardlib.common.writes import has_place, owner_of
 from shardlib.errors import HandleError
+from shardlib.execute.batches import WholeBatch
 from shardlib.execute.dealing import as_used
 from shardlib.execute.handles import Present
 from shardlib.execute.losses import Outcome, read_loss, wants
@@ -24,7 +25,6 @@ from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.values.routes import UnitSums, unit_sums
 from shardlib.execute.values.wholes import Wholes
 from shardlib.execute.watch import watched
-from shardlib.execute.whole_batch import WholeBatch
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner
 from shardlib.plan.plan import Plan

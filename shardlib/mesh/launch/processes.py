@@ -31,7 +31,7 @@ from shardlib.mesh.launch import rank_process
 from shardlib.mesh.launch.connection import Connection
 from shardlib.mesh.mesh import check_shape
 from shardlib.mesh.transport.activity import CollectiveCall, State
-from shardlib.mesh.transport.report import activities
+from shardlib.mesh.transport.watch import activities
 
 _CHILD = (
     "import json, sys; sys.path[:] = dict.fromkeys([*json.loads(sys.argv[1]), *sys.path]); "

@@ -14,7 +14,6 @@ may return a transport that wraps ``group`` (to count, to delay, to log) or repl
 from shardlib.mesh.transport.base import Group, Splits, Work
 from shardlib.mesh.transport.echo import EchoGroup
 from shardlib.mesh.transport.process import ProcessGroup
-from shardlib.mesh.transport.simulated import SimulatedGroup
-from shardlib.mesh.transport.simulation import Simulation
+from shardlib.mesh.transport.simulation import SimulatedGroup, Simulation
 
 __all__ = ["EchoGroup", "Group", "ProcessGroup", "SimulatedGroup", "Simulation", "Splits", "Work"]

@@ -17,16 +17,180 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import torch.distributed as dist
 
 from shardlib.common._compat import clone_store, default_store
-from shardlib.mesh.transport import activity, vitals
-from shardlib.mesh.transport.report import States, on_rank
+from shardlib.errors import listing
+from shardlib.mesh.transport import activity
+from shardlib.mesh.transport.activity import CollectiveCall, State
+
+# Whether a process of this host lives, for reports about ranks that do not answer.
+
+
+_NOTHING = "it gives no sign of life"
+
+
+def identity() -> str:
+    """This process's host, process id and start, by which other processes of the host find it; "" where that is not
+    known."""
+    try:
+        started = _fields(os.getpid())[19]
+        return " ".join((_host(), str(os.getpid()), started))
+    except OSError:
+        return ""
+
+
+def look(identity: str) -> tuple[bool, str]:
+    """Whether it is certain that a process will not answer, and what is known of it.
+
+    Args:
+        identity: the process's `identity`; of another host's process nothing is known.
+    """
+    host, pid, started = identity.split() if identity else ("", "", "")
+    if not host or host != _host():
+        return False, _NOTHING
+    try:
+        state, *_ = fields = _fields(int(pid))
+    except OSError:
+        return True, f"its process ({pid}) has ended"
+    if state in "ZX" or fields[19] != started:
+        return True, f"its process ({pid}) has ended"
+    if state in "Tt":
+        return True, f"its process ({pid}) was stopped by a signal (SIGSTOP) and not continued"
+    return False, f"{_NOTHING}, though its process ({pid}) runs"
+
+
+def _fields(pid: int) -> list[str]:
+    """The fields of a process from the third, its state, on: see proc_pid_stat(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _host() -> str:
+    """The kernel's boot and the space of process ids, within which a process id names a process."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+# The text of a report on ranks that wait for each other: what each of them does, and who is missing.
+
+
+# What each rank does; or, of a rank that does not answer, what is known about it.
+States = Mapping[int, State | str]
+
+
+def on_rank(rank: int, states: States, why: str = "") -> str:
+    """The report that one rank makes.
+
+    Args:
+        rank: the rank, whose own state is known.
+        states: what all ranks do.
+        why: the transport's words.
+    """
+    state = states[rank]
+    assert isinstance(state, State)
+    others = listing(activities(states, leave_out=rank))
+    call = state.waits
+    if call is None:
+        return (
+            f"rank {rank} waits in no collective, while other ranks wait{_line('; it runs', state.line)}\n{others}\n"
+            "Every rank along an axis must make the same calls."
+        )
+    missing = _missing(call, states)
+    whose = "the ranks" if not missing else "that rank" if len(missing) == 1 else "those ranks"
+    return (
+        f"{call.what} (size {len(call.members)}) {'failed' if state.failed else 'has not ended'} on rank {rank} "
+        f"({call.place}, after {state.seconds:.0f} s): {_who(call, missing, states)}"
+        f"{_line('. The program is at', state.line)}\n{others}\nLook at the output of {whose} first; if ranks take "
+        f"different branches, make every rank call the same collectives.{why and f' ({why})'}"
+    )
+
+
+def activities(states: States, leave_out: int | None = None) -> list[str]:
+    """What each rank does, but for one. Ranks that do the same share an entry."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, state in sorted(states.items()):
+        if rank != leave_out:
+            ranks_of.setdefault(_doing(state, states), []).append(rank)
+    return [f"{_ranks(ranks)} {doing if len(ranks) == 1 else _of_several(doing)}" for doing, ranks in ranks_of.items()]
+
+
+def _doing(state: State | str, states: States) -> str:
+    if isinstance(state, str):
+        return f"no longer answers: {state}"
+    if state.ended:
+        return state.ended
+    call = state.waits
+    if call is not None:
+        missing = _missing(call, states)
+        return (
+            f"waits in {call.what} ({call.place}){f' for {_ranks(missing)}' * bool(missing)}{_line(', at', state.line)}"
+        )
+    last = ", ".join(f"{call.what} ({call.place})" for call in state.last) or "none"
+    return f"waits in no collective (its last: {last}){_line('; it runs', state.line)}"
+
+
+def _missing(call: CollectiveCall, states: States) -> list[int]:
+    """The ranks that have not made a call, as far as is known."""
+    known = [member for member in call.members if member in states]
+    return [member for member in known if not _made(call, states[member])]
+
+
+def _made(call: CollectiveCall, state: State | str) -> bool:
+    return isinstance(state, State) and not state.ended and any(call.joined_by(last) for last in state.last)
+
+
+def _who(call: CollectiveCall, missing: Sequence[int], states: States) -> str:
+    """Why a call does not end."""
+    if not missing:
+        return _differences(call, states) or "every rank still answers, and has made this call"
+    said: dict[str, list[int]] = {}
+    for member in missing:
+        state = states[member]
+        what = (
+            "no longer answers" if isinstance(state, str) else "has ended" if state.ended else "has not made this call"
+        )
+        said.setdefault(what, []).append(member)
+    return "; ".join(
+        f"{_ranks(ranks)} {what if len(ranks) == 1 else _of_several(what)}" for what, ranks in said.items()
+    )
+
+
+def _differences(call: CollectiveCall, states: States) -> str:
+    """How the members' calls of the same number differ; "" if they are equal."""
+    made = {}
+    for member in call.members:
+        state = states.get(member)
+        for last in state.last if isinstance(state, State) else ():
+            if call.joined_by(last) and last.number == call.number:
+                made[member] = last.what
+    if len(set(made.values())) < 2:
+        return ""
+    return f"the ranks' calls differ: {'; '.join(f'rank {member} calls {what}' for member, what in made.items())}"
+
+
+def _of_several(doing: str) -> str:
+    """What several ranks do: the verb, which comes first, in the plural."""
+    for one, several in (("waits", "wait"), ("has ", "have "), ("no longer answers", "no longer answer")):
+        doing = several + doing.removeprefix(one) if doing.startswith(one) else doing
+    return doing
+
+
+def _line(lead: str, line: str) -> str:
+    """A line of code with what leads to it; nothing without the line."""
+    return line and f"{lead}\n{line}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
+
 
 # The exit code of a process whose program did not notice a report; the others end by the error that they raise.
 EXIT_HUNG = 70
@@ -84,7 +248,7 @@ class ProcessWatch:
         self._identities: dict[int, str] = {}
         self._raises = False  # whether the program is given the report
         self._wake, self._over, self._reported = threading.Event(), threading.Event(), threading.Event()
-        self._store.set(f"process/{self._rank}", vitals.identity())
+        self._store.set(f"process/{self._rank}", identity())
         self._thread = threading.Thread(target=self._run, name="shardlib watch", daemon=True)
         self._thread.start()
         self._pid = os.getpid()
@@ -173,7 +337,7 @@ class ProcessWatch:
             if not self._store.check([key]):
                 return False, "it keeps no watch of this run"
             self._identities[rank] = self._store.get(key).decode()
-        return vitals.look(self._identities[rank])
+        return look(self._identities[rank])
 
     def _text(self, mine: activity.State, why: str = "") -> str:
         return on_rank(self._rank, {**self._states, self._rank: mine}, why)

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from shardlib.errors import TreeError
+from shardlib.models.decoding.cache import by_layer, everywhere, nowhere
 from shardlib.models.decoding.decoder import Decoder
 from shardlib.models.decoding.gpt2 import GPT2
 from shardlib.models.decoding.library import GPT
 from shardlib.models.decoding.llama import Llama
 from shardlib.models.decoding.mixtral import Mixtral
-from shardlib.models.decoding.windows import by_layer, everywhere, nowhere
 from shardlib.models.gpt import GPTConfig
 
 # ``model_type`` of transformers -> the decoder of such a model.

@@ -13,9 +13,9 @@ from shardlib.errors import TreeError
 from shardlib.kernels.decoder_attention import Heads, decoder_attention
 from shardlib.kernels.decoder_mlp import MLP, decoder_mlp
 from shardlib.kernels.thin_matmul import Linear
+from shardlib.models.decoding.cache import Windows
 from shardlib.models.decoding.decoder import Attend, Decoder
 from shardlib.models.decoding.settings import require_settings
-from shardlib.models.decoding.windows import Windows
 
 _SETTINGS = {"hidden_act": ("silu",)}
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.

@@ -12,12 +12,12 @@ from torch.overrides import has_torch_function
 
 from shardlib.kernels.decoder_mlp import MLP, ChosenExperts, decoder_mlp
 from shardlib.kernels.thin_matmul import Linear, QuantizedMatrix
+from shardlib.models.decoding.cache import Windows
 from shardlib.models.decoding.llama import Llama
-from shardlib.models.decoding.windows import Windows
 from shardlib.nn.moe.config import Product
-from shardlib.nn.moe.dealt import Dealt
 from shardlib.nn.moe.experts import run_experts
 from shardlib.nn.moe.routing import Routing
+from shardlib.nn.moe.seats import Dealt
 
 
 class Mixtral(Llama):

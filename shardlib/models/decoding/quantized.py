@@ -9,7 +9,7 @@ import torch
 from shardlib.errors import TreeError
 from shardlib.kernels.thin_matmul import QuantizedMatrix
 from shardlib.models.decoding.kinds import decoder_of
-from shardlib.nn.moe.stored import StoredExperts
+from shardlib.nn.moe.compute import StoredExperts
 from shardlib.sharded.given import given_params
 from shardlib.sharded.local import Local
 from shardlib.sharded.tree import Sharded

@@ -18,8 +18,8 @@ from torch import nn
 from shardlib.common._compat import with_children_of_its_own
 from shardlib.common.environment import environment
 from shardlib.errors import BatchError, IllegalComposition, TreeError
+from shardlib.nn.blocks import OPEN, Gate
 from shardlib.nn.functional import Mean, linear_cross_entropy
-from shardlib.nn.gate import OPEN, Gate
 
 IGNORED = -100  # the label of positions that are left out of the loss
 REQUIRED, OPTIONAL = ("input_ids", "labels"), ("attention_mask", "position_ids")  # in a batch

@@ -9,9 +9,9 @@ from torch import nn
 
 from shardlib.collectives.styles.base import Style
 from shardlib.errors import TreeError
-from shardlib.models.adapted import is_adapted_parameter
 from shardlib.models.huggingface.decoders import decoder_of
 from shardlib.models.huggingface.experts import EXPERTS
+from shardlib.models.layers import is_adapted_parameter
 from shardlib.transforms.tensor_slicing import column, matches_rule, row
 
 Rules = dict[str, str | Style]

@@ -13,10 +13,9 @@ from shardlib.collectives.tokens.fetch import TokenFetch
 from shardlib.common._compat import outside_of_graphs
 from shardlib.common.environment import environment
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.moe.compute import Groups
+from shardlib.nn.moe.compute import ExpertStore, Groups
 from shardlib.nn.moe.config import Expert
 from shardlib.nn.moe.slots import Slots
-from shardlib.nn.moe.stored import ExpertStore
 from shardlib.tree import tree_map
 
 

@@ -17,8 +17,8 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.nn.moe.compute import ExpertRows
 from shardlib.nn.moe.config import Expert
 from shardlib.nn.moe.copies import Copies, Own, borrow
-from shardlib.nn.moe.dealt import opened
 from shardlib.nn.moe.routing import NUMBER, Routing
+from shardlib.nn.moe.seats import opened
 from shardlib.tree import leaves_of
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardlib.nn.moe.capacity import Tokens, tokens_of
 from shardlib.nn.moe.config import MoEConfig
 from shardlib.nn.moe.experts import ExpertVisit
-from shardlib.nn.moe.noise import Tokens, tokens_of
 from shardlib.nn.moe.routing import Routing
 from shardlib.rng import Key, require_key
 

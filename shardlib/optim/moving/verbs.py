@@ -8,8 +8,7 @@ from typing import Any
 
 from shardlib.errors import TreeError
 from shardlib.optim.moving.files import OptimizerFiles
-from shardlib.optim.moving.moved import Moved, Parked
-from shardlib.optim.moving.skeleton import StateSkeleton, View, apart, donate
+from shardlib.optim.moving.skeleton import Moved, Parked, StateSkeleton, View, apart, donate
 
 Folders = str | Path | Sequence[str | Path]
 

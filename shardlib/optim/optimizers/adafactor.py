@@ -14,12 +14,11 @@ from typing import NamedTuple
 import torch
 
 from shardlib.collectives.summation import Summation, sum_of_squares
-from shardlib.mesh.index_map import IndexMap
+from shardlib.mesh.specs import IndexMap
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.locality import Locality
-from shardlib.optim.ranges import check, is_integer, is_positive, is_share, is_size, is_step
+from shardlib.optim.group_update import check, is_integer, is_positive, is_share, is_size, is_step
 from shardlib.optim.schedules.base import Schedule, as_schedule
-from shardlib.optim.shards import Shards, device_of
+from shardlib.optim.shards import Locality, Shards, device_of
 from shardlib.optim.stepping import ParameterChange, each, each_leaf, stepping
 from shardlib.plan.claims import LeafInfo
 from shardlib.tree import Tree, tree_map

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardlib.collectives.summation import sum_of_squares
-from shardlib.mesh.index_map import IndexMap
+from shardlib.mesh.specs import IndexMap
 from shardlib.optim.base import GradientTransformation, empty_init
-from shardlib.optim.locality import Locality
+from shardlib.optim.group_update import check, is_positive
 from shardlib.optim.norms import is_order, norm_of
-from shardlib.optim.ranges import check, is_positive
-from shardlib.optim.shards import Shards, device_of
+from shardlib.optim.shards import Locality, Shards, device_of
 from shardlib.tree import Tree, tree_map
 
 

@@ -9,11 +9,10 @@ import torch
 from shardlib.collectives.summation import sum_of_squares
 from shardlib.kernels.adamw import adam_direction_, direction_at
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.locality import Locality
+from shardlib.optim.group_update import check, check_adam, is_positive
 from shardlib.optim.optimizers.adam import AdamState
-from shardlib.optim.ranges import check, check_adam, is_positive
 from shardlib.optim.schedules.base import Schedule, as_schedule
-from shardlib.optim.shards import Shards
+from shardlib.optim.shards import Locality, Shards
 from shardlib.optim.stepping import ParameterChange, each_tensor, stepping
 from shardlib.tree import Tree, tree_map
 

@@ -9,10 +9,9 @@ import torch
 
 from shardlib.kernels.lion import LionOld, changes, factors_at, lion_
 from shardlib.optim.base import GradientTransformation, separate_copy
-from shardlib.optim.locality import Locality
-from shardlib.optim.ranges import check, is_share, is_size
+from shardlib.optim.group_update import check, is_share, is_size
 from shardlib.optim.schedules.base import Schedule, as_schedule
-from shardlib.optim.shards import Shards
+from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, check_alike, leaves_of, tree_map, tree_unzip
 
 

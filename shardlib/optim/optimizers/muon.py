@@ -9,10 +9,9 @@ import torch
 
 from shardlib.errors import IllegalComposition, listing
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.locality import Locality
-from shardlib.optim.ranges import check, is_number, is_positive, is_share, is_size, is_step
+from shardlib.optim.group_update import check, is_number, is_positive, is_share, is_size, is_step
 from shardlib.optim.schedules.base import Schedule, as_schedule
-from shardlib.optim.shards import Shards
+from shardlib.optim.shards import Locality, Shards
 from shardlib.optim.stepping import ParameterChange, each, stepping
 from shardlib.tree import Tree, tree_map
 

@@ -9,9 +9,8 @@ import torch
 
 from shardlib.errors import IllegalComposition
 from shardlib.optim.base import GradientTransformation, scaled, write_copies
-from shardlib.optim.locality import Locality
 from shardlib.optim.schedules.base import on_numbers
-from shardlib.optim.shards import Shards
+from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
 
 Optimizer = Callable[..., torch.optim.Optimizer]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin
 import torch
 
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.ranges import is_integer, is_number
+from shardlib.optim.group_update import is_integer, is_number
 from shardlib.optim.schedules.base import on_numbers
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.optim.wrapping import require_no_axis

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.optim.base import GradientTransformation, write_copies
-from shardlib.optim.ranges import check, is_positive, is_step
+from shardlib.optim.group_update import check, is_positive, is_step
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.optim.wrapping import require_no_axis
 from shardlib.tree import Tree, leaves_of, tree_map

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardlib.errors import IllegalComposition, ShardlibError, listing
-from shardlib.plan.nominal import nominal_seconds
 from shardlib.plan.plan import Plan
+from shardlib.plan.prediction import nominal_seconds
 from shardlib.plan.tiers.known import assumed
 from shardlib.plan.tiers.limits import Limits
 from shardlib.plan.transform import Transform

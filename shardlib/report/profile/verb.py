@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardlib.plan.plan import Plan
-from shardlib.report.profile.memory import memory
+from shardlib.report.profile.memory import measure_peak, memory
 from shardlib.report.profile.operators import operators_of
-from shardlib.report.profile.peak import measure_peak
 from shardlib.report.profile.rates import predicted
 from shardlib.report.profile.recording import TrainStep, drawing_as, record, require_steps
 from shardlib.report.profile.value import Profile

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardlib.common.disk import BLOCK, locked, make_folder, sync_folder
 from shardlib.errors import StorageError, listing
-from shardlib.sharded.disk import record, requests
+from shardlib.sharded.disk import pool, record
 from shardlib.sharded.disk.layout import FileLayout
 
 _log = logging.getLogger("shardlib.disk")
@@ -112,7 +112,7 @@ class Files:
         try:
             os.fdatasync(self.fds[number])
         except OSError as error:
-            raise requests.failure(f"syncing {self.paths[number]}", error) from error
+            raise pool.failure(f"syncing {self.paths[number]}", error) from error
 
     def close(self) -> None:
         """Close the files, for another run to open."""
@@ -125,7 +125,7 @@ def _said(doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise requests.failure(doing, error) from error
+        raise pool.failure(doing, error) from error
 
 
 def _recognised(folder: Path, layout: FileLayout) -> dict[str, Any] | None:

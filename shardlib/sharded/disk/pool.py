@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
 
 import torch
 
+from shardlib.common.clock import timed
+from shardlib.common.disk import BLOCK
 from shardlib.common.pages import pages, settle
 from shardlib.errors import StorageError
+from shardlib.sharded.disk.layout import Flat
 
 
 class Pool:
@@ -89,3 +97,117 @@ class Pool:
             block = pages(size, self._pinned)
         self._lent[block.data_ptr()] = block
         return block
+
+
+# What is under way between host memory and files.
+
+
+class PendingRead:
+    """A buffer that is being read."""
+
+    def __init__(self, pool: Pool, block: torch.Tensor, flat: Flat, pending: Sequence[Future[None]]) -> None:
+        self._pool, self._block, self._flat, self._pending = pool, block, flat, pending
+        self._held = True
+
+    def result(self) -> torch.Tensor:
+        """The buffer, in memory that is lent; waits for it.
+
+        Raises:
+            StorageError: it could not be read; the memory is given back.
+        """
+        try:
+            with timed("wait", "disk"):
+                wait(self._pending)
+            for request in self._pending:
+                request.result()
+        except BaseException:
+            self.cancel()
+            raise
+        if not self._flat.numel:  # an empty tensor has no address that it could be recognised by
+            self.cancel()
+            return torch.empty(0, dtype=self._flat.dtype)
+        return self._block[: self._flat.bytes].view(self._flat.dtype)
+
+    def cancel(self) -> None:
+        """Give back the memory, of the result too. A second call does nothing."""
+        wait(self._pending)
+        if self._held:
+            self._held = False
+            self._pool.give(self._block)
+
+
+class Write:
+    """A buffer that is being written, whose memory is given back when the last of its requests is done."""
+
+    def __init__(self, pool: Pool, block: torch.Tensor, requests: int) -> None:
+        self._pool, self.block, self._left = pool, block, requests
+        self._lock = threading.Lock()
+
+    def done(self) -> None:
+        """Count a request that is done, or has failed."""
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            self._pool.give(self.block)
+
+
+# Reads and writes of ranges of files, complete or with an error that says where and why.
+
+
+_REMEDIES = {
+    errno.ENOSPC: "Free space there, or name further folders on other disks",
+    errno.EDQUOT: "Raise the quota, or name further folders elsewhere",
+    errno.EIO: "The disk or the way to it fails: look into the system's log, and use another disk",
+    errno.EROFS: "Name a folder on a file system that can be written to",
+    errno.EACCES: "Name a folder that this process may read and write",
+    errno.EPERM: "Name a folder that this process may read and write",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n)",
+    errno.ENOENT: "Do not move or remove files that are in use; name the folders in the order they were first named in",
+}
+
+
+def failure(doing: str, error: OSError) -> StorageError:
+    """What the system refused, and what helps."""
+    remedy = _REMEDIES.get(error.errno or 0, "Look into the system's log, or use another folder")
+    return StorageError(f"{doing}: [Errno {error.errno}] {error.strerror}. {remedy}")
+
+
+def read(fd: int, view: memoryview, offset: int, what: str, path: Path) -> None:
+    """Fill ``view`` from a file; ``what`` names the buffer.
+
+    Raises:
+        StorageError: the system refuses, or the file ends before.
+    """
+    _whole(os.preadv, fd, view, offset, f"reading {what}", path)
+
+
+def write(fd: int, view: memoryview, offset: int, what: str, path: Path) -> None:
+    """Write all of ``view`` to a file.
+
+    Raises:
+        StorageError: the system refuses, or takes a part only.
+    """
+    _whole(os.pwritev, fd, view, offset, f"writing {what}", path)
+
+
+def _whole(
+    call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview, offset: int, doing: str, path: Path
+) -> None:
+    """Call until all is done; direct I/O goes on at whole blocks alone."""
+    done, idle = 0, 0
+    doing = f"{doing} at bytes {offset:,} to {offset + len(view):,} of {path}"
+    while done < len(view):
+        try:
+            moved = call(fd, [view[done:]], offset + done)
+        except OSError as error:
+            raise failure(doing, error) from error
+        if moved == len(view) - done:
+            return
+        done += moved // BLOCK * BLOCK
+        idle = 0 if moved >= BLOCK else idle + 1
+        if idle > 1:  # the same again: the file ends here
+            raise StorageError(
+                f"{doing}: {done + moved:,} of {len(view):,} bytes, then no more. The file was cut or is on a disk that "
+                "fails; leave files alone while they are in use"
+            )

@@ -23,7 +23,7 @@ import numpy as np
 
 from shardlib.common.disk import sync_folder, whole_blocks
 from shardlib.errors import StorageError
-from shardlib.sharded.disk import requests
+from shardlib.sharded.disk import pool
 from shardlib.sharded.disk.layout import FileLayout
 
 _log = logging.getLogger("shardlib.disk")
@@ -142,11 +142,11 @@ class Header:
     def _put(self, sequence: int, content: bytes) -> None:
         """Write the area of a commit, and wait until it is on the disk."""
         area = memoryview(content.ljust(self._size, b"\0"))
-        requests.write(self._fd, area, self._begin + sequence % 2 * self._size, "the header", self._path)
+        pool.write(self._fd, area, self._begin + sequence % 2 * self._size, "the header", self._path)
         try:
             os.fdatasync(self._fd)
         except OSError as error:
-            raise requests.failure(f"syncing {self._path}", error) from error
+            raise pool.failure(f"syncing {self._path}", error) from error
 
     def close(self) -> None:
         os.close(self._fd)
@@ -173,7 +173,7 @@ def _create(path: Path, content: bytes) -> None:
     partial.unlink(missing_ok=True)
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        requests.write(fd, memoryview(content), 0, "the header", path)
+        pool.write(fd, memoryview(content), 0, "the header", path)
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -16,12 +16,11 @@ from shardlib.common.disk import BLOCK, begin_writing
 from shardlib.common.thresholds import Threshold
 from shardlib.errors import StorageError
 from shardlib.mesh.memories import AHEAD
-from shardlib.sharded.disk import requests
+from shardlib.sharded.disk import pool
 from shardlib.sharded.disk.files import Files
 from shardlib.sharded.disk.layout import Extent, FileLayout, Flat
-from shardlib.sharded.disk.pool import Pool
+from shardlib.sharded.disk.pool import PendingRead, Pool, Write
 from shardlib.sharded.disk.record import NOTES, ZEROS, StepRecord
-from shardlib.sharded.disk.transfers import PendingRead, Write
 
 DEPTH = 8  # requests at once
 THREADS = "shardlib-disk"  # begins the names of their threads
@@ -306,7 +305,7 @@ class Store:
     def _read(self, name: str, slot: int, index: int, extent: Extent, block: torch.Tensor) -> None:
         fd, offset, path = self._place(slot, extent)
         view = _bytes(block, extent)
-        requests.read(fd, view, offset, name, path)
+        pool.read(fd, view, offset, name, path)
         if zlib.crc32(view) != self._sums[name][index]:
             raise StorageError(
                 f"reading {name} at bytes {offset:,} to {offset + extent.length:,} of {path}: the bytes are not those that "
@@ -319,7 +318,7 @@ class Store:
             fd, offset, path = self._place(slot, extent)
             view = _bytes(writing.block, extent)
             self._sums[name][index] = zlib.crc32(view)
-            requests.write(fd, view, offset, name, path)
+            pool.write(fd, view, offset, name, path)
             if not self._files.direct[extent.file]:
                 begin_writing(fd, offset, extent.length)
         except Exception as error:

@@ -9,7 +9,7 @@ DEFECTS = (
     Defect(
         "experts of files in the order of their names",
         "order",
-        "models/huggingface/conversion.py",
+        "models/huggingface/upcycle.py",
         "expert 10 of a layer is read as expert 2",
         "sorted(files, key=loading.dot_natural_key)",
         "sorted(files)",
@@ -135,7 +135,7 @@ DEFECTS = (
     Defect(
         "a box beside its place",
         "offset",
-        "checkpoint/boxes.py",
+        "checkpoint/fragments.py",
         "a slice's boxes begin at the tensor's first index",
         "tuple(map(sum, zip(window.first, first, strict=True)))",
         "first",
@@ -180,7 +180,7 @@ DEFECTS = (
     Defect(
         "a weight that was changed before it was read",
         "stale",
-        "models/lineage.py",
+        "models/copying.py",
         "what a change writes to a weight is lost when the files' value is read",
         "storage in self._own and _storage(leaf) not in self._computed",
         "storage in self._own",
@@ -234,7 +234,7 @@ DEFECTS = (
     Defect(
         "one name of a tied leaf's",
         "mask",
-        "checkpoint/dotted.py",
+        "checkpoint/by_path.py",
         "values that a file has under further names of a tied leaf are not looked at",
         "for other in others:",
         "for other in others[1:]:",

@@ -121,7 +121,7 @@ DEFECTS = (
     Defect(
         "every slice is the first",
         "offset",
-        "mesh/index_map.py",
+        "mesh/specs.py",
         "a slice's elements are numbered as if it began where the parameter does",
         "(numbers // inner % size + offset) * stride",
         "numbers // inner % size * stride",
@@ -130,7 +130,7 @@ DEFECTS = (
     Defect(
         "every piece is the first",
         "offset",
-        "mesh/index_map.py",
+        "mesh/specs.py",
         "what is gone over in pieces is numbered as the first piece is",
         "start=self.start + count",
         "start=self.start",
@@ -139,7 +139,7 @@ DEFECTS = (
     Defect(
         "broadcast from rank 0",
         "offset",
-        "mesh/transport/simulated.py",
+        "mesh/transport/simulation.py",
         "whichever source is asked for, rank 0's tensor is sent",
         "lambda inputs, rank: inputs[source]",
         "lambda inputs, rank: inputs[0]",
@@ -229,7 +229,7 @@ DEFECTS = (
     Defect(
         "residual of the first phase forgotten",
         "residual",
-        "collectives/codecs/two_phase.py",
+        "collectives/codecs/base.py",
         "what a rank's messages leave out is dropped",
         ".after[name] = item.buffer",
         ".after[name] = torch.zeros_like(item.buffer)",
@@ -238,7 +238,7 @@ DEFECTS = (
     Defect(
         "residual of the second phase forgotten",
         "residual",
-        "collectives/codecs/two_phase.py",
+        "collectives/codecs/base.py",
         "what the message of a row leaves out is dropped",
         "writable(item.kept[1])",
         "writable(item.kept[1]).clone()",
@@ -319,7 +319,7 @@ DEFECTS = (
     Defect(
         "heads in another order",
         "order",
-        "collectives/sequence/ulysses.py",
+        "collectives/sequence/base.py",
         "queries meet other heads' keys",
         "attend(q, k, v, how)",
         "attend(q.flip(1), k, v, how)",
@@ -328,7 +328,7 @@ DEFECTS = (
     Defect(
         "rows of all ranks in another order",
         "order",
-        "execute/whole_batch.py",
+        "execute/batches.py",
         "gather_batch has the rows of the minor axis apart",
         "for axis in reversed(self.axes) if",
         "for axis in self.axes if",
@@ -355,7 +355,7 @@ DEFECTS = (
     Defect(
         "a column layer's input without its pair",
         "reduction",
-        "collectives/styles/column.py",
+        "collectives/styles/row.py",
         "the gradient of the input is that of a rank's own outputs",
         "compute(weight.enter(x), weight.local, bias)",
         "compute(x, weight.local, bias)",

@@ -287,7 +287,7 @@ DEFECTS = (
     Defect(
         "a failed update's exchanges are made twice",
         "agreement",
-        "optim/exchanges.py",
+        "optim/storing.py",
         "a rank that failed between two exchanges of a bucket makes the first once more",
         "return self._made > self._left_out",
         "return True",

@@ -75,7 +75,7 @@ DEFECTS = (
     Defect(
         "a process id that is used again",
         "agreement",
-        "mesh/transport/vitals.py",
+        "mesh/transport/watch.py",
         "another process with the number of one that has ended is taken for it",
         " or fields[19] != started:",
         ":",

@@ -196,7 +196,7 @@ DEFECTS = (
     Defect(
         "a metric of a rank's own batches",
         "reduction",
-        "execute/means.py",
+        "execute/losses.py",
         "what a loss function hands out is averaged over a rank's own batches",
         "sum_over(mesh, plan.batch_axes, sums)",
         "sum_over(mesh, (), sums)",
@@ -277,7 +277,7 @@ DEFECTS = (
     Defect(
         "the last call's mean",
         "reduction",
-        "execute/means.py",
+        "execute/losses.py",
         "of means beside the loss the last micro-batch's is kept",
         "sums if self._sums is None else self._sums + sums",
         "sums",
@@ -286,7 +286,7 @@ DEFECTS = (
     Defect(
         "local steps that double one step early",
         "offset",
-        "optim/axis_owner/zero_one_steps.py",
+        "optim/axis_owner/zero_one_adam.py",
         "0/1 Adam's local steps double one step early",
         "(step - self.var_freeze_step - 2) // self.local_step_scaler",
         "(step - self.var_freeze_step - 1) // self.local_step_scaler",
@@ -313,7 +313,7 @@ DEFECTS = (
     Defect(
         "states in memory that is written to",
         "stale",
-        "optim/apart.py",
+        "optim/separate.py",
         "a state that keeps the parameters, or what it returns, changes with them",
         "return cloned(leaf)",
         "return leaf",

@@ -252,7 +252,7 @@ DEFECTS = (
     Defect(
         "the first expert that came makes room",
         "order",
-        "models/decoding/residence/slots.py",
+        "models/decoding/residence/store.py",
         "the expert that came first makes room, however recently it was used",
         "        self._taken.move_to_end(expert)\n",
         "",

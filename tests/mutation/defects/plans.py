@@ -41,7 +41,7 @@ DEFECTS = (
     Defect(
         "stages alike by their parameters",
         "choice",
-        "execute/stages/alike.py",
+        "execute/stages/walk.py",
         "a stage has the trace of one with other functions",
         "blocks.functions[start:stop],",
         "stop - start,",

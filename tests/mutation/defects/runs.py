@@ -45,7 +45,7 @@ DEFECTS = (
     Defect(
         "as many ranks as failed",
         "agreement",
-        "mesh/launch/restarts.py",
+        "mesh/launch/supervise.py",
         "after a failure fewer ranks go on than are left and allowed",
         "each <= ranks),",
         "each < ranks),",
@@ -54,7 +54,7 @@ DEFECTS = (
     Defect(
         "for ever",
         "order",
-        "mesh/launch/restarts.py",
+        "mesh/launch/supervise.py",
         "a run that comes to the same step again and again counts as one that goes on",
         "progress.step > self._furthest",
         "progress.step >= self._furthest",

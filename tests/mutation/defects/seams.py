@@ -68,7 +68,7 @@ DEFECTS = (
     Defect(
         "hooks that are not linear",
         "factor",
-        "models/parameter_hooks.py",
+        "models/originals.py",
         "a hook that clips runs on each part of a gradient, before their sum",
         "found, wanted = result(other - 3 * gradient), result(other) - 3 * result(gradient)",
         "found, wanted = result(gradient), result(gradient)",
@@ -113,7 +113,7 @@ DEFECTS = (
     Defect(
         "random numbers of a trace for all steps",
         "stale",
-        "execute/graph/twice.py",
+        "execute/graph/closed.py",
         "what a loss draws by Python's random becomes a constant of its graph",
         "if now != python:",
         "if now is None:",
@@ -122,7 +122,7 @@ DEFECTS = (
     Defect(
         "a graph that computes otherwise the second time",
         "stale",
-        "execute/graph/twice.py",
+        "execute/graph/closed.py",
         "what changes from call to call and is no tensor becomes a constant of a graph",
         "[args, kwargs or {}]",
         "[before.args, before.kwargs]",
@@ -131,7 +131,7 @@ DEFECTS = (
     Defect(
         "a constant that is another one the second time",
         "stale",
-        "execute/graph/twice.py",
+        "execute/graph/closed.py",
         "what changes from call to call and becomes a tensor in the loss is a constant of a graph",
         "if known is not now and not (",
         "if known is None and not (",

@@ -397,7 +397,7 @@ DEFECTS = (
     Defect(
         "one weight for all terms of a loss",
         "factor",
-        "execute/weighing.py",
+        "execute/losses.py",
         "every mean of a sum is divided by the weight of all of them",
         "1 / self._weights)",
         "1 / self._weights.sum())",

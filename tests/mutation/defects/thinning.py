@@ -10,7 +10,7 @@ DEFECTS = (
     Defect(
         "layers kept without scale",
         "scale",
-        "nn/gate.py",
+        "nn/blocks.py",
         "what a kept layer's branches add is not divided by the probability that it is kept",
         "else branch / self.keep",
         "else branch",

@@ -36,7 +36,7 @@ DEFECTS = (
     Defect(
         "no tiles of what is not split",
         "bytes",
-        "plan/tiles.py",
+        "plan/bucketing.py",
         "a leaf that comes whole from another memory comes in one piece",
         ' or resolved.location("param").memory != "device"',
         "",
@@ -72,7 +72,7 @@ DEFECTS = (
     Defect(
         "gradients of one tile of tokens",
         "offset",
-        "nn/tiles.py",
+        "nn/tiled.py",
         "the gradient of every tile of an input is written to the place of the first",
         "self.view(self._gradient, number)",
         "self.view(self._gradient, 0)",
@@ -81,7 +81,7 @@ DEFECTS = (
     Defect(
         "a tile's gradient outside of the graph",
         "accumulation",
-        "nn/tiles.py",
+        "nn/tiled.py",
         "second derivatives through tiles lose what each tile's gradient depends on",
         ".copy_(grad)",
         ".copy_(grad.detach())",

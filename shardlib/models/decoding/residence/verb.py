@@ -13,10 +13,8 @@ from shardlib.common.devices import default_device, with_index
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.mesh.transfers import Transfers
 from shardlib.models.decoding.kinds import decoder_of
-from shardlib.models.decoding.residence.slots import ExpertCache
-from shardlib.models.decoding.residence.store import LayerStore, NextLayer
-from shardlib.models.decoding.residence.tally import Tally
-from shardlib.nn.moe.stored import StoredExperts
+from shardlib.models.decoding.residence.store import ExpertCache, LayerStore, NextLayer, Tally
+from shardlib.nn.moe.compute import StoredExperts
 from shardlib.sharded.given import given_params
 from shardlib.sharded.local import Local
 from shardlib.sharded.tree import Sharded

@@ -10,9 +10,8 @@ import torch
 
 from shardlib.common.once import once
 from shardlib.kernels import routing
-from shardlib.nn.moe.capacity import Capacity
+from shardlib.nn.moe.capacity import Capacity, Tokens, tokens_of
 from shardlib.nn.moe.losses import CONVENTIONS, entropy, load_loss, z_loss
-from shardlib.nn.moe.noise import Tokens, tokens_of
 from shardlib.nn.moe.routing import Routing, in_order, is_kept
 from shardlib.rng import Key
 

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from shardlib.nn.moe.capacity import share_of
-from shardlib.nn.moe.noise import Tokens
+from shardlib.nn.moe.capacity import Tokens, share_of
 from shardlib.nn.moe.routers.base import Router
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib.nn.moe.capacity import Capacity
-from shardlib.nn.moe.noise import Tokens
+from shardlib.nn.moe.capacity import Capacity, Tokens
 from shardlib.nn.moe.routers.base import Router, best, renormalised, require_renormalised
 
 
