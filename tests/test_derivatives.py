@@ -18,8 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardlib as sl
 from shardlib import collectives
-from shardlib.collectives.sequence.base import Attention, Ulysses
+from shardlib.collectives.sequence.base import Attention
 from shardlib.collectives.sequence.ring import Ring
+from shardlib.collectives.sequence.ulysses import Ulysses
 from shardlib.collectives.tokens import Direct, TwoHops
 from shardlib.errors import HandleError, LossError
 from shardlib.execute.meeting import _MeetInBackward

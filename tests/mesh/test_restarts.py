@@ -2,7 +2,8 @@
 
 import pytest
 
-from shardlib.mesh.launch.supervise import RESIZE, Counts, End, RankProgress, Restarts
+from shardlib.mesh.launch.supervise import Counts, End, Restarts
+from shardlib.mesh.launch.supervised import RESIZE, RankProgress
 
 KILLED = End(137, "killed", lost=1, by_signal=True)
 RAISED = End(1, "raised", lost=1)

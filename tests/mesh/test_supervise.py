@@ -11,7 +11,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from shardlib.mesh.launch.supervise import Counts, RankProgress, Supervisor, progress, supervise
+from shardlib.mesh.launch.supervise import Counts, supervise
+from shardlib.mesh.launch.supervised import RankProgress, Supervisor, progress
 
 # Each rank notes its environment in a file of its own, then does what the program is about.
 NOTE = """

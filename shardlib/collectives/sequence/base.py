@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardlib.collectives.pairs import all_to_all
-from shardlib.errors import IllegalComposition, SpecError
+from shardlib.errors import SpecError
 from shardlib.mesh.mesh import Mesh
 
 
@@ -101,60 +100,3 @@ class SequenceKind(ABC):
                 "targets of the padding"
             )
         return length // chunks
-
-
-# Sequences that are cut outside sliced layers and whole inside them (Korthikanti et al., arXiv 2205.05198).
-
-
-class Megatron(SequenceKind):
-    """A kind in which sliced layers gather the sequence before them and reduce-scatter it after them, instead of the
-    all-reduces of tensor slicing."""
-
-    name: ClassVar[str] = "megatron"
-    gathers_for_slices: ClassVar[bool] = True
-    needs_attention: ClassVar[bool] = False  # code between sliced layers sees all positions
-
-    def check(self, sliced: Collection[str]) -> None:
-        if self.axis not in sliced:
-            raise IllegalComposition(
-                f"sequence(axis={self.axis!r}, kind={self.name!r}) changes the exchanges of layers that are sliced over "
-                f"{self.axis!r}, and none is: add tensor_slicing(rules, axis={self.axis!r}), or use kind='ulysses' or "
-                "'ring', which need none"
-            )
-
-    def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention, attend: Attend, mesh: Mesh
-    ) -> torch.Tensor:
-        return attend(q, k, v, how)  # the outputs of a column-sliced layer are all positions of this rank's heads
-
-
-# Attention whose sequence is cut over a mesh axis, by all-to-all (DeepSpeed-Ulysses, arXiv 2309.14509).
-
-
-class Ulysses(SequenceKind):
-    """A kind in which each rank computes attention for its share of the heads, over the whole sequence.
-
-    Payload per rank, forward: (P−1)/P of its q, k, v and output, which is 4(P−1)/P · N·h/P elements.
-    """
-
-    name: ClassVar[str] = "ulysses"
-
-    def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention, attend: Attend, mesh: Mesh
-    ) -> torch.Tensor:
-        """See `SequenceKind.attention`.
-
-        Raises:
-            SpecError: the heads do not divide over the axis.
-        """
-        axis, ways = self.axis, mesh.shape[self.axis]
-        failures = [
-            f"{x.shape[1]} {name} heads" for name, x in (("query", q), ("key and value", k)) if x.shape[1] % ways
-        ]
-        if failures:
-            raise SpecError(
-                f"{' and '.join(failures)} do not divide over axis {axis!r} of size {ways} (sequence, "
-                f"kind={self.name!r}): use a smaller axis, repeat the keys' heads, or use kind='ring', which cuts no heads"
-            )
-        q, k, v = (all_to_all(x, axis, split_dim=1, concat_dim=2, mesh=mesh) for x in (q, k, v))
-        return all_to_all(attend(q, k, v, how), axis, split_dim=2, concat_dim=1, mesh=mesh)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from shardlib.collectives.cross_entropy import vocab_cross_entropy
 from shardlib.collectives.styles.base import Compute, Losses, Style
-from shardlib.collectives.styles.row import Column
+from shardlib.collectives.styles.column import Column
 from shardlib.collectives.styles.slices import Slice
 from shardlib.kernels.linear_cross_entropy import widened
 from shardlib.mesh.specs import P

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -157,57 +156,3 @@ class Hops(TokenExchange):
                 f"{self}: {len(counts)} experts do not divide over {ranks} ranks; use a number of experts that is a multiple "
                 "of the ranks"
             )
-
-
-# An exchange of tokens along two axes, of which one joins nodes.
-
-
-@dataclass(frozen=True)
-class TwoHops(Hops):
-    """A token exchange by all-to-alls between nodes and inside each node (DeepSpeed-MoE, arXiv 2201.05596, section 5.2).
-
-    With N nodes of L ranks a rank sends N − 1 messages between nodes, each L times as large as the N·L − L of `Direct`: to
-    the rank with its own local index on every other node, which passes on what others of its node are to have. Bytes between
-    nodes are the same.
-
-    Rows go between nodes first, and results inside the node first. In the other order messages would be as many and as
-    large, but a rank would send between nodes what all ranks of its node have for one local index; so it sends its own rows,
-    R at most, however lopsided the routing is. Of the two hops the one between nodes is under way while a rank computes.
-    """
-
-    name: ClassVar[str] = "two hops"
-
-    node: str
-    local: str
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return (self.node, self.local)
-
-
-# An exchange of tokens along one axis.
-
-
-@dataclass(frozen=True)
-class Direct(Hops):
-    """A token exchange by one all-to-all, in which every rank sends to every other (GShard, arXiv 2006.16668, section 3.2).
-
-    Payload per rank: in each direction the rows that other ranks' experts have; see `TokenExchange.payload`.
-
-    >>> def turned(mesh):  # two experts, one on each rank; rank r has the rows 10·r for expert 0 and 10·r + 1 for expert 1
-    ...     rows = torch.tensor([[0.0], [1.0]]) + 10 * mesh.rank
-    ...     exchange = sl.collectives.tokens.Direct("expert")
-    ...     coming, way = exchange.send(mesh, rows, torch.tensor([1, 1]))
-    ...     here = coming.wait()
-    ...     return here.flatten().tolist(), exchange.back(mesh, -here, way).wait().flatten().tolist()
-    >>> sl.simulate(turned, mesh=dict(expert=2))
-    [([0.0, 10.0], [-0.0, -1.0]), ([1.0, 11.0], [-10.0, -11.0])]
-    """
-
-    name: ClassVar[str] = "direct"
-
-    axis: str
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return (self.axis,)

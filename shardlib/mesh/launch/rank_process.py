@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from shardlib.mesh.launch import supervise
+from shardlib.mesh.launch import supervised
 
 
 def threads(ranks: int) -> str:
@@ -28,7 +28,7 @@ def start(
         options: of `subprocess.Popen`.
     """
     # What a supervisor tells this process is not for the ranks that this process starts.
-    inherited = {name: value for name, value in os.environ.items() if name not in supervise.VARIABLES}
+    inherited = {name: value for name, value in os.environ.items() if name not in supervised.VARIABLES}
     environment = inherited | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

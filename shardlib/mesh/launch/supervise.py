@@ -2,99 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
 
-from shardlib.mesh.launch import orphans, rank_process
+from shardlib.mesh.launch import orphans, rank_process, supervised
 from shardlib.mesh.launch.signals import STOPPING, exit_code
-
-# What the ranks of a run and the program that supervises it (`shardlib run`) tell each other.
-
-
-ADDRESS = "SHARDLIB_SUPERVISOR"  # host:port of the store that the supervisor hosts
-SAVES = "SHARDLIB_SAVES"  # after so many checkpoints the ranks end, to start again with more ranks
-RESIZE = 75  # the exit code of that end; EX_TEMPFAIL of sysexits.h
-VARIABLES = (ADDRESS, SAVES)
-_KEY = "shardlib/progress"
-
-
-@dataclass
-class RankProgress:
-    """How far the ranks have come since they started.
-
-    Attributes:
-        begun: the step after which they went on.
-        step: the last step that is done.
-        saved: the step of the newest checkpoint that is on the disk; None when they have made none.
-        first: when the first step was done, in `time.time`'s seconds.
-    """
-
-    begun: int | None = None
-    step: int | None = None
-    saved: int | None = None
-    first: float | None = None
-
-
-def progress(store: dist.Store) -> RankProgress:
-    """What the ranks have written to the supervisor's store."""
-    return RankProgress(**json.loads(store.get(_KEY))) if store.check([_KEY]) else RankProgress()
-
-
-class Supervisor:
-    """The program that supervises this rank, if there is one. Rank 0 speaks for all.
-
-    Args:
-        environment: this process's; None for a rank that is not supervised.
-    """
-
-    def __init__(self, environment: Mapping[str, str] | None) -> None:
-        environment = environment or {}
-        self._progress = RankProgress()
-        self._saves = int(environment.get(SAVES, "0"))
-        self._store: dist.Store | None = None
-        if ADDRESS in environment and environment["RANK"] == "0":
-            host, _, port = environment[ADDRESS].rpartition(":")
-            self._store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-
-    def begun(self, step: int) -> None:
-        """Say after which step the ranks go on. Later calls, after a roll-back, say nothing."""
-        if self._progress.begun is None:
-            self._progress.begun = step
-            self._tell()
-
-    def done(self, step: int) -> None:
-        """Say that a step is done."""
-        self.begun(step - 1)
-        if self._progress.first is None:
-            self._progress.first = time.time()
-        self._progress.step = step
-        self._tell()
-
-    def saved(self, step: int) -> None:
-        """Say that a checkpoint is on the disk."""
-        self._progress.saved = step
-        self._tell()
-
-    def resizes(self) -> bool:
-        """Whether the ranks end with the checkpoint that is due now. To be asked once for each."""
-        self._saves -= 1
-        return self._saves == 0
-
-    def _tell(self) -> None:
-        if self._store is not None:
-            self._store.set(_KEY, json.dumps(asdict(self._progress)))
-
+from shardlib.mesh.launch.supervised import RESIZE, RankProgress
 
 # One attempt of a supervised run: its ranks' processes, until they end.
 
@@ -148,8 +71,8 @@ class Attempt:
         starter = [sys.executable, "-I", "-S", str(Path(orphans.__file__)), str(os.getpid())]
         more = {
             "TORCHELASTIC_RESTART_COUNT": str(number),
-            ADDRESS: f"127.0.0.1:{self._store.port}",
-            SAVES: str(saves),
+            supervised.ADDRESS: f"127.0.0.1:{self._store.port}",
+            supervised.SAVES: str(saves),
             "OMP_NUM_THREADS": threads,
         }
         self._processes = [
@@ -158,7 +81,7 @@ class Attempt:
 
     def progress(self) -> RankProgress:
         """What the ranks have told so far."""
-        return progress(self._store)
+        return supervised.progress(self._store)
 
     def look(self) -> End | None:
         """How the attempt has ended, though ranks may be left to `kill`; None while it runs."""

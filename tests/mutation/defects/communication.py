@@ -319,7 +319,7 @@ DEFECTS = (
     Defect(
         "heads in another order",
         "order",
-        "collectives/sequence/base.py",
+        "collectives/sequence/ulysses.py",
         "queries meet other heads' keys",
         "attend(q, k, v, how)",
         "attend(q.flip(1), k, v, how)",
@@ -355,7 +355,7 @@ DEFECTS = (
     Defect(
         "a column layer's input without its pair",
         "reduction",
-        "collectives/styles/row.py",
+        "collectives/styles/column.py",
         "the gradient of the input is that of a rank's own outputs",
         "compute(weight.enter(x), weight.local, bias)",
         "compute(x, weight.local, bias)",

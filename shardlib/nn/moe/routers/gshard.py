@@ -8,7 +8,6 @@ import torch
 
 from shardlib.nn.moe.capacity import Capacity, Tokens
 from shardlib.nn.moe.routers.base import Router, best, renormalised, require_renormalised
-from shardlib.nn.moe.routers.top_k import TopK
 
 SECONDS = ("best", "kept at random", "sampled")
 
@@ -71,22 +70,3 @@ def gshard(
     ([[0, 2]], [[0.7310..., 0.2689...]])
     """
     return GShard(capacity=capacity, load="first", second=second, renormalise=renormalise)
-
-
-# One expert per token.
-
-
-def switch(capacity: Capacity | None = None, *, sampled: bool = False) -> TopK:
-    """A router that sends each token to its best expert, weighted by that expert's probability (arXiv 2101.03961).
-
-    The weight is not renormalised: it would be 1, and the router would have no gradient. The load loss counts first choices.
-
-    Args:
-        capacity: drops assignments; None keeps all. DeepSpeed's top-1 gate has ``Capacity(1.0, priority="random")``.
-        sampled: whether Gumbel noise is added to logits where experts are chosen, in training.
-
-    >>> routing = sl.nn.routers.switch(sl.nn.routers.Capacity(1.0, minimum=1))(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
-    >>> routing.weights.tolist(), float(routing.aux["dropped"])
-    ([[0.7310...], [0.0]], 0.5)
-    """
-    return TopK(k=1, sampled=sampled, capacity=capacity, load="first")
