@@ -107,4 +107,4 @@ def test_a_program_prints_itself():
         "compute 0",
         "compute 1",
     ]
-    assert "backward of the last micro-batch:" in text and "send gradients of 0: data, 8.192 kB as float32" in text
+    assert "backward of the last micro-batch:" in text and "send gradients of 0: data, 8.192 kB, float32" in text

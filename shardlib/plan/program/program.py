@@ -100,5 +100,5 @@ def _line(op: Op) -> str:
         return f"compute {op.unit or '(top)'}"
     if isinstance(op, Send) and op.bytes:
         of = f" of {op.unit}" if op.unit else ""
-        return f"{'move' if op.moves else 'send'} {op.what}{of}: {op.link}, {size(op.bytes)} as {op.form}"
+        return f"{'move' if op.moves else 'send'} {op.what}{of}: {op.link}, {size(op.bytes)}, {op.form}"
     return ""
