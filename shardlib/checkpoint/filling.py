@@ -126,7 +126,7 @@ def _check_alike(saved: TensorsOnDisk, parts: CheckpointTrees, partial: Sequence
     unwanted = {
         name
         for name in saved.names
-        if name not in wanted and not name.startswith((residuals.PREFIX, rank_local_buffers.PREFIX))
+        if name not in wanted and not name.startswith((residuals.PREFIX, rank_local.PREFIX))
     }
     if left := rank_local_buffers.of_no_rank(saved.manifest, mesh):
         problems |= left

@@ -27,8 +27,8 @@ from shardlib.common.disk import sync_folder
 from shardlib.common.dtypes import dtype_name
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.specs import Window
+from shardlib.models.huggingface.conversion import Described, of_files, of_model
 from shardlib.models.huggingface.followed import Followed, Origin
-from shardlib.models.huggingface.upcycle import Described, of_files, of_model
 from shardlib.sharded.tree import Sharded
 
 _DTYPES = {

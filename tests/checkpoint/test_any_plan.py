@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.checkpoint.fragments import PARAMS, source_of
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.execute.batches import batch_index
 from shardlib.models import gpt
 from shardlib.tree import leaves_of
@@ -106,7 +106,7 @@ def totals(saved):
     small=st.sampled_from([1 << 30, 1 << 30, 100, 16]),
 )  # fmt: skip
 def test_from_any_plan_to_any(monkeypatch, before, after, optimizer, tie, small):
-    with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch, once.small(small):
+    with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch, thresholds.small(small):
         (mesh, transform), (other_mesh, other) = before, after
         first = sl.simulate(saved_once, f"{folder}/a", transform, optimizer, tie, mesh=mesh)[0]
         counted = CountedReads(patch)

@@ -6,7 +6,7 @@ import torch.distributed.checkpoint as dcp
 
 import shardlib as sl
 from shardlib.checkpoint.safetensors_files import convert
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.errors import TreeError
 
 NAN = float("nan")
@@ -67,7 +67,7 @@ def test_equal_values_for_tied_leaves_are_read(tmp_path, stage, dtype):
 def test_large_leaves_are_compared_to_their_end(tmp_path):
     size = 1000
     write(tmp_path, differing(size - 1, size), torch.arange(float(size)))
-    with once.small(1 << 10), pytest.raises(TreeError, match=r"a\.w and b"):
+    with thresholds.small(1 << 10), pytest.raises(TreeError, match=r"a\.w and b"):
         sl.checkpoint.import_safetensors(tmp_path, tied(sl.make_mesh(), size))
 
 

@@ -5,7 +5,7 @@ import torch
 from helpers.saved import CountedReads
 
 import shardlib as sl
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.kernels.adamw8 import SIGNED, UNSIGNED
 from shardlib.optim.base import Packed
 from shardlib.tree import leaves_of
@@ -31,7 +31,7 @@ def test_parts_are_as_the_whole(tmp_path, monkeypatch, ranks, parts):
     def run(mesh):
         state, plain = start(mesh, sl.optim.adamw8bit(1e-2)), start(mesh, sl.optim.adamw(1e-2))
         plain = sl.checkpoint.restore(tmp_path, plain)
-        with once.small(parts):
+        with thresholds.small(parts):
             predicted = sl.checkpoint.bytes_to_read(tmp_path, state)
             before = counted.bytes
             state = sl.checkpoint.restore(tmp_path, state)

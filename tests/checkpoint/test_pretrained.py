@@ -11,7 +11,7 @@ from helpers.trees import assert_same
 from torch import nn
 
 import shardlib as sl
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.errors import TreeError
 
 transformers.logging.set_verbosity_error()
@@ -116,7 +116,7 @@ def test_adapters_train_as_on_one_device_and_no_rank_holds_the_base(tmp_path):
     theirs.save_pretrained(tmp_path / "adapter")
 
     def run(mesh):
-        with once.small(1 << 14), Live() as live:
+        with thresholds.small(1 << 14), Live() as live:
             apply, params, _ = sl.checkpoint.from_pretrained(
                 tmp_path / "base", mesh, stage=3, frozen=True,
                 change=lambda model: peft.PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True),

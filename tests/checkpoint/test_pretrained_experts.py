@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, core_model_loading
 
 import shardlib as sl
 from shardlib.checkpoint import reading
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.errors import TreeError
 from shardlib.models import huggingface
-from shardlib.models.huggingface import upcycle
+from shardlib.models.huggingface import conversion
 from shardlib.models.huggingface.followed import Followed
 
 TOKENS = torch.arange(8)[None] * 3 % 32
@@ -49,7 +49,7 @@ def test_ranks_read_and_write_transformers_files(kind, dealt, tmp_path):
         apply, params, buffers = sl.checkpoint.from_pretrained(
             tmp_path / "theirs", mesh, transform, buffers=True, change=huggingface.with_experts
         )
-        with once.small(64):  # so that ranks with copies write parts of leaves
+        with thresholds.small(64):  # so that ranks with copies write parts of leaves
             sl.checkpoint.export_safetensors(
                 tmp_path / "ours", params, module=decoder(kind, num_hidden_layers=2), buffers=buffers,
                 max_shard_size=5 * 10**9 if dealt else 4000,
@@ -89,7 +89,7 @@ def test_a_rank_reads_its_own_experts_only(tmp_path, monkeypatch):
     theirs = saved("qwen3_moe", tmp_path)
     dealt = sl.chain(sl.experts(rules=huggingface.expert_rules(theirs)), sl.zero(0, axis="expert"))
     read = []
-    fill = reading.Saved._read_at
+    fill = reading.TensorsOnDisk._read_at
 
     def counted(self, fd, view, offset, file):
         read.append(view.nbytes)
@@ -98,7 +98,7 @@ def test_a_rank_reads_its_own_experts_only(tmp_path, monkeypatch):
     def run(mesh):
         sl.checkpoint.from_pretrained(tmp_path, mesh, dealt, change=huggingface.with_experts)
 
-    monkeypatch.setattr(reading.Saved, "_read_at", counted)
+    monkeypatch.setattr(reading.TensorsOnDisk, "_read_at", counted)
     sl.simulate(run, mesh={"expert": 2})
     sizes = {name: leaf.nbytes for name, leaf in theirs.named_parameters()}
     experts = sum(size for name, size in sizes.items() if "experts" in name)
@@ -110,7 +110,7 @@ def test_what_a_model_does_not_need_is_left_out(tmp_path):
     """DeepSeek-V3's files have a layer for predicting further tokens, which transformers' model lacks."""
     theirs = saved("deepseek_v3", tmp_path)
     theirs._keys_to_ignore_on_load_unexpected = [r"model\.layers\.9.*"]
-    found = upcycle.of_model(theirs, described({"model.layers.9.head.weight": (2, 2), "model.norm.weight": (16,)}))
+    found = conversion.of_model(theirs, described({"model.layers.9.head.weight": (2, 2), "model.norm.weight": (16,)}))
     assert list(found) == ["model.norm.weight"]
 
 
@@ -129,7 +129,7 @@ def test_files_with_a_prefix_more_or_less():
     """Those of a base model without its head, and those whose names are old."""
     model = decoder("mixtral")
     files = {"layers.0.block_sparse_moe.gate.weight": (4, 16), "model.norm.weight": (16,), "other": (1,)}
-    found = upcycle.of_model(model, described(files))
+    found = conversion.of_model(model, described(files))
     assert {name: tensor.origins[0].name for name, tensor in found.items()} == {
         "model.layers.0.mlp.gate.weight": "layers.0.block_sparse_moe.gate.weight",
         "model.norm.weight": "model.norm.weight",

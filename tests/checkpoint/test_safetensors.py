@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig
 
 import shardlib as sl
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.errors import CheckpointError, TreeError
 from shardlib.models import gpt, huggingface
 from shardlib.tree import leaves_of, tree_map
@@ -58,7 +58,7 @@ def test_transformers_loads_what_ranks_export(name, size, tmp_path):
 
         def run(mesh, folder=folder, transform=transform):
             _, params = sl.from_module(made(name)[1])
-            with once.small(64):  # so that ranks with copies write parts of leaves
+            with thresholds.small(64):  # so that ranks with copies write parts of leaves
                 sl.checkpoint.export_safetensors(folder, sl.shard(params, mesh, transform), max_shard_size=size)
 
         sl.simulate(run, mesh=mesh)

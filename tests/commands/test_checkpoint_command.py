@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import shardlib as sl
 from shardlib.checkpoint.reading import open_checkpoint
 from shardlib.commands import __main__ as cli
-from shardlib.common import once
+from shardlib.common import thresholds
 
 GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
 
@@ -60,7 +60,7 @@ def test_no_checkpoint(action, tmp_path):
 def test_export(capsys, tmp_path, dtype, source):
     """Parts of a few elements, as of leaves of more than 64 MB."""
     arguments = ["--dtype", dtype] if dtype else []
-    with once.small(64):
+    with thresholds.small(64):
         assert (
             cli.main(["checkpoint", "export", str(GOLDEN), "--to", str(tmp_path), "--prefix", "gpt.", *arguments]) == 0
         )

@@ -109,7 +109,7 @@ _SPARSE = {
 }
 
 
-def _sparse(name: str, shape: shapes.Shape, size: int, dtype: torch.dtype, rich: bool = False) -> dict[str, Case]:
+def _sparse(name: str, shape: shapes.TileShape, size: int, dtype: torch.dtype, rich: bool = False) -> dict[str, Case]:
     """One case: causal, with a key mask, and with all else that makes it larger if ``rich``."""
     short, of_products = _TYPES[dtype]
     kinds = (
@@ -156,7 +156,7 @@ for _name in ("merge", "add", "inner"):
     for _size, _dtype in ((64, torch.bfloat16), (256, torch.bfloat16), (256, torch.float32)):
         CASES |= _sparse(_name, shapes.choices("forward", 16, _size, _dtype.itemsize, False)[0].whole, _size, _dtype)
 for _block in (16, 32):
-    CASES |= _sparse("add", shapes.Shape(1, 64, 1, 0, 4, 1), 2 * _block, torch.float32)  # of a bias
+    CASES |= _sparse("add", shapes.TileShape(1, 64, 1, 0, 4, 1), 2 * _block, torch.float32)  # of a bias
 # The others take a minute to compile.
 CASES |= _sparse("diagonal", shapes.diagonal_choice(16, 128, 2).whole, 128, torch.bfloat16, True)
 

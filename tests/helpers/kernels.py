@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.kernels import onebit, quantize
 from shardlib.kernels.common import native
 from shardlib.kernels.common.build import Recipe, shared_library
@@ -46,7 +46,7 @@ def served_by(name: str):
     large tensors is, or the CUDA kernels run on the CPU.
     """
     if name == CUT:
-        with threads(3), once.small(16):
+        with threads(3), thresholds.small(16):
             yield "cpu"
         return
     if name == "cuda on cpu":

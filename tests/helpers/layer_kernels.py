@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from helpers.counter import spread
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.kernels.dropout import DropoutDraw, dropout
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -249,5 +249,5 @@ if __name__ == "__main__":
                 *[((3, 9000), torch.float32, "contiguous")] * ("norm" in name),  # too wide for a program, either way
             ):
                 check(name, "triton", shape, dtype, layout, seed=7)
-            with once.small(1):  # one program sums all rows
+            with thresholds.small(1):  # one program sums all rows
                 check(name, "triton", (35, 130), torch.float32, "contiguous", seed=7)

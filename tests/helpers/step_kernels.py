@@ -65,7 +65,7 @@ def check_adamw(
     before, grad = [tensor.clone() for tensor in start], buffer(elements, read, seed + 3, offset, spoiled)
     results = []
     for name in ("reference", using):
-        old = adamw.Old(*start) if elsewhere and name == using else None
+        old = adamw.AdamWOld(*start) if elsewhere and name == using else None
         param, mu, nu = (buffer(elements, kept, 0, offset).copy_(torch.zeros(()) if old else x) for x in start)
         copy = None if narrow is None else buffer(elements, narrow, 0, offset)
         with flushed(using) if name == "reference" else contextlib.nullcontext():
@@ -150,7 +150,7 @@ def check_lion(
     before, grad = [tensor.clone() for tensor in start], buffer(elements, read, seed + 2, offset, spoiled)
     results = []
     for name in ("reference", using):
-        old = lion.Old(*start) if elsewhere and name == using else None
+        old = lion.LionOld(*start) if elsewhere and name == using else None
         param, mu = (buffer(elements, kept, 0, offset).copy_(torch.zeros(()) if old else x) for x in start)
         copy = None if narrow is None else buffer(elements, narrow, 0, offset)
         with flushed(using) if name == "reference" else contextlib.nullcontext():

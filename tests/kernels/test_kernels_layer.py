@@ -7,7 +7,7 @@ from helpers.interpreter import interpret
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.kernels import norm
 from shardlib.kernels.dropout import DropoutDraw, dropout
 from shardlib.kernels.gelu import gelu
@@ -69,7 +69,7 @@ def test_threads_change_nothing(name):
     for threads in (1, 2, 3):
         with kernels.threads(threads):
             results.append(layer_kernels.outputs_and_gradients(run, values, torch.float32, 1))
-    with kernels.threads(70), once.small(1):  # more than a call starts
+    with kernels.threads(70), thresholds.small(1):  # more than a call starts
         results.append(layer_kernels.outputs_and_gradients(run, values, torch.float32, 1))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))

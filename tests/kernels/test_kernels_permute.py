@@ -10,7 +10,7 @@ from helpers.layer_kernels import TOLERANCES, outputs_and_gradients
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.kernels.permute import permute, unpermute
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -126,7 +126,7 @@ def test_threads_change_nothing():
         kernel, _ = functions(positions, len(rows), weighted, using="cpu")
         results = []
         for threads in (1, 3, 70):
-            with kernels.threads(threads), once.small(1):
+            with kernels.threads(threads), thresholds.small(1):
                 results.append(outputs_and_gradients(kernel, inputs, torch.float32, 1))
         assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
 

@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.kernels.common import results
 
 
@@ -16,7 +16,7 @@ def test_huge_pages_are_asked_for_within_a_large_result_alone(shape, monkeypatch
     x = torch.ones(shape[::-1], dtype=torch.bfloat16).t()
     results.like(x)
     assert not asked
-    with once.small(1):
+    with thresholds.small(1):
         made = results.like(x)
     assert made.shape == x.shape and made.dtype == x.dtype and made.is_contiguous()
     first, last = made.data_ptr(), made.data_ptr() + made.nbytes
@@ -27,5 +27,5 @@ def test_huge_pages_are_asked_for_within_a_large_result_alone(shape, monkeypatch
 
 
 def test_the_system_is_asked():
-    with once.small(1):
+    with thresholds.small(1):
         assert torch.equal(results.empty(torch.empty(0), (64, 512)).fill_(2), torch.full((64, 512), 2.0))

@@ -10,7 +10,7 @@ from helpers.interpreter import interpret
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.kernels.routing import by_expert, top_k
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -91,7 +91,7 @@ def test_threads_change_nothing():
     scores = scores_of(3000, 16, torch.float32, 1, True)
     wanted = top_k(scores, 2, using="reference")
     for threads in (1, 2, 3, 70):
-        with kernels.threads(threads), once.small(1):
+        with kernels.threads(threads), thresholds.small(1):
             assert all(torch.equal(a, b) for a, b in zip(top_k(scores, 2, using="cpu"), wanted))
 
 

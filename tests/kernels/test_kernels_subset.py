@@ -10,7 +10,7 @@ from helpers.layer_kernels import outputs_and_gradients
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.kernels.subset import put, take
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,7 +77,7 @@ def test_threads_change_nothing():
     x, rows, index = drawn(3, 301, 100, 517, torch.float32, 1)
     results = []
     for threads in (1, 3, 70):
-        with kernels.threads(threads), once.small(1):
+        with kernels.threads(threads), thresholds.small(1):
             results.append(outputs_and_gradients(both(index, "cpu"), (x, rows), torch.float32, 1))
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
 

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.kernels.linear_cross_entropy import Aim, _forward, linear_cross_entropy
 from shardlib.nn import functional
 
@@ -71,7 +71,7 @@ def check(using, tokens, words, width, dtype, seed=0, smoothing=0.0, reduction="
     """Against float64, of the logits that ``dtype`` holds."""
     x, weight, targets = drawn(tokens, words, width, dtype, seed, ignored)
     options = {"ignore_index": ignored, "label_smoothing": smoothing, "reduction": reduction}
-    with once.small(chunk):
+    with thresholds.small(chunk):
         found = gradients(lambda x, w: linear_cross_entropy(x, w, targets, using=using, **options), x, weight)
 
     def plain(x, weight):
@@ -164,7 +164,7 @@ def test_all_logits_never_exist():
             torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: sizes.append(t.untyped_storage().nbytes()), found)
             return found
 
-    with once.small(2000), Sizes():
+    with thresholds.small(2000), Sizes():
         # The mode sees what the operator itself does only if that is called here.
         _forward(x, weight, Aim(targets, -100, 0.0), True, None)
     assert max(sizes) == 2000 * 4
@@ -181,7 +181,7 @@ def test_the_public_function_is_torchs_for_few_logits_and_many(dtype, reduction,
     bound = 1e-12 if dtype == torch.float64 else 1e-6
     for many in (1000, 0):
         with (
-            once.small(many),
+            thresholds.small(many),
             patch.object(functional, "chunked_cross_entropy", wraps=linear_cross_entropy) as chunked,
         ):
             found = gradients(lambda x, w: sl.nn.linear_cross_entropy(x, w, targets, **options).sum(), x, weight)
@@ -196,7 +196,7 @@ def test_a_mean_of_no_targets(smoothing, many):
     targets.fill_(-100)
     options = {"label_smoothing": smoothing}
     wanted = gradients(lambda x, w: F.cross_entropy(F.linear(x, w), targets, **options), x, weight)
-    with once.small(many):
+    with thresholds.small(many):
         found = gradients(lambda x, w: sl.nn.linear_cross_entropy(x, w, targets, **options), x, weight)
     assert wanted[0].isnan() and not wanted[1].any()
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
@@ -206,7 +206,7 @@ def test_a_mean_of_no_targets(smoothing, many):
 def test_autocast_is_that_of_a_product(many):
     x, weight, targets = drawn(6, 5, 3, torch.float32)
     rounded = [value.bfloat16().float() for value in (x, weight)]
-    with torch.autocast("cpu", torch.bfloat16), once.small(many):
+    with torch.autocast("cpu", torch.bfloat16), thresholds.small(many):
         found = gradients(lambda x, w: sl.nn.linear_cross_entropy(x, w, targets), x, weight)
     wanted = gradients(lambda x, w: F.cross_entropy(F.linear(x, w).bfloat16().float(), targets), *rounded)
     assert [value.dtype for value in found] == [torch.float32] * 3

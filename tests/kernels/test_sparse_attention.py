@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.kernels.sparse_attention import ComputedBlocks, Options, cpu
 from shardlib.sparse import Layout
 
@@ -195,7 +195,7 @@ def test_more_threads_than_heads(dtype):
 def test_plain_torch_with_few_scores_at_a_time(shared):
     case = make(length=100, shared=shared, density=0.6, bias_heads=1, causal=True, masked=True).wide()
     wanted = case(sl.nn.sparse_attention)
-    with once.small(600):  # rows of up to seven blocks, of 256 scores each
+    with thresholds.small(600):  # rows of up to seven blocks, of 256 scores each
         found = case(sl.nn.sparse_attention)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 

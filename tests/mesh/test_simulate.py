@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.errors import RankMismatch
 from shardlib.mesh.transport import Splits
 
@@ -186,7 +186,7 @@ def test_ranks_whose_branches_use_other_parameters(stage, together):
             state, _ = step(state, torch.tensor([number > 0 and mesh.rank == 1]))
         return sl.unshard(state.params)
 
-    with contextlib.nullcontext() if together else once.small(1):
+    with contextlib.nullcontext() if together else thresholds.small(1):
         finals = sl.simulate(run, mesh={"data": 2})
     for final in finals:
         for name in names:

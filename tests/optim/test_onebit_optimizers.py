@@ -16,7 +16,7 @@ from oracle import onebit_optimizers as oracle
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.kernels.global_norm import sum_of_squares
 from shardlib.optim import Sent, ZeroOneSteps
 from shardlib.optim.shards import MeshShards
@@ -396,7 +396,7 @@ def test_states_of_parameters_move_with_them_to_another_mesh(tmp_path, name):
     def resumed(mesh):
         return copy_of(sl.unshard(train(mesh, 1, 8, 14).params))
 
-    with once.small(12):
+    with thresholds.small(12):
         finals = [sl.simulate(run, mesh={"data": 1, "local": 2}) for run in (straight, resumed)]
     for wanted, got in zip(*finals):
         assert_close(got, wanted, 1e-10)

@@ -10,7 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.execute.stages.fake import Shortly, Tracing
 from shardlib.models import gpt
 from shardlib.optim.base import GradientTransformation
@@ -153,7 +153,7 @@ def test_traces_of_stages_are_those_of_the_whole(schedule, each, pipe, stage, ag
     transforms = [sl.zero(stage), sl.pipeline(schedule, 4), *[t for t in (again, offload) if t]]
     transforms += [sl.precision("bf16")] * half
     blocks = stack(each * pipe * (2 if schedule in ("interleaved-1f1b", "zb-v") else 1))
-    with once.small(threshold):  # of a bucket for a leaf alone
+    with thresholds.small(threshold):  # of a bucket for a leaf alone
         found = short_and_whole(*blocks, {"data": 2, "pipe": pipe}, *transforms)
     event("short" if found else "whole")
     assert found is None or found[0] == found[1]

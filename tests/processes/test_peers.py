@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import shardlib as sl
-from shardlib.common import once
+from shardlib.common import thresholds
 
 STEPS = 10 if NIGHTLY else 4
 CASES = [
@@ -62,7 +62,7 @@ def test_real_processes_train_like_one_device(pool, mesh, transform, dtype):
 
 
 def _trained_with_leaves_alone(mesh, *arguments):
-    with once.small(8):
+    with thresholds.small(8):
         return training.train(mesh, *arguments)
 
 

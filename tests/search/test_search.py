@@ -10,7 +10,7 @@ import torch
 from helpers.profile import NIGHTLY
 
 import shardlib as sl
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.errors import ShardlibError
 from shardlib.models import gpt
 from shardlib.plan import Link, Machine
@@ -209,7 +209,7 @@ def test_many_micro_batches_are_timed_by_a_few():
     for choice in choices(space, 4, 256, blocks=4, slices=True, experts=0, memories=frozenset()):
         if choice.microbatches >= 64 and choice.size("model") < 4:
             whole = sl.report.predict_on(model.assembled(choice), MACHINE).total
-            with once.small(64):
+            with thresholds.small(64):
                 seconds, _ = Searching(model, MACHINE, 4, [choice], 0.0)._clocked(choice)
             assert seconds == pytest.approx(whole, rel=1e-3)
             few |= seconds != whole

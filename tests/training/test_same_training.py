@@ -10,7 +10,7 @@ from helpers.trees import assert_close, relative_error
 from oracle import one_device, plain
 
 import shardlib as sl
-from shardlib.common import once
+from shardlib.common import thresholds
 from shardlib.plan import buckets as layout
 
 STEPS = 20
@@ -92,7 +92,7 @@ ALONE = [
 @pytest.mark.parametrize(("mesh", "transform"), ALONE)
 def test_large_leaves_are_sent_alone(mesh, transform):
     """Large leaves are messages of their own; here nearly all count as large, and the smallest go together."""
-    with once.small(8):
+    with thresholds.small(8):
         check(torch.float64, mesh, transform)
 
 

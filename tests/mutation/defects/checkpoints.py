@@ -9,7 +9,7 @@ DEFECTS = (
     Defect(
         "experts of files in the order of their names",
         "order",
-        "models/huggingface/upcycle.py",
+        "models/huggingface/conversion.py",
         "expert 10 of a layer is read as expert 2",
         "sorted(files, key=loading.dot_natural_key)",
         "sorted(files)",
