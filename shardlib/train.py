@@ -22,10 +22,10 @@ from shardlib.execute.values.around import Around, plain_value_and_grad
 from shardlib.mesh.transport.activity import in_step
 from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
 from shardlib.optim.base import GradientTransformation, require_unpacked
-from shardlib.optim.resting import gives_back
 from shardlib.optim.settings import injected, settings
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.train_state import TrainState, copied, rescaled
+from shardlib.optim.undone import gives_back
 from shardlib.optim.updates import Updates
 from shardlib.optim.wrappers.unused import skips_unused
 from shardlib.optim.wrapping import require_transformations

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.checkpoint.by_path import decoded
+from shardlib.checkpoint.decoding import decoded
 from shardlib.checkpoint.fragments import BUFFERS, Fragment, flat_tensors, whole
 from shardlib.checkpoint.packed import CheckpointTrees
 from shardlib.checkpoint.rank_local_buffers import local_name

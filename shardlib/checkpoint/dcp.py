@@ -137,7 +137,7 @@ def _read(folder: Path) -> Manifest:
 
 
 def _elements_at(path: Path, offset: int, length: int) -> int:
-    """Where the elements begin in an item (see `shardlib.checkpoint.packed`)."""
+    """Where the elements begin in an item (see `shardlib.checkpoint.items`)."""
     with _FilePart(path, offset, length) as part, zipfile.ZipFile(part) as archive:
         return data_at(part, path, next(each for each in archive.infolist() if each.filename.endswith("/data/0")))
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from shardlib.checkpoint.by_path import check_ties, dotted, dotted_names
 from shardlib.checkpoint.common import common_leaves
+from shardlib.checkpoint.dotted import check_ties, dotted, dotted_names
 from shardlib.checkpoint.filling import check_intact, fill_state, run_fills
 from shardlib.checkpoint.fills import Fill, joined
 from shardlib.checkpoint.fragments import BUFFERS, MASTERS, PARAMS, Fragment, needed_fragments, needed_params

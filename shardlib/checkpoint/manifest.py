@@ -23,7 +23,7 @@ _MARK = ',"checksum":'
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, as an item of a file: see `shardlib.checkpoint.packed`.
+    """A box of a tensor, as an item of a file: see `shardlib.checkpoint.items`.
 
     Attributes:
         file: the file's name.

@@ -22,9 +22,9 @@ from shardlib.common._compat import own_buffers
 from shardlib.common.optional import require
 from shardlib.errors import TreeError
 from shardlib.mesh.mesh import Mesh
-from shardlib.models.copying import NO_VALUES, Lineage, tensors_of
 from shardlib.models.from_module import from_module, partly_drawn
 from shardlib.models.huggingface.conversion import not_in_files
+from shardlib.models.lineage import NO_VALUES, Lineage, tensors_of
 from shardlib.models.meta import reset_buffers
 from shardlib.models.skeleton import hollow
 from shardlib.plan.transform import Transform, chain

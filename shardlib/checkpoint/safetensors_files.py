@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.checkpoint.agreement import from_first_rank, on_all_ranks
-from shardlib.checkpoint.by_path import check_apart, dotted, dotted_names
+from shardlib.checkpoint.dotted import check_apart, dotted, dotted_names
 from shardlib.checkpoint.fragments import BUFFERS, PARAMS, Fragment, boxes, owned_params, runs, source_of, whole
 from shardlib.checkpoint.importing import fill_params, require_params
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.checkpoint.agreement import on_all_ranks
-from shardlib.checkpoint.by_path import Saving
 from shardlib.checkpoint.commit import Commit
 from shardlib.checkpoint.common import CommonTensors, Digest, held_by, owned_leaves
+from shardlib.checkpoint.decoding import Saving
 from shardlib.checkpoint.fragments import owned_fragments
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.numbers import require_kept

@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from shardlib.checkpoint.by_path import Saving
 from shardlib.checkpoint.commit import Commit
+from shardlib.checkpoint.decoding import Saving
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.collectives import primitives
 from shardlib.common.devices import pins

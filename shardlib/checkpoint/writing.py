@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.checkpoint import packed
+from shardlib.checkpoint import items
 from shardlib.checkpoint.fragments import Fragment, boxes
 from shardlib.checkpoint.manifest import Chunk, Entry
 from shardlib.common.disk import begin_writing
@@ -85,7 +85,7 @@ def _laid_out(file: str, fragments: Iterable[Fragment]) -> Iterator[_Item]:
         limit = max(1, _LARGEST() // itemsize)
         for low in range(fragment.start, fragment.stop, limit):
             for box in boxes(fragment.window, low, min(low + limit, fragment.stop)):
-                head, tail = packed.frame(fragment.data.dtype, box.sizes, offset)
+                head, tail = items.frame(fragment.data.dtype, box.sizes, offset)
                 length = len(head) + box.numel * itemsize + len(tail)
                 chunk = Chunk(file, offset, length, offset + len(head), 0, box.first, box.sizes)
                 yield _Item(fragment, chunk, head, fragment.data[first : first + box.numel], tail)

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardlib.common.disk import locked, make_folder, sync_folder
+from shardlib.data.contents import Contents, Watched
 from shardlib.data.index import Index, IndexFile, IndexFileError, refuse_unordered, write_index
 from shardlib.data.merging import merged
 from shardlib.data.metrics import Length, Metric, Rarity, added, counts_of, read, values_of
-from shardlib.data.rows import Contents, Watched, as_dataset
+from shardlib.data.rows import as_dataset
 from shardlib.errors import BatchError
 from shardlib.mesh.launch.orphans import end_with
 from shardlib.optim.group_update import is_step

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,13 +11,9 @@ import optree
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from shardlib.common.raw_bytes import raw_bytes
-from shardlib.data.curriculum import Curriculum
-from shardlib.data.pace import Pace, as_pace, map_paces
 from shardlib.errors import BatchError, listing
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.uncut import by_row, hidden_in
-from shardlib.plan.thinning import TokenDrop
 from shardlib.tree import flatten, tree_map
 
 Fetch = Callable[[np.ndarray], Any]
@@ -192,99 +184,3 @@ def _is_array(leaf: Any) -> bool:
 
 def _described(leaf: Any) -> str:
     return f"{len(leaf)} rows" if _is_array(leaf) else f"{type(leaf).__name__}, not an array with rows"
-
-
-# The tokens that layers see, as a pace, for learning rates that follow them.
-
-
-def layer_tokens(drop: TokenDrop, plan: Curriculum) -> Pace:
-    """Tokens that all layers see at each step together, under `shardlib.random_ltd` (arXiv 2211.11586, section 3).
-
-    ``sl.optim.token_schedule(schedule, sl.data.layer_tokens(drop, plan).total)`` makes a schedule of consumed layer-tokens
-    from any schedule.
-
-    Args:
-        drop: ``plan.step.token_drop`` of a plan.
-        plan: what each step reads, on all ranks together: ``sl.data.curriculum(rows, sequence=length)`` where all steps
-            read the same, or with lengths or rows that grow.
-
-    Raises:
-        BatchError: ``drop`` is no schedule of a plan, or ``plan`` no curriculum; the plan's number of kept tokens is a
-            function that is not a pace, as `linear_pace` makes one; the length of sequences is not known.
-
-    >>> params, ltd = {"blocks": [{"w": torch.ones(2)} for _ in range(12)]}, sl.random_ltd(sl.data.linear_pace(16, 64, 6, 8))
-    >>> drop = sl.make_plan(params, sl.make_mesh(), ltd).step.token_drop
-    >>> sl.data.layer_tokens(drop, sl.data.curriculum(4, sequence=64)).total(8)
-    17856
-    """
-    if not isinstance(drop, TokenDrop):
-        raise BatchError(
-            f"layer_tokens: drop={drop!r}: give plan.step.token_drop of a plan that leaves out tokens, by sl.random_ltd"
-        )
-    if not isinstance(plan, Curriculum):
-        raise BatchError(
-            f"layer_tokens: plan={plan!r}: give what each step reads, such as sl.data.curriculum(rows, sequence=length)"
-        )
-    kept = as_pace(drop.kept, "layer_tokens", "kept")
-    return map_paces(
-        lambda count, rows, length: replace(drop, kept=count).layer_tokens(0, rows, length), kept, *plan.shapes
-    )
-
-
-# Checksums of what values hold, by which another dataset or function is told from the same one.
-
-
-class Contents:
-    """A checksum of values, in the order in which they are added. Functions count by their code and what they close over,
-    tensors by their elements."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.blake2b(digest_size=16)
-        self._whole = True
-
-    def add(self, value: Any) -> None:
-        """Add a value."""
-        try:
-            _Writing(SimpleNamespace(write=self._digest.update)).dump(value)
-        except Exception:  # what the value's own classes raise where they cannot be written
-            self._whole = False
-
-    @property
-    def checksum(self) -> str | None:
-        """The checksum; None if a value cannot be written, and so not be recognised."""
-        return self._digest.hexdigest() if self._whole else None
-
-
-class _Writing(pickle.Pickler):
-    """Values as bytes, which are never read."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            elements = raw_bytes(value.cpu().contiguous())
-            return tuple, ((str(value.dtype), tuple(value.shape), elements.numpy().tobytes()),)
-        if isinstance(value, FunctionType):
-            held = [cell.cell_contents for cell in value.__closure__ or ()]
-            return tuple, ((value.__code__, value.__defaults__, value.__kwdefaults__, held),)
-        if isinstance(value, CodeType):
-            return tuple, ((value.co_code, value.co_names, value.co_consts),)
-        return NotImplemented
-
-
-class Watched:
-    """A dataset, with a checksum of the samples that are read of it.
-
-    Attributes:
-        contents: the checksum.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset, self.contents = dataset, Contents()
-        if hasattr(dataset, "rows_at"):
-            self.rows_at = lambda indices: self._seen(dataset.rows_at(indices))
-
-    def __getitem__(self, index: int) -> Any:
-        return self._seen(self._dataset[index])
-
-    def _seen(self, read: Any) -> Any:
-        self.contents.add(read)
-        return read

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.collectives.primitives import sum_over
-from shardlib.execute import meeting
+from shardlib.execute import agreement
+from shardlib.execute.agreement import Agreement
 from shardlib.execute.losses import Outcome, Results, quotient
-from shardlib.execute.meeting import Agreement
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
 from shardlib.nn.functional import Mean
@@ -129,7 +129,7 @@ class Totals:
         copies = math.prod(mesh.shape[axis] for axis in others if axis not in parts)
         tokens = round(numbers.pop() / copies) if plan.step.thins else 0
         strays, weighted, aux = numbers[3 : 3 + _FACTS]
-        self._agree = meeting.agree(numbers[3 + _FACTS :])
+        self._agree = agreement.agree(numbers[3 + _FACTS :])
         sums_of_means = None
         if self._agree and not strays and (terms := round(weighted / max(numbers[4 + _FACTS], 1))) > 1:
             sums_of_means = self._means_over_ranks(terms)

@@ -36,11 +36,12 @@ from shardlib.optim.ahead import Ahead
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.group_update import GroupUpdate, scalar, update_groups
 from shardlib.optim.on_disk import in_files
-from shardlib.optim.resting import Undone, resting_of
+from shardlib.optim.resting import resting_of
 from shardlib.optim.separate import Separation, apart
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState, Pending, copied
+from shardlib.optim.undone import Undone
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.gradients_on_disk import GradientsOnDisk, LandingOnDisk, gradients_rest

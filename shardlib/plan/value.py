@@ -20,12 +20,12 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.channels import Channel
 from shardlib.plan.claims import LeafInfo
 from shardlib.plan.exchanges import Reductions, Routes, routes_of
+from shardlib.plan.numbering import Numbering
 from shardlib.plan.placement import Placement
 from shardlib.plan.records import OptimizerNeeds, Shape, StepPlan, Trace
 from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
 from shardlib.plan.thinning import Thinned
-from shardlib.plan.units import Numbering
 from shardlib.rng import Key
 
 ROLES = ("param", "grad", "optimizer")

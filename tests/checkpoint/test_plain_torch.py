@@ -10,7 +10,7 @@ from helpers.models import TINY, share, tiny_gpt, token_batches
 from helpers.saved import tensors
 
 import shardlib as sl
-from shardlib.checkpoint.packed import ALIGNMENT, frame
+from shardlib.checkpoint.items import ALIGNMENT, frame
 from shardlib.checkpoint.writing import bytes_of
 from shardlib.execute.batches import batch_index
 from shardlib.models import gpt

@@ -28,8 +28,8 @@ from shardlib.execute.graph import fuse, merge
 from shardlib.execute.graph.alive import alive, kind_of, peak_of_wholes
 from shardlib.execute.graph.land import landed
 from shardlib.execute.graph.nodes import fetched, link_at, nbytes
+from shardlib.execute.graph.passes import PASSES
 from shardlib.execute.graph.pipe import GraphPipe
-from shardlib.execute.graph.regather import PASSES
 from shardlib.execute.graph.runner import GraphStage
 from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
 from shardlib.execute.live import LiveBytes

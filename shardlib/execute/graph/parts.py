@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from shardlib.execute.graph.accumulate import accumulate
 from shardlib.execute.graph.fuse import Inductor, module_of
-from shardlib.execute.graph.land import accumulate
 from shardlib.execute.graph.nodes import changes, copied
 from shardlib.execute.graph.overlap import overlap
 from shardlib.execute.graph.trace import FORWARD, PHASE, Traced

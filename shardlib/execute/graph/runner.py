@@ -17,7 +17,7 @@ from shardlib.execute.graph.forms import Graphs, Trial, form_of
 from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.land import Land
 from shardlib.execute.graph.lengths import Lengths
-from shardlib.execute.graph.regather import optimise
+from shardlib.execute.graph.passes import optimise
 from shardlib.execute.graph.stage import StageGraph, StageSums, shards_of, trace_stage
 from shardlib.execute.graph.text import described
 from shardlib.execute.graph.trace import Form, Traced, tensors_of, trace

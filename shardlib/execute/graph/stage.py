@@ -18,7 +18,7 @@ from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.keys import Stands
 from shardlib.execute.graph.lengths import Lengths
 from shardlib.execute.graph.parts import GraphPart, Store, cut
-from shardlib.execute.graph.regather import optimise
+from shardlib.execute.graph.passes import optimise
 from shardlib.execute.graph.trace import Form, Given, Spans, form_of_tree, recorded, require_one_mean, tensors_of
 from shardlib.execute.handles import materialise
 from shardlib.execute.losses import read_loss, require_gradient

@@ -180,7 +180,7 @@ DEFECTS = (
     Defect(
         "a weight that was changed before it was read",
         "stale",
-        "models/copying.py",
+        "models/lineage.py",
         "what a change writes to a weight is lost when the files' value is read",
         "storage in self._own and _storage(leaf) not in self._computed",
         "storage in self._own",
@@ -234,7 +234,7 @@ DEFECTS = (
     Defect(
         "one name of a tied leaf's",
         "mask",
-        "checkpoint/by_path.py",
+        "checkpoint/dotted.py",
         "values that a file has under further names of a tied leaf are not looked at",
         "for other in others:",
         "for other in others[1:]:",
