@@ -92,7 +92,7 @@ GIVEN = {
     "gelu": HERE, "norm": HERE, "norm_of_sum": HERE, "rotary": HERE, "softmax": HERE, "swiglu": HERE, "dropout": HERE,
     "dropout_onto": HERE, "linear_cross_entropy": HERE, "sparse_attention": HERE, "grouped_matmul": HERE, "permute": HERE,
     "unpermute": HERE, "unpermute_weighted": HERE, "subset_take": HERE, "subset_put": HERE,
-    "tiles._Gradient": HERE, "tiles._Take": HERE, "tiles._Put": HERE, "tiles._Whole": HERE,
+    "tiled._TileGradient": HERE, "tiled._Take": HERE, "tiled._Put": HERE, "tiled._Whole": HERE,
     "meeting._MeetInBackward": HERE, "thinning._Ignoring": HERE,
     "pairs._SumVarying": PAIRS, "pairs._SumInvariant": PAIRS, "pairs._Copy": PAIRS, "pairs._Gather": PAIRS,
     "pairs._GatherInvariant": PAIRS, "pairs._Split": PAIRS, "pairs._Scatter": PAIRS, "pairs._Exchange": PAIRS,
@@ -102,7 +102,7 @@ GIVEN = {
     "scaled._Product": "transforms/test_scaled_products.py::test_derivatives_are_those_of_the_product",
     "buffers._Gathered": AROUND, "buffers._Scattered": AROUND, "buffers._Summed": AROUND, "buffers._Shared": AROUND,
     "wholes._Leaves": AROUND, "around._Own": "execute/test_func_around.py::test_refusals",
-    "units._Attach": PENALTY, "units._StandIns": PENALTY, "units._Use": PENALTY, "units._Root": STEP, "entry._Entry": STEP,
+    "units._Attach": PENALTY, "units._StandIns": PENALTY, "units._Use": PENALTY, "units._Root": STEP, "entry._CarryEntry": STEP,
 }  # fmt: skip
 
 
@@ -110,9 +110,9 @@ GIVEN = {
 TILES = "test_derivatives.py::test_tiles_inside_of_torch_func"
 INSIDE = "execute/test_hazards.py::test_torch_func_inside_the_loss"
 NOT_MAPPED = {
-    "tiles._Gradient": TILES, "tiles._Take": TILES, "tiles._Put": TILES, "tiles._Whole": TILES,
+    "tiled._TileGradient": TILES, "tiled._Take": TILES, "tiled._Put": TILES, "tiled._Whole": TILES,
     "units._Attach": INSIDE, "units._StandIns": INSIDE, "units._Use": INSIDE, "units._Root": INSIDE,
-    "entry._Entry": "execute/test_func_around.py::test_refusals",
+    "entry._CarryEntry": "execute/test_func_around.py::test_refusals",
 }  # fmt: skip
 
 
