@@ -102,7 +102,8 @@ GIVEN = {
     "scaled._Product": "transforms/test_scaled_products.py::test_derivatives_are_those_of_the_product",
     "buffers._Gathered": AROUND, "buffers._Scattered": AROUND, "buffers._Summed": AROUND, "buffers._Shared": AROUND,
     "wholes._Leaves": AROUND, "around._Own": "execute/test_func_around.py::test_refusals",
-    "units._Attach": PENALTY, "units._StandIns": PENALTY, "units._Use": PENALTY, "units._Root": STEP, "entry._CarryEntry": STEP,
+    "units._Attach": PENALTY, "units._StandIns": PENALTY, "units._Use": PENALTY, "units._Root": STEP,
+    "entry._CarryEntry": STEP,
 }  # fmt: skip
 
 
