@@ -45,7 +45,7 @@ def transfers(plan: PlanValue) -> Iterator[Message]:
 
 
 def _sends(plan: PlanValue, owned: bool, moves: bool) -> Iterator[Message]:
-    for send, times in Program(plan, owned).sends():
+    for send, times in Program.of(plan, owned).sends():
         if send.moves is moves:
             yield Message(send.what, send.link, send.when, send.form, send.bytes, times, send.collectives)
 

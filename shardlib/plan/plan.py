@@ -54,7 +54,7 @@ class Plan(PlanValue):
 
     def program(self, *, owned: bool = False) -> Program:
         """What one rank does in a step, in order; call it on one rank's part of a plan (`at`), and ``print`` it."""
-        return Program(self, owned)
+        return Program.of(self, owned)
 
     def __str__(self) -> str:
         return describe(self)

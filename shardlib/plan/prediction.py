@@ -228,7 +228,7 @@ def _elements(stage: PlanValue) -> dict[str, int]:
 
 def _run(plan: PlanValue, seconds: Seconds, rates: Rates, updates: Sequence[float], owned: bool) -> StepTime:
     """The time of a step; ``updates`` has the seconds of the update for each of the plan's views."""
-    programs = [Program(view, owned) for view in plan.views]
+    programs = [Program.of(view, owned) for view in plan.views]
     clocks = [VirtualClock(rates, seconds, update) for update in updates]
     ready: dict[Action | None, float] = {None: 0.0}  # an action -> when its result has arrived where it is needed
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -340,6 +340,11 @@ class PlanValue:
                 found[unit] = size
                 left -= size
         return found
+
+    @cached_property
+    def programs(self) -> dict[bool, Any]:
+        """Whether the optimizer sums over its axis itself -> the `shardlib.plan.program.program.Program` that was made."""
+        return {}
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:

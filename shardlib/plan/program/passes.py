@@ -203,7 +203,7 @@ class _Ops:
             yield Send("inputs of blocks", "down", _EACH, "as computed", sent, unit, _inputs(unit))
 
     def _up(self, number: int) -> Iterator[Send]:
-        """They come up in backward, for one visit ahead; for the first one when they are down."""
+        """Inputs of blocks come up in backward, for one visit ahead; for the first one when they are down."""
         if self._stores and self._trace and not self._forward and number < len(self._visits):
             sent, unit = part(self._trace.up, number, len(self._visits)), self._visits[number][0]
             after = (NOW,) if number else (NOW, _inputs(unit))

@@ -21,7 +21,7 @@ class Program:
 
     A rank makes passes (a micro-batch's forward or backward in a stage) in the order of its plan's schedule, then what ends
     the micro-batches, and then, with all other ranks, the update. Autograd drives a pass: the executor makes the exchanges
-    of a pass in the program's order, as tests hold.
+    of a pass over each axis in the program's order, as tests hold.
 
     Attributes:
         plan: the part of the plan for the rank.
@@ -30,6 +30,13 @@ class Program:
 
     plan: PlanValue
     owned: bool = False
+
+    @classmethod
+    def of(cls, plan: PlanValue, owned: bool = False) -> Program:
+        """The program of a part of a plan, made once: all that visit it share it."""
+        if owned not in plan.programs:
+            plan.programs[owned] = cls(plan, owned)
+        return plan.programs[owned]
 
     @cached_property
     def actions(self) -> Mapping[Action, Pass]:
