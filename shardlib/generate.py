@@ -83,18 +83,16 @@ def generate(
     texts = [_tokens(prompt, f"prompt {index}", decoder.vocab) for index, prompt in enumerate(prompts)]
     ends = frozenset(_tokens([*stop], "stop", decoder.vocab) if stop else ())
     current = given_params("generate", params)
-    if not isinstance(current, (Sharded, Local)):
-        device = next(
-            (leaf.device for leaf in leaves_of(current) if isinstance(leaf, torch.Tensor)), torch.device("cpu")
-        )
-        ready = decoder.prepared(current)
-        new = decode(decoder, lambda step: step(ready), texts, range(len(texts)), max_new, sampling, ends, device)
-    else:
+    if isinstance(current, (Sharded, Local)):
         new = _on_mesh(decoder, current, texts, max_new, sampling, ends)
+    else:
+        devices = (leaf.device for leaf in leaves_of(current) if isinstance(leaf, torch.Tensor))
+        device, ready = next(devices, torch.device("cpu")), decoder.prepared(current)
+        new = decode(decoder, lambda step: step(ready), texts, range(len(texts)), max_new, sampling, ends, device)
     if bad := [f"prompt {number}" for number, tokens in enumerate(new) if None in tokens]:
         raise NonFiniteError(
-            f"generate: the logits after {', '.join(bad)} are not finite; look for NaN in the parameters with "
-            "torch.isfinite, or compute in a wider dtype"
+            f"generate: the logits after {', '.join(bad)} are not finite; look for NaN in the parameters, or compute in a "
+            "wider dtype"
         )
     return [torch.tensor(tokens, dtype=torch.int64) for tokens in new]
 
@@ -145,32 +143,24 @@ def _run_of(params: Sharded | Local) -> tuple[Run, Reads | None]:
 def _refuse(plan: Any) -> None:
     if plan.stages.axes:
         raise IllegalComposition(
-            "generate runs one token at a time, for which the stages of a pipeline would only wait for each other: gather "
-            "the parameters, sl.unshard(params), for the library's GPT put its blocks together by models.gpt.from_blocks, "
-            "and shard them by a plan without sl.pipeline"
+            "generate runs one token at a time, without stages of a pipeline: gather the parameters by sl.unshard, put the "
+            "library's GPT together by models.gpt.from_blocks, and shard them without sl.pipeline"
         )
     if plan.step.sequence:
-        raise IllegalComposition(
-            "generate runs one token at a time, which sequence(...) cannot cut: shard the parameters by a plan without it"
-        )
+        raise IllegalComposition("generate runs one token at a time, which sequence(...) cannot cut: leave it out")
     if plan.step.tokens and plan.step.tokens.padded:
-        raise IllegalComposition(
-            "generate drops no tokens, so experts(padded=True) has no capacity to pad them to: shard the parameters by a "
-            "plan with experts(padded=False)"
-        )
+        raise IllegalComposition("generate drops no tokens to pad for: shard by a plan with experts(padded=False)")
 
 
 def _tokens(given: Sequence[int] | torch.Tensor, name: str, vocab: int) -> list[int]:
     try:
         tokens = torch.as_tensor(given)
+        what = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"generate: {name} is {given!r}, and not a list of integers, tokens, at least one") from None
+        tokens, what = torch.empty(0), repr(given)
     whole = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
     if tokens.dim() != 1 or not len(tokens) or not whole:
-        raise ValueError(
-            f"generate: {name} is {tokens.dtype} of shape {tuple(tokens.shape)}, and not a list of integers, tokens, at "
-            "least one"
-        )
+        raise ValueError(f"generate: {name} is {what}, and not a list of integers, tokens, at least one")
     if unknown := [token for token in tokens.tolist() if not 0 <= token < vocab]:
         raise ValueError(f"generate: {name} has the token {unknown[0]}, and the model {vocab} tokens, from 0 on")
     return tokens.tolist()

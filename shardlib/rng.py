@@ -43,9 +43,7 @@ class Key:
         try:
             seed = operator.index(self.seed)
         except TypeError:
-            raise TypeError(
-                f"Key({self.seed!r}): a seed is an integer; for a name use sl.Key(0).fold_in(name)"
-            ) from None
+            raise TypeError(f"Key({self.seed!r}): a seed is an integer; use sl.Key(0).fold_in(name)") from None
         if not -(2**63) <= seed < 2**64:
             raise ValueError(
                 f"Key: a seed of {seed.bit_length()} bits, and 64 are the most; sl.Key(0).fold_in(seed) takes any integer"
@@ -94,8 +92,8 @@ def _require_untraced() -> None:
     """Raise inside a trace by make_fx or torch.export. (torch.compile traces anew for another key.)"""
     if not torch.compiler.is_dynamo_compiling() and recording():
         raise TypeError(
-            "numbers are drawn by a sl.Key inside a trace (make_fx, torch.export), whose graph would draw the same for every "
-            "key. Draw them outside and pass them in as a tensor (shardlib.rng.uniform(key, shape)), or use torch.compile"
+            "numbers are drawn by a sl.Key inside a trace (make_fx, torch.export). Draw them outside and pass them in "
+            "(shardlib.rng.uniform(key, shape)), or use torch.compile"
         )
 
 
@@ -109,8 +107,7 @@ def require_key(function: str, name: str, value: object) -> Key:
         return value
     seed = value if type(value) is int else "seed"
     raise TypeError(
-        f"{function}: {name} is {value!r}, and no key; pass the rng that a loss function is given, or sl.Key({seed}), "
-        "folded with the step"
+        f"{function}: {name} is {value!r}, and no key; pass the loss function's rng, or sl.Key({seed}), folded with the step"
     )
 
 

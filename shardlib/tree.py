@@ -42,20 +42,15 @@ def path_names(paths: Sequence[tuple[Any, ...]]) -> list[str]:
     """
     names = [path_name(path) for path in paths]
     if len(set(names)) < len(names):
-        raise TreeError(_one_path(names, paths))
+        keys: dict[str, list[str]] = {}
+        for name, path in zip(names, paths, strict=True):
+            keys.setdefault(name, []).append("".join(f"[{part!r}]" for part in path) or "the tree itself")
+        failures = [f"{name}: {' and '.join(each)}" for name, each in keys.items() if len(each) > 1]
+        raise TreeError(
+            f"different leaves of a tree have one path:\n{listing(failures)}\nRename a key: keys may not hold '/' where "
+            "nested keys give the same path, nor be a number and its text"
+        )
     return names
-
-
-def _one_path(names: Sequence[str], paths: Sequence[tuple[Any, ...]]) -> str:
-    """The message that different leaves have one path."""
-    keys: dict[str, list[str]] = {}
-    for name, path in zip(names, paths, strict=True):
-        keys.setdefault(name, []).append("".join(f"[{part!r}]" for part in path) or "the tree itself")
-    failures = [f"{name}: {' and '.join(each)}" for name, each in keys.items() if len(each) > 1]
-    return (
-        f"different leaves of a tree have one path, by which they are told apart:\n{listing(failures)}\nRename a key: "
-        "keys may not hold '/' where nested keys give the same path, nor be a number and the text of that number"
-    )
 
 
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
@@ -112,9 +107,7 @@ def check_tensors(paths: Sequence[str], leaves: Sequence[Any], what: str = "para
 def untrained(dtype: torch.dtype) -> str | None:
     """A remedy for leaves of a dtype that optimizers do not train, complex or 8-bit floats; None for other dtypes."""
     if dtype.is_complex:
-        return (
-            "hold torch.view_as_real(leaf) in the tree, and let the loss take torch.complex(leaf[..., 0], leaf[..., 1])"
-        )
+        return "hold torch.view_as_real(leaf), and let the loss take torch.complex(leaf[..., 0], leaf[..., 1])"
     if dtype.is_floating_point and dtype.itemsize == 1:
         return "hold leaf.bfloat16() in the tree, or add sl.precision('bf16'), which casts it"
     return None
@@ -199,22 +192,14 @@ def register_node(cls: type, children: Children, build: Build, in_torch: tuple[C
     are these two for torch's pytrees, where they differ.
     """
     torch_children, torch_build = in_torch or (children, build)
-    optree.register_pytree_node(
-        cls,
-        lambda node: (*children(node), None),
-        build,
-        namespace=optree.registry.__GLOBAL_NAMESPACE,
-    )
-    pytree.register_pytree_node(
-        cls,
-        lambda node: _torch_children(torch_children(node)),
-        lambda values, static: torch_build(static, values),
-    )
 
+    def flatten_in_torch(node: Any) -> tuple[list[Any], Any]:
+        values, static = torch_children(node)
+        return list(values), static
 
-def _torch_children(pair: tuple[Iterable[Any], Any]) -> tuple[list[Any], Any]:
-    values, static = pair
-    return list(values), static
+    everywhere = optree.registry.__GLOBAL_NAMESPACE
+    optree.register_pytree_node(cls, lambda node: (*children(node), None), build, namespace=everywhere)
+    pytree.register_pytree_node(cls, flatten_in_torch, lambda values, static: torch_build(static, values))
 
 
 def adopt(tree: Tree) -> None:

@@ -22,11 +22,11 @@ from shardlib.common._compat import own_buffers
 from shardlib.common.optional import require
 from shardlib.errors import TreeError
 from shardlib.mesh.mesh import Mesh
-from shardlib.models.from_module import from_module, partly_drawn
+from shardlib.models.copying import meta_copy
+from shardlib.models.from_module import from_module, initialise
 from shardlib.models.huggingface.conversion import not_in_files
 from shardlib.models.lineage import NO_VALUES, Lineage, tensors_of
 from shardlib.models.meta import reset_buffers
-from shardlib.models.skeleton import hollow
 from shardlib.plan.transform import Transform, chain
 from shardlib.rng import Key
 from shardlib.shard import default_transform, mesh_of_ranks
@@ -118,7 +118,7 @@ def from_pretrained(
     transform = default_transform(transform, stage)
     if frozen and untrained[0]:
         transform = chain(transform, freeze(untrained[0]))
-    params = shard_by(bound(partly_drawn, module, drawn, Key(seed)), mesh, transform, filled_later=True)
+    params = shard_by(bound(initialise, module, Key(seed), drawn), mesh, transform, filled_later=True)
     with TensorsOnDisk(files, replace(held, tensors=read)) as saved:
         fill_params(saved, params, "", [*globs_of(partial), *map(glob.escape, drawn)], of_files)
     apply, _, *rest = from_module(module, buffers=buffers, frozen=frozen)  # takes copies of the buffers as they are now
@@ -164,7 +164,7 @@ def _model(folder: str | Path, kind: Any) -> Any:
         )
     with torch.device("meta"):
         module = (getattr(kind, "from_config", None) or kind._from_config)(config)
-    return hollow(module)  # some models draw parameters on the CPU all the same
+    return meta_copy(module)  # some models draw parameters on the CPU all the same
 
 
 def _resized(module: Any, vocab: int, tensors: Mapping[str, Entry]) -> tuple[dict[str, Entry], set[str]]:

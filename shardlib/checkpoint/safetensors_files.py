@@ -27,8 +27,7 @@ from shardlib.common.disk import sync_folder
 from shardlib.common.dtypes import dtype_name
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.specs import Window
-from shardlib.models.huggingface.conversion import Described, of_files, of_model
-from shardlib.models.huggingface.followed import Followed, Origin
+from shardlib.models.huggingface.conversion import Described, Origin, OriginTensor, of_files, of_model
 from shardlib.sharded.tree import Sharded
 
 _DTYPES = {
@@ -229,7 +228,7 @@ def _entries(path: Path) -> dict[str, Entry]:
     return tensors
 
 
-def _made(name: str, made: Followed, tensors: Mapping[str, Entry]) -> Entry:
+def _made(name: str, made: OriginTensor, tensors: Mapping[str, Entry]) -> Entry:
     """The tensor that is made of others of some files."""
     entry = Entry(dtype_name(made.dtype), tuple(made.shape))
     for part in (part for origin in made.origins for part in _in_one_run(origin)):
@@ -370,12 +369,12 @@ def _described(params: Sharded, names: Mapping[str, Sequence[str]]) -> dict[str,
     }
 
 
-def _unchanged(leaves: Described) -> dict[str, Followed]:
+def _unchanged(leaves: Described) -> dict[str, OriginTensor]:
     """The tensors of files that have the leaves as they are."""
-    return {name: Followed.whole(name, *described) for name, described in leaves.items()}
+    return {name: OriginTensor.whole(name, *described) for name, described in leaves.items()}
 
 
-def _held(made: Mapping[str, Followed]) -> dict[str, list[Origin]]:
+def _held(made: Mapping[str, OriginTensor]) -> dict[str, list[Origin]]:
     """A leaf's name -> its boxes, and the boxes of the files' tensors that hold them."""
     held: dict[str, list[Origin]] = {}
     for name, tensor in made.items():

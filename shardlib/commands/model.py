@@ -16,7 +16,7 @@ from shardlib.errors import MeshError
 from shardlib.mesh.mesh import Mesh, make_mesh
 from shardlib.models import gpt
 from shardlib.models.gpt import GPTConfig
-from shardlib.nn.moe.config import MoEConfig
+from shardlib.nn.moe.layer import MoEConfig
 from shardlib.nn.moe.routers import top_k
 from shardlib.plan.transform import Chain, Transform, chain
 from shardlib.transforms import accumulate, offload, pipeline, precision, remat, tensor_slicing, zero

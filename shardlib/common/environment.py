@@ -18,10 +18,10 @@ class Environment:
     Attributes:
         mesh: the mesh of collectives that are called with an axis name alone. `launch` and `simulate` set it, too.
         averaged: the axes over which the step takes the mean of the ranks' losses.
-        rows: gathers the rows of all ranks; see `shardlib.nn.sequence.BatchRows`.
-        parts: of the sequence; see `shardlib.nn.sequence.Parts`.
+        rows: gathers the rows of all ranks; see `shardlib.nn.gather_batch`.
+        parts: of the sequence; see `shardlib.execute.sequence.SequenceParts`.
         modules: those that run in tiles; see `shardlib.nn.tiled`.
-        tokens: how tokens travel to experts that are dealt out; see `shardlib.nn.moe.experts.ExpertExchange`.
+        tokens: how tokens travel to experts that are dealt out; see `shardlib.collectives.tokens.TokenExchange`.
         blocks: how blocks are called; see `shardlib.nn.blocks.Runner`.
         names: what is done with values that are named; see `shardlib.nn.blocks`.
         decides: how decisions are made that recomputation takes over; see `shardlib.common.once`.

@@ -26,7 +26,7 @@ Leaves = dict[str, torch.Tensor]
 
 
 class _OneOfSeveral:
-    """A micro-batch without the others, as `shardlib.nn.sequence.BatchRows`."""
+    """A micro-batch without the others, as `shardlib.nn.gather_batch` takes them."""
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         raise LossError(

@@ -155,7 +155,7 @@ def _require_rows(batch: Tree, tensors: list[tuple[str, torch.Tensor]], n: int, 
 
 
 class WholeBatch:
-    """The rows of all ranks, as `shardlib.nn.sequence.BatchRows`.
+    """The rows of all ranks, as `shardlib.nn.gather_batch` takes them.
 
     Args:
         trained: whether micro-batches are those of a step.

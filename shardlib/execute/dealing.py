@@ -17,7 +17,7 @@ from shardlib.common._compat import no_torch_function, outside_of_graphs
 from shardlib.errors import HandleError
 from shardlib.execute.handles import Handle, Present, materialise
 from shardlib.execute.slicing import SlicedHandle
-from shardlib.nn.moe.seats import Dealt
+from shardlib.nn.moe.placement import ShardedExperts
 from shardlib.plan.placement import Placement
 
 
@@ -39,7 +39,7 @@ class _Shut:
     leaf = data = root_gradient = _refuse
 
 
-class DealtHandle(Handle, Dealt):
+class DealtHandle(Handle, ShardedExperts):
     """A handle that stands for this rank's experts of a leaf.
 
     Attributes:
@@ -58,7 +58,7 @@ class DealtHandle(Handle, Dealt):
         return handle
 
     def arrived(self) -> DealtHandle:
-        inside = self.opened()
+        inside = self.local()
         inside = inside.arrived() if isinstance(inside, Handle) else inside
         with no_torch_function():
             shape, trained = tuple(self.shape), self.requires_grad
@@ -67,19 +67,19 @@ class DealtHandle(Handle, Dealt):
         return handle
 
     @outside_of_graphs
-    def opened(self) -> torch.Tensor:
+    def local(self) -> torch.Tensor:
         inside = self._inside
         if not isinstance(inside, Handle) or isinstance(inside, SlicedHandle):
             return inside
         source: Any = inside._source
         return inside if source.gathers else source.leaf(inside._index)
 
-    def lent(self, rows: Sequence[int]) -> torch.Tensor:
+    def rows_for_replicas(self, rows: Sequence[int]) -> torch.Tensor:
         leaf = materialise(self._inside)
         chosen = leaf.index_select(0, torch.tensor(rows, dtype=torch.int64, device=leaf.device))
         return chosen.view(len(rows), math.prod(leaf.shape[1:]))
 
-    def borrowed(self, rows: torch.Tensor) -> torch.Tensor:
+    def replicas(self, rows: torch.Tensor) -> torch.Tensor:
         inside = self._inside
         with no_torch_function():
             leaf = rows.view(len(rows), *inside.shape[1:])

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from shardlib.collectives.tokens import Coming
+from shardlib.collectives.tokens import Coming, TokenExchange
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.moe.experts import ExpertExchange
 
 
 class Meeting:
@@ -19,7 +18,7 @@ class Meeting:
     a gather.
     """
 
-    def __init__(self, exchange: ExpertExchange, meet: Callable[[], None]) -> None:
+    def __init__(self, exchange: TokenExchange, meet: Callable[[], None]) -> None:
         self._exchange, self._meet = exchange, meet
         self.axes, self.padded, self.spare = exchange.axes, exchange.padded, exchange.spare
 

@@ -21,8 +21,8 @@ from shardlib.errors import HandleError
 from shardlib.execute.handles import Handle, Present, Source, layers, materialise, with_handles
 from shardlib.mesh.specs import Window
 from shardlib.nn.functional import local_slice, slice_of
-from shardlib.nn.moe.compute import Groups, expert_linear
-from shardlib.nn.moe.seats import Dealt
+from shardlib.nn.moe.experts import Groups, expert_linear
+from shardlib.nn.moe.placement import ShardedExperts
 from shardlib.nn.scaled import scaled_linear, scaled_matmul
 from shardlib.nn.sequence import shard_sequence
 from shardlib.plan.placement import Placement
@@ -84,7 +84,7 @@ def gathered(value: Any) -> Any:
 def refuse_slices(value: Any) -> None:
     """Raise if a compiled block is given slices, or experts: their collectives are added at each call, unseen by compile."""
     for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Dealt):
+        if isinstance(leaf, ShardedExperts):
             raise HandleError(
                 f"a compiled block is given {leaf.path}, whose experts are dealt out (sl.experts); compile functions that "
                 "have no layer of experts in them"
@@ -140,7 +140,7 @@ def _layer(compute: Compute, transposed: bool, x: Any, weight: Any, bias: Any) -
 
 
 def _expert_linear(rows: Any, weight: Any, bias: Any, groups: Groups) -> torch.Tensor:
-    """`shardlib.nn.moe.compute.expert_linear`, of which a leaf may be sliced."""
+    """`shardlib.nn.moe.experts.expert_linear`, of which a leaf may be sliced."""
     refuse_operands("a layer of experts as its input", [rows])
     style = _style(weight)
     if style is None or style.sums:

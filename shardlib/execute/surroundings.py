@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from shardlib.collectives.tokens import TokenExchange
 from shardlib.common.environment import within
 from shardlib.execute.batches import WholeBatch
+from shardlib.execute.meeting import Meeting
 from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
 from shardlib.mesh.mesh import Mesh
-from shardlib.nn.moe.experts import ExpertExchange
 from shardlib.nn.tiled import TiledModules
 from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
@@ -40,7 +41,7 @@ class Surroundings:
     batch: WholeBatch
     parts: SequenceParts | None
     modules: TiledModules | None
-    tokens: ExpertExchange | None
+    tokens: TokenExchange | Meeting | None
     autocast: torch.dtype | None
     scaled: ScaledProducts | None = None
     read: Callable[[Sharded], Tree] | None = None

@@ -1,8 +1,8 @@
 """Models as pure functions: a parameter pytree from ``init`` and functions of it, with no parallel code."""
 
 from shardlib.models import bert, decoding, gpt, huggingface, long, students, transformer_layer
+from shardlib.models.experts import upcycle
 from shardlib.models.from_module import from_module, state_dict
-from shardlib.models.upcycle import upcycle
 
 __all__ = [
     "bert",

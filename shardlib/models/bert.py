@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.errors import IllegalComposition
-from shardlib.models.layers import Fresh, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
+from shardlib.models.layers import Initial, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
 from shardlib.nn.attention import attention
 from shardlib.nn.blocks import OPEN, Gate, checkpoint_name
 from shardlib.nn.blocks import block as mark_block
@@ -58,7 +58,7 @@ class BERTConfig:
     def __post_init__(self) -> None:
         check_sizes(self, "vocab", "layers", "width", "heads", "sequence", "segments")
         if self.layout is not None and self.layout.causal:
-            raise ValueError("BERTConfig: the layout is causal, and BERT is not: make the layout with causal=False")
+            raise ValueError("BERTConfig: the layout is causal, and BERT is not; make it with causal=False")
 
 
 def init(config: BERTConfig, seed: int = 0, device: str | torch.device = "cpu") -> Params:
@@ -69,27 +69,27 @@ def init(config: BERTConfig, seed: int = 0, device: str | torch.device = "cpu") 
     norm ``"last"`` to "head". A block is ``{"attn": {"qkv", "out"}, "ln1", "mlp": {"up", "down"}, "ln2"}``. Linear layers
     and norms are ``{"weight", "bias"}``. The rows of qkv are (heads, 3, size).
     """
-    fresh, width = Fresh(config.dtype, device, seed), config.width
+    initial, width = Initial(config.dtype, device, seed), config.width
 
     def one_block() -> Params:
         return {
-            "attn": {"qkv": fresh.linear(3 * width, width), "out": fresh.linear(width, width)},
-            "ln1": fresh.norm(width),
-            "mlp": {"up": fresh.linear(4 * width, width), "down": fresh.linear(width, 4 * width)},
-            "ln2": fresh.norm(width),
+            "attn": {"qkv": initial.linear(3 * width, width), "out": initial.linear(width, width)},
+            "ln1": initial.norm(width),
+            "mlp": {"up": initial.linear(4 * width, width), "down": initial.linear(width, 4 * width)},
+            "ln2": initial.norm(width),
         }
 
-    tokens = fresh.normal(config.vocab, width)
-    last = {"last": fresh.norm(width)} if config.pre_norm else {}
+    tokens = initial.normal(config.vocab, width)
+    last = {"last": initial.norm(width)} if config.pre_norm else {}
     return {
         "embed": {
             "tokens": tokens,
-            "positions": fresh.normal(config.sequence, width),
-            "segments": fresh.normal(config.segments, width),
-            "norm": fresh.norm(width),
+            "positions": initial.normal(config.sequence, width),
+            "segments": initial.normal(config.segments, width),
+            "norm": initial.norm(width),
         },
         "blocks": [one_block() for _ in range(config.layers)],
-        "head": {**last, "dense": fresh.linear(width, width), "norm": fresh.norm(width), "weight": tokens},
+        "head": {**last, "dense": initial.linear(width, width), "norm": initial.norm(width), "weight": tokens},
     }
 
 
@@ -99,8 +99,8 @@ def _block(
     """One transformer block: (B, S, W) -> (B, S, W). Dropout needs ``rng``."""
     if gate.keep is not None and not config.pre_norm:
         raise IllegalComposition(
-            "progressive_layer_drop leaves the residual stream as it is where a layer is left out, and in a post-norm BERT "
-            "the stream goes through the layer's norms; use BERTConfig(pre_norm=True), as the paper does"
+            "progressive_layer_drop leaves out layers, and in a post-norm BERT the residual stream goes through their norms; "
+            "use BERTConfig(pre_norm=True)"
         )
     if not gate.open:
         return x

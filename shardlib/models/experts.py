@@ -1,4 +1,5 @@
-"""Layers of experts in the library's models: which layers have experts, and what these say beside their outputs."""
+"""Layers of experts in the library's models: which layers have experts, what these say beside their outputs, and dense models
+made sparse."""
 
 from __future__ import annotations
 
@@ -10,19 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardlib import init
 from shardlib.models.layers import Params
 from shardlib.nn.functional import Mean
-from shardlib.nn.moe.config import MoEConfig
-from shardlib.nn.moe.fresh import init_moe
-from shardlib.nn.moe.layer import moe
-from shardlib.nn.moe.losses import balanced
+from shardlib.nn.moe.layer import MoEConfig, init_moe, moe
+from shardlib.nn.moe.routers import balanced
 from shardlib.nn.moe.routing import Routing
 from shardlib.nn.sequence import shard_sequence, sum_sequence
-from shardlib.rng import Key
+from shardlib.rng import Key, require_key
+from shardlib.sharded.given import whole_params
 from shardlib.sharded.shard import shard_like
 from shardlib.sharded.tree import Sharded
 from shardlib.transforms.tensor_slicing import column, row
-from shardlib.tree import Tree, flatten, leaves_of, unflatten
+from shardlib.tree import Tree, flatten, unflatten
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,7 @@ class Experts:
 
     def __post_init__(self) -> None:
         if not self.per_layer or min(self.per_layer) < 0 or not any(self.per_layer):
-            raise ValueError(
-                f"Experts(per_layer={self.per_layer}): name the numbers of experts of the layers in turn, 0 for an MLP, such "
-                "as (0, 8) for every other layer"
-            )
+            raise ValueError(f"Experts(per_layer={self.per_layer}): give the layers' numbers in turn, 0 for an MLP")
 
     def of_layer(self, layer: int) -> int:
         """The number of experts of a layer."""
@@ -95,10 +93,6 @@ class Experts:
         alone = [name for name, width in (("shared", self.shared), ("residual", self.residual)) if width]
         rules: dict[str, Any] = {f"{prefix}experts/{name}": cut[style] for name, style in styles.items()}
         return rules | {f"{prefix}{one}/{name}": style for one in alone for name, style in styles.items()}
-
-    def count(self, layer: int, width: int, hidden: int) -> int:
-        """The number of elements of `init` of the same arguments."""
-        return sum(leaf.numel() for leaf in leaves_of(self.init(Key(0), layer, width, hidden, device="meta")))
 
     def __call__(
         self, params: Params, x: Tensor, rng: Key | None = None, segments: Tensor | None = None
@@ -171,3 +165,80 @@ def shift_of(shares: Sequence[Tensor], rate: float) -> Tensor:
     """What `shardlib.nn.routers.balanced` adds to a bias, for the shares of a layer's metrics; 0 if no token was routed."""
     loads = torch.stack([torch.as_tensor(share) for share in shares]).double().nan_to_num()
     return balanced(torch.zeros_like(loads), loads, rate)
+
+
+def upcycle(params: Params, experts: Experts, key: Key, *, noise: float = 0.0, std: float = 0.02) -> Params:
+    """The parameters of a dense `shardlib.models.gpt` with experts in place of the MLPs of some layers.
+
+    Each expert is a copy of the layer's MLP, and routers are drawn from N(0, std²). So the model computes what the dense one
+    did wherever a token's weights sum to 1 and nothing is dropped: with a router that has ``renormalise="chosen"`` and no
+    capacity, and without ``noise``. Shared experts begin with an output of 0; residual ones as a copy. The other parameters
+    are the dense model's own tensors.
+
+    Args:
+        params: as `shardlib.models.gpt.init` makes them.
+        experts: for the new configuration, ``dataclasses.replace(config, moe=experts)``. Its expert is "gelu_tanh", and of
+            the MLP's inner width, as a copy is.
+        noise: what is added to matrices of all copies but the first, as a multiple of a matrix's own standard deviation.
+
+    Raises:
+        ValueError: experts of another kind or width, a model that has experts already, or a pattern that does not fit.
+        TreeError: sharded parameters, or a module in their place.
+        TypeError: a ``key`` that is no key.
+
+    >>> from shardlib.models import gpt
+    >>> router = sl.nn.routers.top_k(2, renormalise="chosen")
+    >>> experts = gpt.Experts((0, 4), sl.nn.MoEConfig(router, "gelu_tanh"))
+    >>> dense = gpt.init(gpt.GPTConfig(layers=2, width=16, heads=2))
+    >>> params = sl.models.upcycle(dense, experts, sl.Key(0))
+    >>> params["blocks"][1]["moe"]["experts"]["up"].shape
+    torch.Size([4, 64, 16])
+    """
+    require_key("upcycle", "key", key)
+    params = whole_params("upcycle", params)
+    blocks = params["blocks"]
+    if len(blocks) % len(experts.per_layer):
+        raise ValueError(f"upcycle: {experts.per_layer} does not divide {len(blocks)} layers; give a number for each")
+    return params | {
+        "blocks": [
+            _with_experts(block, experts, layer, key.fold_in(layer), noise, std) if experts.of_layer(layer) else block
+            for layer, block in enumerate(blocks)
+        ]
+    }
+
+
+def _with_experts(block: Params, experts: Experts, layer: int, key: Key, noise: float, std: float) -> Params:
+    if "mlp" not in block:
+        raise ValueError(f"upcycle: layer {layer} has no MLP, but {', '.join(block)}; give a dense model")
+    mlp = {
+        f"{name}{suffix}": block["mlp"][name][leaf]
+        for name in ("up", "down")
+        for leaf, suffix in (("weight", ""), ("bias", "_bias"))
+    }
+    hidden, width = mlp["up"].shape
+    made = experts.init(key, layer, width, hidden, std=std, dtype=mlp["up"].dtype, device=mlp["up"].device)
+    found = {name: tuple(leaf.shape[1:]) for name, leaf in made["experts"].items()}
+    if experts.config.expert != "gelu_tanh" or found != {name: tuple(leaf.shape) for name, leaf in mlp.items()}:
+        raise ValueError(
+            f"upcycle: the experts are {experts.config.expert!r} with {found}, and layer {layer}'s MLP is 'gelu_tanh' of the "
+            f"inner width {hidden}: leave out hidden="
+        )
+    number = experts.of_layer(layer)
+    copied = {name: copies(leaf, number, key.fold_in(f"noise/{name}"), noise) for name, leaf in mlp.items()}
+    layer_params = made | {"experts": copied}
+    if "shared" in made:
+        layer_params["shared"] = made["shared"] | {"down": torch.zeros_like(made["shared"]["down"])}
+    if "residual" in made:
+        if experts.residual != hidden:
+            raise ValueError(f"upcycle: the residual expert is a copy of the MLP; give it residual={hidden}")
+        layer_params["residual"] = made["residual"] | {name: leaf.clone() for name, leaf in mlp.items()}
+    return {name: value for name, value in block.items() if name != "mlp"} | {"moe": layer_params}
+
+
+def copies(leaf: torch.Tensor, number: int, key: Key, noise: float) -> torch.Tensor:
+    """A number of copies of ``leaf``, stacked; all matrices but the first with ``noise`` times their standard deviation."""
+    stacked = leaf.expand(number, *leaf.shape).clone()
+    if noise and leaf.dim() > 1:
+        drawn = init.normal(key, tuple(stacked[1:].shape), dtype=leaf.dtype, device=leaf.device)
+        stacked[1:] += drawn * (noise * leaf.std())
+    return stacked

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import glob
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from shardlib.errors import TreeError, listing
+from shardlib.models.copying import buffers_of, clones, meta_copy
+from shardlib.models.functional_module import Buffers, FunctionalCopies, FunctionalModule
 from shardlib.models.meta import initialised, reset_buffers, sharing
-from shardlib.models.refusals import require_all_used, require_module, require_no_renorm, require_trained
-from shardlib.models.skeleton import Buffers, Skeleton, Skeletons, buffers_of, hollow
 from shardlib.nn.blocks import Sequential, sequential
 from shardlib.rng import Key
 from shardlib.sharded.given import given_buffers, given_params, read_params
@@ -77,57 +79,62 @@ def from_module(
     >>> apply(params, torch.ones(3, 4)).shape
     torch.Size([3, 2])
     """
-    require_module(module)
+    _require_module(module)
     if blocks is not None:
         if buffers:
-            raise TreeError(
-                "a loss made of blocks returns no buffers; use from_module without buffers=True, or without blocks="
-            )
-        require_all_used(module, blocks)
+            raise TreeError("a loss made of blocks returns no buffers; leave out buffers=True, or blocks=")
+        _require_all_used(module, blocks)
         module = BlockList(blocks)
     if not frozen:
-        require_trained(module)
-    require_no_renorm(module)
-    held = buffers_of(module)
-    if any(buffer is not None and buffer.is_meta for buffer in held.values()):
-        held |= reset_buffers(module)
-    skeletons = Skeletons(module, held)
+        _require_trained(module)
+    _require_no_renorm(module)
+    held = _with_real_values(module, buffers_of(module))
+    copies = FunctionalCopies(module, held)
     on_meta = any(parameter.is_meta for parameter in module.parameters())
-    params: Any = partial(_initialise, sharing(module)) if on_meta else _tree(module)
+    params: Any = partial(initialise, sharing(module)) if on_meta else _tree(module)
 
-    untrained = [_glob(n) for n, leaf in module.named_parameters(remove_duplicate=False) if not leaf.requires_grad]
-    last = (untrained,) if frozen else ()
+    # Globs that match only the parameter of a name.
+    names = [name for name, leaf in module.named_parameters(remove_duplicate=False) if not leaf.requires_grad]
+    last = ([glob.escape(name.replace(".", "/")) for name in names],) if frozen else ()
 
     if isinstance(module, BlockList):
-        return _in_sequence(module, skeletons), params, *last
+        return _in_sequence(module, copies), params, *last
 
     # How a module is called, unless its forward has arguments of these names.
     how = {"training", "method"} - inspect.signature(module.forward).parameters.keys()
-    if not buffers:
 
-        def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
-            given, called = flat(read_params("apply", params)), {name: kwargs.pop(name) for name in how & kwargs.keys()}
-            return skeletons.beside(given, args)(given, args, kwargs, **called)
+    def call(params: Tree, buffers: Buffers | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given, called = flat(read_params("apply", params)), {name: kwargs.pop(name) for name in how & kwargs.keys()}
+        return copies.beside(given, args)(given, args, kwargs, buffers, **called)
 
-        return apply, params, *last
+    def apply(params: Tree, *args: Any, **kwargs: Any) -> Any:
+        return call(params, None, args, kwargs)
 
     def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
-        given, called = flat(read_params("apply", params)), {name: kwargs.pop(name) for name in how & kwargs.keys()}
-        return skeletons.beside(given, args).with_buffers(given, buffers, args, kwargs, **called)
+        return call(params, buffers, args, kwargs)
 
-    fresh = {name: None if buffer is None else buffer.detach().clone() for name, buffer in held.items()}
-    return apply_with_buffers, params, fresh, *last
+    return (apply_with_buffers, params, _detached(held), *last) if buffers else (apply, params, *last)
+
+
+def _with_real_values(module: nn.Module, buffers: dict[str, Any]) -> dict[str, Any]:
+    """A module's buffers, all of which have initial values if some are on the meta device."""
+    on_meta = any(buffer is not None and buffer.is_meta for buffer in buffers.values())
+    return buffers | reset_buffers(module) if on_meta else buffers
+
+
+def _detached(buffers: Buffers) -> dict[str, torch.Tensor | None]:
+    return clones({name: None if buffer is None else buffer.detach() for name, buffer in buffers.items()})
 
 
 class BlockList(nn.ModuleList):
     """Modules that are called one after the other, each with its own tree of parameters."""
 
 
-def _in_sequence(blocks: BlockList, skeletons: Skeletons) -> Sequential:
+def _in_sequence(blocks: BlockList, copies: FunctionalCopies) -> Sequential:
     def block_function(index: int, module: nn.Module) -> Callable[..., Any]:
         def run(params: Tree, carry: Any, batch: Any, **rng: Any) -> Any:
             given = flat(params)
-            return skeletons.beside(given, (carry, batch), str(index))(given, (carry, batch), rng)
+            return copies.beside(given, (carry, batch), str(index))(given, (carry, batch), rng)
 
         run.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # whether it takes rng
         return run
@@ -135,18 +142,13 @@ def _in_sequence(blocks: BlockList, skeletons: Skeletons) -> Sequential:
     return sequential([block_function(index, module) for index, module in enumerate(blocks)])
 
 
-def _named_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Dotted name -> parameter, detached; a tied parameter is one tensor under several names."""
+def _tree(module: nn.Module) -> Tree:
+    """A module's parameters, detached, as nested dictionaries and lists; a tied one is one tensor in several places."""
     detached: dict[int, torch.Tensor] = {}
-    return {
+    named = {
         name: detached.setdefault(id(parameter), parameter.detach())
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
-
-
-def _tree(module: nn.Module) -> Tree:
-    """A module's parameters as nested dictionaries and lists."""
-    named = _named_parameters(module)
     if not isinstance(module, BlockList):
         return _nest(named)
     # Block by block: `_nest` of all would leave out a block without parameters, which has an empty tree.
@@ -189,21 +191,10 @@ def flat(tree: Tree, prefix: str = "") -> dict[str, torch.Tensor]:
     return named
 
 
-def partly_drawn(module: nn.Module, names: Collection[str], key: Key) -> Tree:
-    """A module's parameters, of those on the meta device the ones called ``names`` as `initialised` draws them."""
-    return _tree(initialised(module, key, names))
-
-
-def _initialise(module: nn.Module, rng: Key | None = None) -> Tree:
-    return _tree(initialised(module, Key(torch.initial_seed()) if rng is None else rng))
-
-
-def _glob(name: str) -> str:
-    """A glob pattern that matches only the parameter of this dotted name."""
-    return glob.escape(name.replace(".", "/"))
-
-
-# The inverse of `from_module`: trained parameters as a state dict of the module.
+def initialise(module: nn.Module, rng: Key | None = None, names: Collection[str] | None = None) -> Tree:
+    """A module's parameters, those on the meta device (called ``names``) as `initialised` draws them, by default by torch's
+    seed."""
+    return _tree(initialised(module, Key(torch.initial_seed()) if rng is None else rng, names))
 
 
 def state_dict(
@@ -225,33 +216,34 @@ def state_dict(
     Raises:
         TreeError: ``params`` or ``buffers`` are those of another module, or of other blocks.
     """
-    require_module(module)
+    _require_module(module)
     buffers = given_buffers(params) if buffers is None else buffers
     _require_buffers(module, buffers)
     params = given_params("state_dict", params)
     named = flat(unshard(params) if isinstance(params, Sharded) else params)
     if blocks is not None:
-        require_all_used(module, blocks)
+        _require_all_used(module, blocks)
         names = {id(leaf): name for name, leaf in BlockList(blocks).named_parameters(remove_duplicate=False)}
         if missing := sorted(set(names.values()) - named.keys()):
             raise TreeError(
-                f"these parameters are not those of the {len(blocks)} blocks: {missing[0]} is not among them. Pass the list "
-                "of trees that sl.from_module(module, blocks=...) returned, and the same blocks"
+                f"these parameters are not those of the {len(blocks)} blocks: {missing[0]} is not among them. Pass the trees "
+                "and the blocks of sl.from_module(module, blocks=...)"
             )
         named = {name: named[names[id(leaf)]] for name, leaf in module.named_parameters(remove_duplicate=False)}
-    copied = hollow(module)
-    held = buffers_of(copied) | dict(buffers or {})
-    if any(buffer is not None and buffer.is_meta for buffer in held.values()):
-        held |= reset_buffers(module)
-    skeleton = Skeleton(copied, {})
-    skeleton.require_names(named, held)
-    with skeleton.holding(named, held), torch.no_grad():
+    copied = meta_copy(module)
+    held = _with_real_values(module, buffers_of(copied) | dict(buffers or {}))
+    function = FunctionalModule(copied, {})
+    function.require_names(named, held)
+    with function.holding(named, held), torch.no_grad():
         return copied.state_dict()
 
 
+# What cannot be taken. The messages list all submodules at fault.
+
+
 def _require_buffers(module: nn.Module, buffers: Any) -> None:
-    """Refuse buffers that are no dictionary from names to tensors, such as a state's that has a loss function's own beside
-    the module's."""
+    """Raise `TreeError` for buffers that are no dictionary from names to tensors, such as a state's that has a loss's own
+    beside the module's."""
     if buffers is None:
         return
     named = buffers if isinstance(buffers, Mapping) else {f"(all, a {type(buffers).__name__})": buffers}
@@ -259,4 +251,69 @@ def _require_buffers(module: nn.Module, buffers: Any) -> None:
         raise TreeError(
             f"these are not the buffers of {type(module).__name__}:\n{listing(wrong)}\nPass buffers=, the part of "
             "state.buffers that sl.from_module returned"
+        )
+
+
+def _require_module(module: Any) -> None:
+    """Raise `TreeError` for what is no module, and for modules that cannot be called with other parameters."""
+    if not isinstance(module, nn.Module):
+        raise TreeError(
+            f"from_module takes a torch.nn.Module and got {type(module).__name__}; pass a function of parameters as it is: "
+            "sl.make_train_step(loss_fn, params, ...)"
+        )
+    failures = []
+    for path, owner in module.named_modules():
+        name = path or "(top)"
+        if isinstance(owner, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            failures.append(f"{name}: {type(owner).__name__}; pass the wrapped module, .module")
+        elif isinstance(owner, torch.jit.ScriptModule):
+            failures.append(f"{name}: scripted; pass the module that it was made from")
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            if isinstance(parameter, UninitializedParameter):
+                failures.append(f"{name}.{leaf}: has no shape yet; call the module once on a batch, then from_module")
+            elif _is_dtensor(parameter):
+                failures.append(f"{name}.{leaf}: a DTensor; pass the module before fully_shard or parallelize_module")
+    if failures:
+        raise TreeError(f"modules that from_module cannot take:\n{listing(failures)}")
+
+
+def _is_dtensor(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a DTensor. Who made one has imported its module, which takes half as long as importing torch."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(parameter, module.DTensor)
+
+
+def _require_all_used(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise `TreeError` for blocks that leave out parameters of their module."""
+    used = {id(parameter) for block in blocks for parameter in block.parameters()}
+    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in used]
+    if missing:
+        raise TreeError(
+            f"parameters that none of the blocks has:\n{listing(missing)}\nMake the blocks of all of the module's own "
+            "submodules, not of copies"
+        )
+
+
+def _require_trained(module: nn.Module) -> None:
+    """Raise `TreeError` for parameters with ``requires_grad=False``, which would be trained; not integers."""
+    frozen = [name for name, leaf in module.named_parameters() if leaf.is_floating_point() and not leaf.requires_grad]
+    if frozen:
+        raise TreeError(
+            f"{len(frozen)} parameters have requires_grad=False, which a pytree of tensors cannot carry:\n{listing(frozen)}\n"
+            "Pass frozen=True: from_pretrained then freezes them, and sl.from_module returns their paths for sl.freeze"
+        )
+
+
+def _require_no_renorm(module: nn.Module) -> None:
+    """Raise `TreeError` for embeddings that renormalise their rows on look-up, which writes to the parameter."""
+    renormed = [
+        name or "the module itself"
+        for name, child in module.named_modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
+    ]
+    if renormed:
+        raise TreeError(
+            f"embeddings with max_norm write to their parameters as they are looked up:\n{listing(renormed)}\nSet "
+            "embedding.max_norm = None, and scale the rows in a hook: embedding.register_forward_hook(lambda module, inputs, "
+            "rows: rows * (max_norm / rows.norm(dim=-1, keepdim=True).clamp(min=max_norm)).detach())"
         )

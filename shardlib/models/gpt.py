@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.models.experts import Experts, Routed, moved, shift_of, with_losses
-from shardlib.models.layers import Fresh, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
+from shardlib.models.layers import Initial, Params, check_sizes, drop, layer_norm, layer_rules, linear, self_attention
 from shardlib.nn.attention import attention
 from shardlib.nn.blocks import OPEN, Gate, Sequential, checkpoint_name, sequential
 from shardlib.nn.blocks import block as mark_block
@@ -25,7 +25,7 @@ from shardlib.nn.sequence import gather_sequence, shard_sequence
 from shardlib.rng import Key
 from shardlib.sharded.tree import Sharded
 from shardlib.sparse import Layout
-from shardlib.tree import Tree
+from shardlib.tree import Tree, leaves_of
 
 # ``attend(q, k, v, layout=...)``, (B, heads, S, size) each: the attention of a layer.
 Attend = Callable[..., Tensor]
@@ -62,10 +62,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         check_sizes(self, "vocab", "layers", "width", "heads", "sequence")
         if self.moe is not None and self.layers % len(self.moe.per_layer):
-            raise ValueError(
-                f"GPTConfig: moe.per_layer={self.moe.per_layer} does not divide layers={self.layers}; give a pattern that "
-                "repeats, or a number for each layer"
-            )
+            raise ValueError(f"GPTConfig: moe.per_layer={self.moe.per_layer} does not divide layers={self.layers}")
 
     def experts_of(self, layer: int) -> int:
         """The number of experts of a layer; 0 where it has an MLP."""
@@ -83,26 +80,26 @@ def init(config: GPTConfig, seed: int = 0, device: str | torch.device = "cpu") -
     "ln2", "mlp": {"up", "down"}}``, and with experts it has in place of "mlp" a "moe" as `shardlib.nn.init_moe` makes it.
     Linear layers and norms are ``{"weight", "bias"}``. The rows of qkv are (heads, 3, size).
     """
-    fresh = Fresh(config.dtype, device, seed)
+    initial = Initial(config.dtype, device, seed)
     width, residual_std = config.width, 0.02 / math.sqrt(2 * config.layers)
 
     def one_block(layer: int) -> Params:
         params = {
-            "ln1": fresh.norm(width),
-            "attn": {"qkv": fresh.linear(3 * width, width), "out": fresh.linear(width, width, residual_std)},
-            "ln2": fresh.norm(width),
+            "ln1": initial.norm(width),
+            "attn": {"qkv": initial.linear(3 * width, width), "out": initial.linear(width, width, residual_std)},
+            "ln2": initial.norm(width),
         }
         if config.moe is None or not config.experts_of(layer):
-            mlp = {"up": fresh.linear(4 * width, width), "down": fresh.linear(width, 4 * width, residual_std)}
+            mlp = {"up": initial.linear(4 * width, width), "down": initial.linear(width, 4 * width, residual_std)}
             return params | {"mlp": mlp}
         key, how = Key(seed).fold_in(f"blocks/{layer}/moe"), {"dtype": config.dtype, "device": device}
         return params | {"moe": config.moe.init(key, layer, width, 4 * width, out_std=residual_std, **how)}
 
-    tokens = fresh.normal(config.vocab, width)
+    tokens = initial.normal(config.vocab, width)
     return {
-        "embed": {"tokens": tokens, "positions": fresh.normal(config.sequence, width)},
+        "embed": {"tokens": tokens, "positions": initial.normal(config.sequence, width)},
         "blocks": [one_block(layer) for layer in range(config.layers)],
-        "head": {"norm": fresh.norm(width), "weight": tokens if config.tie else fresh.normal(config.vocab, width)},
+        "head": {"norm": initial.norm(width), "weight": tokens if config.tie else initial.normal(config.vocab, width)},
     }
 
 
@@ -312,9 +309,4 @@ def slicing_rules(config: GPTConfig, blocks: bool = False) -> dict[str, Any]:
 
 def parameters_count(config: GPTConfig) -> int:
     """The number of elements of ``init(config)``; tied embeddings count once."""
-    w = config.width
-    attention, mlp = 4 * w * w + 8 * w, 8 * w * w + 5 * w  # squares of W; biases, and in the first two norms
-    embeddings = (config.vocab * (1 if config.tie else 2) + config.sequence) * w
-    experts = [layer for layer in range(config.layers) if config.experts_of(layer)]
-    counts = [config.moe.count(layer, w, 4 * w) for layer in experts] if config.moe else []
-    return config.layers * attention + (config.layers - len(experts)) * mlp + sum(counts) + embeddings + 2 * w
+    return sum({id(leaf): leaf.numel() for leaf in leaves_of(init(config, device="meta"))}.values())

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from types import MethodType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardlib.common._compat import own_parameters
-from shardlib.errors import TreeError, listing
 from shardlib.nn.dropout import dropout
 from shardlib.rng import Key
 from shardlib.sparse.layout import check_layout
@@ -21,7 +17,7 @@ from shardlib.transforms.tensor_slicing import column, row
 Params = dict[str, Any]
 
 
-class Fresh:
+class Initial:
     """Initial parameters of one model. Values depend on ``seed`` and the order of the calls, not on ``device``."""
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device, seed: int) -> None:
@@ -101,74 +97,8 @@ def check_sizes(config: Any, *names: str) -> None:
         if getattr(config, name) < 1:
             raise ValueError(f"{kind}: {name}={getattr(config, name)}, but it must be at least 1")
     if config.width % config.heads:
-        raise ValueError(
-            f"{kind}: heads={config.heads} does not divide width={config.width}; "
-            "choose a width that is a multiple of heads"
-        )
+        raise ValueError(f"{kind}: heads={config.heads} does not divide width={config.width}; choose a multiple")
     if not 0.0 <= config.dropout < 1.0:
         raise ValueError(f"{kind}: dropout={config.dropout}, but it must lie in [0, 1)")
     if config.layout is not None and check_layout(config.layout).heads not in (1, config.heads):
-        raise ValueError(
-            f"{kind}: the layout has {config.layout.heads} heads and the model heads={config.heads}: make it for 1 head, "
-            "which stands for all, or for as many"
-        )
-
-
-# peft's adapters: what must be known of their modules.
-# Of single parameters (``target_parameters``), such as those of experts: for each call peft parametrizes the module that
-# owns the parameter, which writes to the parameter, and makes it a buffer unless it is an `nn.Parameter`. Here the adapted
-# weight stands in the parameter's place for the call.
-
-
-_ACTIVATE = "_activate_lora"  # peft's context in which a wrapper calls the module that it adapts
-
-
-def require_no_adapters(module: nn.Module, names: Collection[str]) -> None:
-    """Refuse to draw adapters as other modules are drawn: an adapter starts by its own rule, most as no change.
-
-    Args:
-        names: of the parameters that are to be drawn.
-
-    Raises:
-        TreeError: some are adapters; lists them.
-    """
-    inside = [
-        f"{path}.{part}." if path else f"{part}."
-        for path, owner in module.named_modules()
-        for part in getattr(owner, "adapter_layer_names", ())
-    ]
-    if adapters := [name for name in sorted(names) if name.startswith(tuple(inside))]:
-        raise TreeError(
-            f"adapters of peft on the meta device have lost how they start:\n{listing(adapters)}\nPut them on a base from "
-            "files, by sl.checkpoint.from_pretrained(..., change=lambda model: peft.get_peft_model(model, config)), or on "
-            "one that is not on the meta device"
-        )
-
-
-def is_adapted_parameter(module: nn.Module) -> bool:
-    """Whether a module is peft's wrapper of one parameter."""
-    return hasattr(module, "parameter_name") and hasattr(module, _ACTIVATE)
-
-
-def adapt_in_place(module: nn.Module) -> None:
-    """Have peft's wrappers of parameters among the submodules put the adapted weight in the parameter's place."""
-    for wrapper in filter(is_adapted_parameter, module.modules()):
-        setattr(wrapper, _ACTIVATE, MethodType(_adapted, wrapper))
-
-
-@contextmanager
-def _adapted(wrapper: Any, active: Sequence[str]) -> Iterator[None]:
-    held = own_parameters(wrapper.get_base_layer())
-    name = wrapper.parameter_name
-    weight = adapted = held[name]
-    for adapter in (adapter for adapter in active if adapter in wrapper.lora_A):
-        if wrapper.num_experts > 1:
-            left, right, scale = wrapper.get_delta_factors(adapter)
-            adapted = torch.baddbmm(adapted, left, right, alpha=scale)
-        else:
-            adapted = adapted + wrapper.get_delta_weight(adapter)
-    held[name] = adapted
-    try:
-        yield
-    finally:
-        held[name] = weight
+        raise ValueError(f"{kind}: the layout has {config.layout.heads} heads; make it for 1 or for {config.heads}")

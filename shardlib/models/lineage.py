@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,23 +12,10 @@ from shardlib.common._compat import OperatorMode, pytree, storage_id, to_copy, w
 from shardlib.errors import TreeError, listing
 
 NO_VALUES = (
-    "Let it wrap, copy and leave out weights, and start new ones without reading these, as LoRA does by default; vocab= "
-    "resizes embeddings of tokens"
+    "Let it wrap, copy and leave out weights, and start new ones without reading these; vocab= resizes embeddings"
 )
 _COPIES = {torch.ops.aten.clone.default, to_copy}
 _MADE_ALIKE = ("new_", "_like")  # parts of names of operators that read of a tensor its form alone
-
-
-class StorageLayout(NamedTuple):
-    """How a tensor lies in its storage."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> StorageLayout:
-        return StorageLayout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 class Lineage(OperatorMode):
@@ -81,7 +68,7 @@ class Lineage(OperatorMode):
             line = self._line(leaf)
             if not self._has_line(leaf):
                 continue
-            if line is None or StorageLayout.of(leaf) != StorageLayout.of(self._own[line][0][1]):
+            if line is None or _lies(leaf) != _lies(self._own[line][0][1]):
                 failures.append(f"{name}: shape {tuple(leaf.shape)}")
                 continue
             before = [name for name, _ in self._own[line]]
@@ -118,3 +105,8 @@ def tensors_of(module: nn.Module) -> Mapping[str, torch.Tensor]:
 
 def _storage(leaf: torch.Tensor) -> int:
     return storage_id(leaf.untyped_storage())
+
+
+def _lies(leaf: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in its storage."""
+    return tuple(leaf.shape), leaf.stride(), int(leaf.storage_offset())

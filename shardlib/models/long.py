@@ -11,23 +11,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardlib.errors import BatchError, TreeError
-from shardlib.nn.sparse_attention import sparse_attention
+from shardlib.nn.attention import sparse_attention
 from shardlib.rng import Key
 from shardlib.sparse.layout import Layout, check_layout
 
 _NAME = "shardlib_sparse"
-# The name of a model's learned positions (Llama computes its own), and the number of rows before the first position.
-_POSITIONS = {
-    "bert": ("embeddings.position_embeddings", 0),
-    "roberta": ("embeddings.position_embeddings", 2),
-    "gpt2": ("wpe", 0),
-    "llama": (None, 0),
-}
-_ATTENTION = {
-    "bert": "BertSelfAttention",
-    "roberta": "RobertaSelfAttention",
-    "gpt2": "GPT2Attention",
-    "llama": "LlamaAttention",
+# Kind of model -> the class of its attention, the name of its learned positions (Llama computes its own), and the number of
+# rows before the first position.
+_KNOWN = {
+    "bert": ("BertSelfAttention", "embeddings.position_embeddings", 0),
+    "roberta": ("RobertaSelfAttention", "embeddings.position_embeddings", 2),
+    "gpt2": ("GPT2Attention", "wpe", 0),
+    "llama": ("LlamaAttention", None, 0),
 }
 
 
@@ -42,16 +37,16 @@ def with_sparse_attention(module: nn.Module, layout: Layout) -> nn.Module:
         ValueError: the layout is causal and the model an encoder.
     """
     check_layout(layout)
-    config = _config(module, _ATTENTION)
+    config = _config(module)
     if getattr(config, "reorder_and_upcast_attn", False):
         raise TreeError("reorder_and_upcast_attn computes whole scores: set it to False in the model's config")
-    name = _ATTENTION[config.model_type]
+    name = _KNOWN[config.model_type][0]
     layers: list[Any] = [layer for layer in module.modules() if type(layer).__name__ == name]
     for layer in layers:
         if layout.causal and not layer.is_causal:
+            kind = type(module).__name__
             raise ValueError(
-                f"the layout is causal, and {type(module).__name__} is not: make the layout with causal=False, or the model "
-                "with is_decoder=True in its config"
+                f"the layout is causal, and {kind} is not: use causal=False, or is_decoder=True in its config"
             )
     for layer in layers:
         layer.sparse_layout = layout
@@ -70,8 +65,8 @@ def extend_positions(module: nn.Module, length: int) -> nn.Module:
         TreeError: the model is another one.
         ValueError: the model already takes more than ``length`` tokens.
     """
-    config = _config(module, _POSITIONS)
-    name, first = _POSITIONS[config.model_type]
+    config = _config(module)
+    _, name, first = _KNOWN[config.model_type]
     rows = length + first
     if rows < config.max_position_embeddings:
         raise ValueError(f"the model takes {config.max_position_embeddings - first} tokens, more than {length}")
@@ -110,8 +105,8 @@ def pad_to_multiple(
     lengths = {name: batch[name].shape[1] for name in fill if name in batch and batch[name].dim() > 1}
     if len(lengths) < len(fill) or len({*lengths.values()}) > 1:
         raise BatchError(
-            f"pad_to_multiple(fill={dict(fill)}): the batch has sequences {lengths}; name tensors of one length, of shape "
-            "(batch, sequence, ...)"
+            f"pad_to_multiple(fill={dict(fill)}): the batch has sequences {lengths}; name tensors (batch, sequence, ...) of "
+            "one length"
         )
     more = -next(iter(lengths.values()), 0) % multiple
 
@@ -123,12 +118,12 @@ def pad_to_multiple(
     return {name: padded(name, x) for name, x in batch.items()}
 
 
-def _config(module: nn.Module, known: Mapping[str, Any]) -> Any:
+def _config(module: nn.Module) -> Any:
     config = getattr(module, "config", None)
-    if getattr(config, "model_type", None) not in known:
+    if getattr(config, "model_type", None) not in _KNOWN:
         raise TreeError(
-            f"{type(module).__name__} is none of transformers' {', '.join(known)}: call sl.nn.attention(q, k, v, layout=...) "
-            "in the model's own code"
+            f"{type(module).__name__} is none of transformers' {', '.join(_KNOWN)}: call sl.nn.attention(q, k, v, "
+            "layout=...) in its code"
         )
     return config
 
@@ -154,8 +149,8 @@ def _attend(
     """Sparse attention as transformers calls it: heads are dimension 1 of the inputs and dimension 2 of the output."""
     if key.shape[2] != query.shape[2]:
         raise BatchError(
-            f"sparse attention of {query.shape[2]} queries and {key.shape[2]} keys: a layout is for one whole sequence; "
-            "pass use_cache=False, and no encoder's states"
+            f"sparse attention of {query.shape[2]} queries and {key.shape[2]} keys; pass use_cache=False, and no encoder's "
+            "states"
         )
     layout: Any = module.sparse_layout
     out = sparse_attention(

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,23 +16,15 @@ from shardlib import init
 from shardlib.common._compat import (
     OperatorMode,
     no_modes,
-    no_torch_function,
     own_buffers,
     own_parameters,
-    pytree,
     storage_id,
-    wrapper_subclass,
     writes,
 )
 from shardlib.errors import TreeError, listing
-from shardlib.models.copying import Copy
-from shardlib.models.layers import require_no_adapters
+from shardlib.models.copying import joined
+from shardlib.models.peft import require_no_adapters
 from shardlib.rng import Key
-
-_REMEDY = (
-    "Give them a reset_parameters(), or pass sl.shard a function that builds the module on the CPU: lambda: "
-    "sl.from_module(Model())[1]"
-)
 
 
 def sharing(module: nn.Module) -> nn.Module:
@@ -67,12 +58,13 @@ def initialised(given: nn.Module, key: Key, names: Collection[str] | None = None
         if names is None or any(id(leaf) in wanted for leaf in owner.parameters())
     ]
     made: dict[int, Any] = {}
-    with torch.no_grad(), _Counted(key) as counted:
+    with torch.no_grad(), CountedDraws(key) as counted:
         for owner, start in owners:
             _empty(owner, made, wanted)
             _begin(owner, start)
-    written = ((name, leaf) for name, leaf in module.named_parameters() if name in drawn)
-    _require_written(module, written, counted, "parameters")
+    kinds = {path: type(owner).__name__ for path, owner in module.named_modules()}
+    missing = [name for name, leaf in module.named_parameters() if name in drawn and not counted.wrote(leaf)]
+    _require_none("parameters", [f"{name}: {kinds[name.rpartition('.')[0]]}" for name in missing])
     for name, leaf in real.items():
         path, _, last = name.rpartition(".")
         own_parameters(module.get_submodule(path))[last] = leaf
@@ -95,21 +87,25 @@ def reset_buffers(module: nn.Module, filled_later: Collection[str] = ()) -> dict
         if not any(buffer.is_meta for buffer in owner.buffers(recurse=False)):
             continue
         real = copy.deepcopy(owner).to_empty(device="cpu", recurse=False)
-        with torch.no_grad(), _Counted(Key(torch.initial_seed())) as counted:
+        with torch.no_grad(), CountedDraws(Key(torch.initial_seed())) as counted:
             _begin(real, starts[id(owner)])
         for name, buffer in real.named_buffers(recurse=False):
-            path = f"{prefix}.{name}" if prefix else name
+            path = joined(prefix, name)
             if path in values:
                 continue
             values[path] = buffer
             if path not in filled_later and not counted.wrote(buffer):
                 failures.append(f"{path}: {type(owner).__name__}")
-    if failures:
-        raise TreeError(
-            f"buffers on the meta device that neither reset_parameters() nor a model's _init_weights() writes:\n"
-            f"{listing(failures)}\n{_REMEDY}"
-        )
+    _require_none("buffers", failures)
     return values
+
+
+def _require_none(what: str, missing: list[str]) -> None:
+    if missing:
+        raise TreeError(
+            f"{what} on the meta device that neither reset_parameters() nor a model's _init_weights() writes:\n"
+            f"{listing(missing)}\nAdd a reset_parameters(), or pass sl.shard a function that builds the module on the CPU"
+        )
 
 
 Start = Callable[[nn.Module], Any] | None
@@ -145,19 +141,7 @@ def _empty(owner: nn.Module, made: dict[int, Any], wanted: Collection[int]) -> N
             own_buffers(owner)[name] = made[id(buffer)][0]
 
 
-def _require_written(module: nn.Module, leaves: Any, counted: _Counted, what: str) -> None:
-    owners = dict(module.named_modules())
-    missing = [
-        f"{name}: {type(owners[name.rpartition('.')[0]]).__name__}" for name, leaf in leaves if not counted.wrote(leaf)
-    ]
-    if missing:
-        raise TreeError(
-            f"{what} on the meta device that neither reset_parameters() nor a model's _init_weights() writes:\n"
-            f"{listing(missing)}\n{_REMEDY}"
-        )
-
-
-class _Counted(OperatorMode):
+class CountedDraws(OperatorMode):
     """A mode in which in-place draws from normal and uniform distributions use counter-based keys.
 
     So a rank that records an initialiser (see `shardlib.init.deferred`) draws only its shard of a parameter. The mode also
@@ -177,16 +161,12 @@ class _Counted(OperatorMode):
             storage = args[0].untyped_storage()
             self._written[storage_id(storage)] = storage  # kept alive, so that its id is not used again
         draw = _DRAWS.get(op)
-        if draw is None or kwargs.get("generator") is not None or not _drawn(args[0]):
+        if draw is None or kwargs.get("generator") is not None or args[0].is_meta or not args[0].is_floating_point():
             return op(*args, **kwargs)
         tensor, *numbers = args
         self._draws += 1
         key = self._key.fold_in(self._draws)
         return tensor.copy_(draw(key, tensor.shape, *numbers, dtype=tensor.dtype, device=tensor.device))
-
-
-def _drawn(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and not tensor.is_meta
 
 
 def _normal(key: Key, shape: torch.Size, mean: float = 0.0, std: float = 1.0, **like: Any) -> torch.Tensor:
@@ -197,102 +177,3 @@ _DRAWS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.normal_.default: _normal,
     torch.ops.aten.uniform_.default: init.uniform,
 }
-
-
-# Tensors without memory that stand, in a module's copy, wherever the module held a parameter or a buffer.
-# In its own dictionaries a module has the tensors of the present call. Whatever else holds a parameter (a plain object, a
-# list, a closure) has the placeholder, any use of which is a use of the tensor that the module has by its name.
-
-
-class Placeholder(torch.Tensor):
-    """A tensor that stands for a parameter or buffer of a module; see the module's docstring.
-
-    Args:
-        path: the name of the tensor in the whole module.
-        like: the tensor.
-    """
-
-    _owner: nn.Module
-    _path: str
-
-    @staticmethod
-    def __new__(cls, path: str, like: torch.Tensor) -> Placeholder:
-        with no_torch_function():
-            made = wrapper_subclass(cls, like.shape, dtype=like.dtype, device=torch.device("meta"))
-        made._path, made._is_param = path, isinstance(like, nn.Parameter)  # what isinstance(made, nn.Parameter) asks
-        return made
-
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
-
-    def present(self) -> torch.Tensor:
-        """The tensor that the module has now.
-
-        Raises:
-            TreeError: the module is in no call that has it.
-        """
-        name = self._path.rpartition(".")[2]
-        held = own_parameters(self._owner).get(name, own_buffers(self._owner).get(name))
-        if held is None or held is self:
-            raise TreeError(
-                f"{self._path} is used outside of a call that has it: by a block that it is not a parameter of, or after the "
-                "call. Use it inside of apply(params, ...)"
-            )
-        if not torch.is_grad_enabled() and _in_function():
-            raise TreeError(
-                f"{self._path} was given to an autograd.Function, or to what runs in one, by what is no module (a closure, a "
-                "list, a plain object), so that it would get no gradient. Give the function the module's own attribute, or a "
-                "view: weight.view_as(weight)"
-            )
-        return held
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Placeholder, Placeholder.present, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        paths = {value._path for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Placeholder)}
-        raise TreeError(
-            f"{', '.join(sorted(paths))}: read by code below torch's functions, through what is no module (a closure, a "
-            "list, a plain object). Read the module's own attribute"
-        )
-
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
-def _in_function() -> bool:
-    """Whether the forward of an autograd.Function runs, whose arguments alone are differentiated."""
-    frame = sys._getframe()
-    while frame.f_code is not _APPLY and frame.f_back:
-        frame = frame.f_back
-    return frame.f_code is _APPLY
-
-
-class Copied(NamedTuple):
-    """A copy of a module in which each parameter and buffer is one placeholder, wherever the module has it.
-
-    Attributes:
-        copier: what made the copy.
-        placeholders: by the names of parameters and buffers; of tied ones the first.
-    """
-
-    module: nn.Module
-    copier: Copy
-    placeholders: dict[str, Placeholder]
-
-
-def copy_with_placeholders(module: nn.Module) -> Copied:
-    """A copy of a module, or of the module of another `Copied`."""
-    tensors = dict((*module.named_parameters(), *module.named_buffers()))
-    placeholders = {name: Placeholder(name, tensor) for name, tensor in tensors.items()}
-    held: dict[int, Any] = {id(tensor): placeholders[name] for name, tensor in tensors.items()}
-    copier = Copy(module.modules(), tensors, held)
-    made = copier(module)
-    for name, placeholder in placeholders.items():
-        placeholder._owner = made.get_submodule(name.rpartition(".")[0])
-    return Copied(made, copier, placeholders)

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from shardlib.models.gpt import GPTConfig, hidden_and_layers, scored
 from shardlib.models.layers import Params
-from shardlib.nn.distillation import distillation
-from shardlib.nn.functional import Mean
+from shardlib.nn.functional import Mean, distillation
 from shardlib.nn.sequence import shard_sequence
 from shardlib.rng import Key
 
@@ -41,19 +40,16 @@ def make_loss(student: GPTConfig, teacher: GPTConfig, *, temperature: float = 1.
     True
     """
     if student.vocab != teacher.vocab:
-        raise ValueError(
-            f"a student of {student.vocab} words cannot follow a teacher of {teacher.vocab}: use one vocabulary"
-        )
+        raise ValueError(f"a student of {student.vocab} words and a teacher of {teacher.vocab}: use one vocabulary")
 
     def loss(params: Params, batch: dict[str, Any], rng: Key | None = None) -> Any:
         weight = batch.get("distill")
         if not isinstance(weight, (int, float)):
             raise ValueError(
-                f"the batch's 'distill' is {type(weight).__name__}, and is to be a number, what the divergence from the "
-                "teacher is multiplied by: batch | {'distill': float(schedule(state.step))}"
+                f"the batch's 'distill' is {type(weight).__name__}; give the divergence's weight, a number: batch | "
+                f"{{'distill': float(schedule(state.step))}}"
             )
-        segments, positions = batch.get("segments"), batch.get("positions")
-        packed = {"segments": segments, "positions": positions}
+        packed = {name: batch.get(name) for name in ("segments", "positions")}
         own = params["student"]
         x, layers = hidden_and_layers(student, own, batch["tokens"], rng, **packed)
         value = scored(student, x, layers, own["head"]["weight"], batch)
@@ -68,9 +64,9 @@ def make_loss(student: GPTConfig, teacher: GPTConfig, *, temperature: float = 1.
             how = "sum" if isinstance(value, Mean) else "mean"
             apart = distillation(mine, logits, temperature=temperature, mask=mask, reduction=how)
         if isinstance(value, Mean):
-            return Mean(value.total + weight * apart, value.weight), aux | {
-                "distill": Mean(apart.detach(), value.weight)
-            }
-        return value + weight * apart, aux | {"distill": Mean(apart.detach(), torch.ones_like(apart))}
+            total, of = Mean(value.total + weight * apart, value.weight), value.weight
+        else:
+            total, of = value + weight * apart, torch.ones_like(apart)
+        return total, aux | {"distill": Mean(apart.detach(), of)}
 
     return loss

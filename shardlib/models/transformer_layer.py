@@ -33,7 +33,7 @@ from shardlib.kernels.common.saved import kept_in_bf16, recomputed
 from shardlib.kernels.gelu import gelu
 from shardlib.kernels.norm import layer_norm
 from shardlib.kernels.softmax import softmax
-from shardlib.models.layers import Params, layer_rules
+from shardlib.models.layers import Initial, Params, layer_rules
 from shardlib.nn.attention import attention
 from shardlib.nn.dropout import dropout
 from shardlib.nn.functional import local_slice, slice_of
@@ -77,9 +77,7 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
-            raise ValueError(
-                f"LayerConfig: heads={self.heads} does not divide width={self.width}; choose a multiple of heads"
-            )
+            raise ValueError(f"LayerConfig: heads={self.heads} does not divide width={self.width}; choose a multiple")
         if self.norm not in ("pre", "post"):
             raise ValueError(f"LayerConfig: norm={self.norm!r} is neither 'pre' nor 'post'")
         for name in ("dropout", "attention_dropout"):
@@ -88,9 +86,7 @@ class LayerConfig:
         if unknown := set(self.recompute) - set(RECOMPUTE):
             raise ValueError(f"LayerConfig: recompute names {sorted(unknown)}; it can name {RECOMPUTE}")
         if self.stochastic and self.dtype != torch.float32:
-            raise ValueError(
-                f"LayerConfig: stochastic keeps fp32 activations in bf16, and dtype is {self.dtype}; leave it out"
-            )
+            raise ValueError(f"LayerConfig: stochastic is for fp32, and dtype is {self.dtype}; leave it out")
 
 
 def init(config: LayerConfig, seed: int = 0) -> Params:
@@ -99,21 +95,12 @@ def init(config: LayerConfig, seed: int = 0) -> Params:
     Returns ``{"ln1", "attn": {"qkv", "out"}, "ln2", "mlp": {"up", "down"}}``, each a ``{"weight", "bias"}``, as a block of
     `shardlib.models.gpt`. Weights are (out, in); the rows of qkv are (heads, 3, size).
     """
-    generator = torch.Generator().manual_seed(seed)
-    width, inner = config.width, config.inner or 4 * config.width
-
-    def linear(out: int, into: int) -> Params:
-        weight = torch.empty(out, into).normal_(std=0.02, generator=generator).to(config.dtype)
-        return {"weight": weight, "bias": torch.zeros(out, dtype=config.dtype)}
-
-    def norm() -> Params:
-        return {"weight": torch.ones(width, dtype=config.dtype), "bias": torch.zeros(width, dtype=config.dtype)}
-
+    initial, width, inner = Initial(config.dtype, "cpu", seed), config.width, config.inner or 4 * config.width
     return {
-        "ln1": norm(),
-        "attn": {"qkv": linear(3 * width, width), "out": linear(width, width)},
-        "ln2": norm(),
-        "mlp": {"up": linear(inner, width), "down": linear(width, inner)},
+        "ln1": initial.norm(width),
+        "attn": {"qkv": initial.linear(3 * width, width), "out": initial.linear(width, width)},
+        "ln2": initial.norm(width),
+        "mlp": {"up": initial.linear(inner, width), "down": initial.linear(width, inner)},
     }
 
 
@@ -194,9 +181,7 @@ def _attention(config: LayerConfig, params: Params, qkv: Tensor, rng: Key | None
     if lengths is None and config.attention_dropout == 0:
         return attention(q, k, v, causal=config.causal).transpose(1, 2).flatten(2)
     if environment().parts is not None:
-        raise ValueError(
-            "transformer_layer: lengths and attention dropout need whole sequences; leave shardlib.sequence out"
-        )
+        raise ValueError("lengths and attention dropout need whole sequences; leave shardlib.sequence out")
     scale = 1 / math.sqrt(q.shape[-1])
     seen = softmax(q @ k.transpose(-1, -2), lengths=lengths, causal=config.causal, scale=scale)
     if rng is None or config.attention_dropout == 0:

@@ -8,19 +8,15 @@ from shardlib.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_
 from shardlib.kernels.rotary import angles, rotary
 from shardlib.kernels.softmax import softmax
 from shardlib.kernels.swiglu import swiglu
-from shardlib.nn.attention import attention
+from shardlib.nn.attention import attention, sparse_attention
 from shardlib.nn.blocks import Gate, block, checkpoint_name, sequential
-from shardlib.nn.distillation import distillation
 from shardlib.nn.dropout import dropout
-from shardlib.nn.functional import Mean, embedding, linear_cross_entropy
+from shardlib.nn.functional import Mean, distillation, embedding, linear_cross_entropy
 from shardlib.nn.moe import routers
-from shardlib.nn.moe.config import MoEConfig
 from shardlib.nn.moe.experts import run_experts
-from shardlib.nn.moe.fresh import init_moe
-from shardlib.nn.moe.layer import moe
+from shardlib.nn.moe.layer import MoEConfig, init_moe, moe
 from shardlib.nn.scaled import scaled_matmul
 from shardlib.nn.sequence import gather_batch, gather_sequence, shard_sequence, sum_sequence
-from shardlib.nn.sparse_attention import sparse_attention
 from shardlib.nn.tiled import tiled
 
 __all__ = [

@@ -7,40 +7,9 @@ dimension 1 (batch, sequence, ...), whereas batches have the whole sequence. A m
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 
-from shardlib.collectives.sequence.base import Attention
 from shardlib.common.environment import environment
-
-
-class Parts(Protocol):
-    """The implementation of this file's functions, and of `attention` and losses, for a run under a sequence plan."""
-
-    def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
-
-    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention) -> torch.Tensor: ...
-
-    def loss(
-        self,
-        losses: Callable[[torch.Tensor, str], torch.Tensor],
-        x: torch.Tensor,
-        targets: torch.Tensor,
-        ignore_index: int,
-        reduction: str,
-    ) -> torch.Tensor: ...
-
-    def positions(self, x: torch.Tensor) -> tuple[torch.Tensor, int]: ...
-
-    def chunks(self, length: int) -> list[tuple[int, int]]: ...
-
-    def note(self, what: str) -> None: ...
 
 
 def shard_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -48,8 +17,7 @@ def shard_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     plan.
 
     The part may be several chunks: under kind="ring" two, equally far from either end of the sequence. Backward fills in
-        zeros
-    for the other ranks' parts, since gradients of parameters are partial sums that are summed over the axis once.
+    zeros for the other ranks' parts, since gradients of parameters are partial sums that are summed over the axis once.
 
     Raises:
         SpecError: the length does not divide over the axis.
@@ -58,7 +26,7 @@ def shard_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     >>> sl.nn.shard_sequence(x) is x
     True
     """
-    parts: Parts | None = environment().parts
+    parts = environment().parts
     return x if parts is None else parts.shard(x, dim)
 
 
@@ -72,7 +40,7 @@ def gather_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     >>> sl.nn.gather_sequence(x) is x
     True
     """
-    parts: Parts | None = environment().parts
+    parts = environment().parts
     return x if parts is None else parts.gather(x, dim)
 
 
@@ -84,17 +52,11 @@ def sum_sequence(x: torch.Tensor) -> torch.Tensor:
     >>> float(sl.nn.sum_sequence(torch.tensor(3.0)))
     3.0
     """
-    parts: Parts | None = environment().parts
+    parts = environment().parts
     return x if parts is None else parts.sum(x)
 
 
 # Losses over the rows of all ranks: contrastive losses, in-batch negatives, statistics of the whole batch.
-
-
-class BatchRows(Protocol):
-    """The implementation of `gather_batch` on a mesh."""
-
-    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
 
 
 def gather_batch(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -113,5 +75,5 @@ def gather_batch(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     >>> torch.nn.functional.cross_entropy(scores, torch.arange(len(scores)))
     tensor(0.7437)
     """
-    rows: BatchRows | None = environment().rows
+    rows = environment().rows
     return x if rows is None else rows.gather(x, dim)

@@ -21,7 +21,6 @@ from shardlib.collectives.sequence.base import Attention
 from shardlib.common._compat import transformed
 from shardlib.common.environment import environment, within
 from shardlib.errors import LossError, listing
-from shardlib.nn.sequence import Parts
 
 # Tensors that are read, and made, tile by tile, so that of a whole tensor and of its gradient there is one copy each.
 # Forward mode and `torch.func` see plain views and copies.
@@ -233,8 +232,8 @@ class _Result:
             return
         if output.dim() <= self._dim or output.shape[self._dim] != length:
             raise ValueError(
-                f"tiled: a tile of {length} along dimension {self._dim} gave an output of shape {tuple(output.shape)}; the "
-                "function must keep the length, or return sums (tensors without dimensions)"
+                f"tiled: a tile of {length} along dimension {self._dim} gave an output of shape {tuple(output.shape)}. Keep "
+                "the length, or return sums without dimensions"
             )
         self._join.put(output)
 
@@ -243,13 +242,13 @@ class _Result:
 
 
 class _Tile:
-    """One tile of the tokens, as `shardlib.nn.sequence.Parts` for what runs in it.
+    """One tile of the tokens, as `shardlib.execute.sequence.SequenceParts` for what runs in it.
 
     Args:
         around: the parts of the caller.
     """
 
-    def __init__(self, around: Parts | None, dim: int, start: int, stop: int, length: int) -> None:
+    def __init__(self, around: Any, dim: int, start: int, stop: int, length: int) -> None:
         self._around, self._dim, self._start, self._stop, self._length = around, dim, start, stop, length
 
     def run(self, fn: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> Any:
@@ -259,8 +258,8 @@ class _Tile:
     def positions(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         if self._dim != 1 or x.shape[1] != self._stop - self._start:
             raise LossError(
-                f"dropout of shape {tuple(x.shape)} in tiles along dimension {self._dim} of {self._stop - self._start}: a "
-                "mask is drawn by positions, which are dimension 1; tile along dimension 1, or drop outside of the tiles"
+                f"dropout of shape {tuple(x.shape)} in tiles along dimension {self._dim} of {self._stop - self._start}. Tile "
+                "along dimension 1, the positions, or drop outside of the tiles"
             )
         like = x.new_zeros(()).expand(x.shape[0], self._length)
         whole = torch.arange(self._length, device=x.device), self._length
@@ -298,8 +297,8 @@ class _Tile:
 
     def _refuse(self, name: str) -> NoReturn:
         raise LossError(
-            f"{name} in a tile of tokens {self._start} to {self._stop - 1} of {self._length}: it needs the whole sequence. "
-            "Call it outside of sl.nn.tiled (outside of the modules that sl.tile runs in tiles)"
+            f"{name} in a tile of tokens {self._start} to {self._stop - 1} of {self._length} needs the whole sequence. Call "
+            "it outside of sl.nn.tiled, or of the modules that sl.tile names"
         )
 
 
@@ -355,7 +354,7 @@ class TiledModules:
             if len(counts) > 1:
                 raise LossError(
                     f"the modules of {' and '.join(place or '(the tree)' for place in places)} have parameters of the same "
-                    "names, and the plan runs them in other numbers of tiles; give both the same"
+                    "names and other numbers of tiles. Give both the same"
                 )
             self._known[names] = places[0] if places else "/"  # which begins no path
         return self._known[names]
@@ -372,9 +371,8 @@ class TiledModules:
         """
         if self._tiles and not self._ran:
             raise LossError(
-                f"none of the modules that the plan runs in tiles ran:\n{listing(sorted(self._tiles))}\n"
-                "sl.tile(along='tokens') finds the modules of sl.from_module by the paths of their parameters; in functions "
-                "of your own call sl.nn.tiled"
+                f"none of the modules that the plan runs in tiles ran:\n{listing(sorted(self._tiles))}\nsl.tile finds "
+                "modules of sl.from_module; in functions of your own call sl.nn.tiled"
             )
 
 
@@ -388,7 +386,7 @@ class _InTiles:
         self._modules.note()
         if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].dim() < 2:
             raise LossError(
-                f"{self._path} runs in tiles of its tokens and is called with {len(args)} arguments and {sorted(kwargs)}; it "
-                "must be called with one tensor, (batch, tokens, ...) or (tokens, width), and treat every token alone"
+                f"{self._path} runs in tiles of its tokens and is called with {len(args)} arguments and {sorted(kwargs)}. "
+                "Call it with one tensor, (batch, tokens, ...) or (tokens, width)"
             )
         return tiled(self._forward, args[0], self._count, dim=1 if args[0].dim() > 2 else 0)

@@ -19,7 +19,7 @@ from shardlib.common import thresholds
 from shardlib.errors import TreeError
 from shardlib.models import huggingface
 from shardlib.models.huggingface import conversion
-from shardlib.models.huggingface.followed import Followed
+from shardlib.models.huggingface.conversion import OriginTensor
 
 TOKENS = torch.arange(8)[None] * 3 % 32
 
@@ -178,7 +178,7 @@ def joined(draw, name="x"):
     shapes = draw(st.integers(1, 3)), tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     count, shape = shapes
     values = [torch.arange(math.prod(shape)).reshape(shape) + 1000 * at for at in range(count)]
-    both = [values, [Followed.whole(str(at), torch.int64, shape) for at in range(count)]]
+    both = [values, [OriginTensor.whole(str(at), torch.int64, shape) for at in range(count)]]
     how = draw(st.sampled_from(["stack", "cat"]))
     dim = draw(st.integers(0, len(shape) - (how == "cat")))
     both = [getattr(torch, how)(each, dim) for each in both]

@@ -1,9 +1,11 @@
 """Training through the library, as one function that any mesh can run."""
 
+import pytest
 import torch
 
 import shardlib as sl
 from helpers.models import share
+from helpers.trees import assert_close
 from shardlib.execute.batches import batch_index
 
 LR, EPS, DECAY = 1e-3, 1e-5, 0.01
@@ -39,3 +41,10 @@ def simulate(mesh, loss_fn, params, batches, transform, tx, **options):
     for losses, norms, _ in results:
         assert losses == results[0][0] and norms == results[0][1], "ranks report different losses"
     return results[0]
+
+
+def assert_same_training(found, wanted, tolerance=1e-10):
+    """That two trainings have the same losses, norms and parameters, up to a relative error."""
+    for mine, theirs in zip(found[:2], wanted[:2]):
+        assert mine == pytest.approx(theirs, rel=tolerance)
+    assert_close(found[2], wanted[2], tolerance)

@@ -160,7 +160,7 @@ def test_an_output_layer_that_does_not_fit():
 
 
 def test_a_number_in_place_of_a_key():
-    result = r"key is 3, and no key; pass the rng that a loss function is given, or sl.Key\(3\), folded with the step"
+    result = r"key is 3, and no key; pass the loss function's rng, or sl.Key\(3\), folded with the step"
     for call in (
         lambda key: sl.dropout(x(), 0.1, key),
         lambda key: sl.init.normal(key, (3,)),

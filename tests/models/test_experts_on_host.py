@@ -17,8 +17,8 @@ from shardlib.errors import IllegalComposition, TreeError
 from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import experts_on_host, quantized
 from shardlib.models.decoding.decoder import Decoder
-from shardlib.models.decoding.library import GPT
-from shardlib.models.decoding.residence.store import ExpertCache, LayerStore
+from shardlib.models.decoding.experts_on_host import ExpertCache, LayerStore
+from shardlib.models.decoding.gpt import GPT
 
 PARAMS = random_params(dtype=torch.float64)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]

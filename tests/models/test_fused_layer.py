@@ -301,7 +301,7 @@ def test_refusals():
         LayerConfig(12, 5)
     with pytest.raises(ValueError, match=r"recompute names \['everything'\]"):
         LayerConfig(12, 3, recompute=("everything",))
-    with pytest.raises(ValueError, match=r"stochastic keeps fp32 activations in bf16, and dtype is torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"stochastic is for fp32, and dtype is torch\.bfloat16"):
         LayerConfig(12, 3, stochastic=True, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="neither 'pre' nor 'post'"):
         LayerConfig(12, 3, norm="sandwich")

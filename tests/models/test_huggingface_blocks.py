@@ -145,7 +145,7 @@ def test_sequences_stay_whole(kind):
         sharded = sl.shard(params, mesh, sl.chain(sl.sequence(axis, kind), *slices))
         sl.value_and_grad(loss_fn)(sharded, label_batches(1, ROWS)[0])
 
-    with pytest.raises(IllegalComposition, match="the attention of transformers' modules needs whole ones"):
+    with pytest.raises(IllegalComposition, match="transformers' attention needs whole sequences"):
         sl.simulate(run, mesh={axis: 2})
 
 
@@ -159,7 +159,7 @@ def test_unknown_models_are_refused():
 @pytest.mark.parametrize("batch", [{"input_ids": 0}, {"input_ids": 0, "labels": 0, "token_type_ids": 0}, [0]])
 def test_batches_that_hold_something_else(batch):
     loss_fn, params = cut(decoder("gpt2"))
-    with pytest.raises(BatchError, match="with input_ids and labels, and may hold attention_mask and position_ids;"):
+    with pytest.raises(BatchError, match="has input_ids and labels, and may have attention_mask and position_ids;"):
         loss_fn(params, batch)
 
 

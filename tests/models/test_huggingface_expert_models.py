@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from helpers.decoders import EXPERTS, VOCAB, decoder, label_batches
-from helpers.training import optimizer, simulate
+from helpers.training import assert_same_training, optimizer, simulate
 from helpers.trees import assert_close
 from optree import tree_leaves
 from oracle import one_device
@@ -62,13 +62,11 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_same_training(trained_alone, plan):
-    by_form, params, (losses, norms, final) = trained_alone
+    by_form, params, wanted = trained_alone
     form, transform = PLANS[plan]
     got = simulate({"data": 2}, by_form[form], copy.deepcopy(params), list(TOKENS), transform, optimizer(max_norm=1.0))
     # In fp32: these models compute their routers and their own loss in it, whatever the dtype of the weights.
-    assert got[0] == pytest.approx(losses, rel=1e-5)
-    assert got[1] == pytest.approx(norms, rel=1e-5)
-    assert_close(got[2], final, 1e-5)
+    assert_same_training(got, wanted, 1e-5)
 
 
 def gradients(mesh, loss_fn, params):
@@ -134,7 +132,7 @@ def test_experts_move_and_are_on_two_ranks(kind):
 def test_models_that_are_refused():
     with pytest.raises(TreeError, match="LlamaForCausalLM has no layers of experts"):
         huggingface.with_experts(decoder("llama"))
-    with pytest.raises(TreeError, match="output_router_logits adds a loss of all layers' routers"):
+    with pytest.raises(TreeError, match="set output_router_logits to False"):
         huggingface.decoder_blocks(decoder("mixtral", output_router_logits=True))
 
 
@@ -217,7 +215,7 @@ def test_two_projections_in_one_leaf_are_not_cut_as_one(ranks):
         sharded = sl.shard(params, mesh, chain)
         sl.value_and_grad(loss_of(apply))(sharded, TOKENS[0])
 
-    with pytest.raises(HandleError, match=r"gate_up_proj, and tensor_slicing cuts them as one matrix.*deal them out"):
+    with pytest.raises(HandleError, match=r"gate_up_proj, which tensor_slicing cuts as one matrix. Deal"):
         sl.simulate(run, mesh={"model": 2, "data": 1, "expert": ranks})
 
 

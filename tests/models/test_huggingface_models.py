@@ -1,12 +1,16 @@
-"""transformers' GPT-2, Llama and BERT train unmodified under every stage, as on one device."""
+"""transformers' GPT-2, Llama and BERT train unmodified under every stage, as on one device; on the meta device they get their
+own initial values, and no rank ever holds a whole model."""
 
 import copy
 import functools
 
+import optree
 import pytest
 import torch
-from helpers.training import optimizer, simulate
-from helpers.trees import assert_close
+from helpers.architectures import ARCHITECTURES, build
+from helpers.live import Live
+from helpers.training import assert_same_training, optimizer, simulate
+from helpers.trees import assert_same
 from oracle import one_device
 from transformers import (
     BertConfig,
@@ -20,6 +24,8 @@ from transformers import (
 
 import shardlib as sl
 from shardlib.errors import LossError
+from shardlib.models import huggingface
+from shardlib.tree import ties
 
 logging.set_verbosity_error()
 SMALL = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
@@ -62,12 +68,10 @@ def trained_alone(request):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_same_training(trained_alone, stage):
-    loss_fn, params, (losses, norms, final) = trained_alone
+    loss_fn, params, wanted = trained_alone
     got = simulate({"data": 3}, loss_fn, copy.deepcopy(params), list(TOKENS), sl.zero(stage), optimizer(max_norm=1.0))
     # In fp32: these models compute their own loss in it, whatever the dtype of the weights.
-    assert got[0] == pytest.approx(losses, rel=1e-5)
-    assert got[1] == pytest.approx(norms, rel=1e-5)
-    assert_close(got[2], final, 1e-5)
+    assert_same_training(got, wanted, 1e-5)
 
 
 def test_units_are_layers():
@@ -102,3 +106,61 @@ def test_a_models_output_is_aux(stage):
             sl.value_and_grad(loss_fn)(sl.shard(params, mesh, stage=stage), tokens)
 
     sl.simulate(run, mesh={"data": 2})
+
+
+# --- on the meta device ------------------------------------------------------------------------------------------
+
+
+def on_meta(kind, **changes):
+    with torch.device("meta"):
+        return build(kind, **changes)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_initial_values_are_the_models(kind):
+    """Leaf by leaf the constants and the deviations of transformers' own start; buffers; ties."""
+    torch.manual_seed(0)
+    own = build(kind)
+    _, init, buffers = sl.from_module(on_meta(kind), buffers=True)
+    params = init()
+    made = sl.models.state_dict(own, params, buffers)
+    drawn = 0
+    for name, wanted in own.named_parameters():
+        got = made[name]
+        assert got.shape == wanted.shape and got.dtype == wanted.dtype
+        if wanted.numel() == 1 or wanted.std() == 0:
+            assert torch.equal(got, wanted), name
+        else:  # the ratio of two deviations of n numbers: 5 standard errors
+            assert abs(torch.log(got.std() / wanted.std())) < 5 * wanted.numel() ** -0.5, name
+            assert abs(got.mean() - wanted.mean()) < 6 * wanted.std() * (2 / wanted.numel()) ** 0.5, name
+            assert not torch.equal(got, wanted)
+            drawn += 1
+    assert drawn > 5
+    assert_same({name: buffers[name] for name, _ in own.named_buffers()}, dict(own.named_buffers()))
+    assert ties(optree.tree_leaves(params)) == ties(optree.tree_leaves(sl.from_module(own)[1]))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+def test_the_same_on_every_mesh(stage, blocks):
+    module = on_meta("qwen3")
+    _, init = sl.from_module(module, blocks=huggingface.decoder_blocks(module) if blocks else None)
+    at_once = init()
+    head = at_once[-1] if blocks else at_once
+    assert abs(head["lm_head"]["weight"].std() - 0.02) < 0.002
+    for whole in sl.simulate(lambda mesh: sl.unshard(sl.shard(init, mesh, stage=stage)), mesh={"data": 3}):
+        assert_same(whole, at_once)
+
+
+def test_no_rank_ever_holds_the_model():
+    _, init = sl.from_module(on_meta("llama", num_hidden_layers=6, hidden_size=64, intermediate_size=64))
+    matrix = 4 * 64 * 64
+
+    def run(mesh):
+        with Live() as live:
+            sharded = sl.shard(init, mesh, stage=3)
+        return live.peak, 4 * sharded.plan.parameters
+
+    for peak, whole in sl.simulate(run, mesh={"data": 4}):
+        assert whole > 20 * matrix
+        assert whole / 4 <= peak < whole / 4 + 4 * matrix  # its share, and what draws its part of one matrix

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardlib as sl
 from shardlib.errors import LossError
 from shardlib.models import huggingface
-from shardlib.models.skeleton import Skeleton
+from shardlib.models.functional_module import FunctionalModule
 
 STAGES = pytest.mark.parametrize("stage", range(4))
 TWICE = 2  # forward, and again in backward
@@ -284,16 +284,16 @@ EVERYDAY = {"gpt2": (0, 3), "llama": (3,), "t5": (3,), "bert": (2,)}
 )
 def test_transformers_own_checkpointing(kind, stage, monkeypatch):
     module, batches = tiny(kind), batches_for(kind)
-    held = Skeleton.holding
+    held = FunctionalModule.holding
     put_in = []
-    monkeypatch.setattr(Skeleton, "holding", lambda *args: (put_in.append(1), held(*args))[1])
+    monkeypatch.setattr(FunctionalModule, "holding", lambda *args: (put_in.append(1), held(*args))[1])
 
     def loss_of(module):
         apply, params = sl.from_module(module)
         return lambda params, batch: apply(params, **batch).loss, params
 
     loss_fn, params = loss_of(module)
-    losses, norms, final = one_device.train(loss_fn, params, batches, max_norm=1.0)
+    wanted = one_device.train(loss_fn, params, batches, max_norm=1.0)
     assert len(put_in) == len(batches)
     module.gradient_checkpointing_enable({"use_reentrant": False})
     loss_fn, params = loss_of(module)
@@ -301,9 +301,7 @@ def test_transformers_own_checkpointing(kind, stage, monkeypatch):
     layers = 4 if kind == "t5" else 2
     assert len(put_in) == len(batches) + 2 * len(batches) * (1 + layers)  # each layer again in backward, on two ranks
     # In fp32: these models compute their own loss in it, whatever the dtype of the weights.
-    assert got[0] == pytest.approx(losses, rel=1e-5)
-    assert got[1] == pytest.approx(norms, rel=1e-5)
-    assert_close(got[2], final, 1e-5)
+    training.assert_same_training(got, wanted, 1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -319,8 +317,7 @@ def test_in_pipelines(kind, schedule, stage):
     loss_fn, params = sl.from_module(module, blocks=huggingface.decoder_blocks(module))
     transform = sl.chain(sl.zero(stage), sl.pipeline(schedule, 2))
     got = training.simulate({"data": 2, "pipe": 2}, loss_fn, params, batches, transform, training.optimizer())
-    assert got[0] == pytest.approx(wanted[0], rel=1e-10, abs=0)
-    assert_close(got[2], wanted[2], 1e-10)
+    training.assert_same_training(got, wanted)
 
 
 @pytest.mark.parametrize(

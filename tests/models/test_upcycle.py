@@ -78,11 +78,11 @@ def test_it_runs_shard_by_shard():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "swiglu"}, "copies of layer 1's MLP are 'gelu_tanh' of the inner width 48"),
+        ({"kind": "swiglu"}, "layer 1's MLP is 'gelu_tanh' of the inner width 48"),
         ({"kind": "gelu"}, "the experts are 'gelu'"),
         ({"hidden": 10}, "leave out hidden="),
         ({"residual": 10}, "give it residual=48"),
-        ({"per_layer": (0, 0, 2)}, r"\(0, 0, 2\) does not divide the model's 4 layers"),
+        ({"per_layer": (0, 0, 2)}, r"\(0, 0, 2\) does not divide 4 layers"),
     ],
 )
 def test_what_is_no_copy_is_refused(options, message):
@@ -125,7 +125,7 @@ def test_transformers_models_that_are_refused():
         huggingface.upcycle(decoder("gpt2"), 4, sl.Key(0))
     with pytest.raises(TreeError, match=r"MixtralForCausalLM has no model.layers.0.self_attn.q_proj.bias"):
         huggingface.upcycle(decoder("llama", attention_bias=True), 4, sl.Key(0))
-    with pytest.raises(ValueError, match="a token uses at least one, and at most all"):
+    with pytest.raises(ValueError, match="a token uses at least one expert, and at most all"):
         huggingface.upcycle(decoder("llama"), 2, sl.Key(0), per_token=3)
     with pytest.raises(TreeError, match="layers have the sliding windows None, None, 3, 3"):
         huggingface.upcycle(decoder("qwen3", **WINDOW, max_window_layers=2), 4, sl.Key(0))

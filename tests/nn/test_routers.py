@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.nn import routers
-from shardlib.nn.moe.capacity import tokens_of
-from shardlib.nn.moe.routing import is_kept
+from shardlib.nn.moe.routing import is_kept, tokens_of
 
 # Inputs and weights of the fixtures: x[t, h] = (4t + h)/8, W[e, h] = sin(4e + h).
 X = torch.arange(8.0).view(2, 4) / 8

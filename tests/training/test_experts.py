@@ -731,9 +731,9 @@ def test_layers_that_do_not_fit_the_plan():
         state, step = sl.make_train_step(counted(router), sl.shard(PARAMS[0], mesh, chain), sl.optim.sgd(0.1))
         step(state, BATCHES[0])
 
-    with pytest.raises(ValueError, match=r"deals out some and not others: name all leaves of a layer's experts"):
+    with pytest.raises(ValueError, match=r"deals out some leaves of a layer and not others"):
         sl.simulate(run, sl.experts(rules="experts/up"), TOP_2, mesh={"expert": 2})
-    with pytest.raises(ValueError, match="this layer's router has none: give the router a capacity"):
+    with pytest.raises(ValueError, match=r"this router has none. Give it a shardlib.nn.routers.Capacity"):
         sl.simulate(run, sl.experts(padded=True), TOP_2, mesh={"expert": 2})
     slices = sl.tensor_slicing({"experts/gate": "column", "experts/up": "column"})
     with pytest.raises(

@@ -16,7 +16,7 @@ from shardlib.collectives.tokens.fetch import TokenFetch
 from shardlib.errors import IllegalComposition
 from shardlib.execute.batches import batch_index
 from shardlib.nn import routers
-from shardlib.nn.moe.slots import Slots
+from shardlib.nn.moe.placement import ExpertPlacement
 from shardlib.tree import tree_map
 
 WIDTH, HIDDEN, EXPERTS, ROWS = 4, 6, 4, 24
@@ -230,7 +230,7 @@ def sent_in_a_step(mesh, axes, spare, seats, replicas):
     _, metrics = step(state, share(BATCHES[0], mesh.rank, mesh.size))
     measured, bare = sent(), sl.make_plan(params, mesh, chain).payload()
     everyone = torch.stack(all_gather_object(mesh, list(axes), metrics["aux"]))
-    slots = Slots(tuple(seats.tolist()), tuple(replicas.tolist()), mesh.size, spare)
+    slots = ExpertPlacement(tuple(seats.tolist()), tuple(replicas.tolist()), mesh.size, spare)
     counts = torch.zeros(mesh.size, slots.number, dtype=torch.int64)
     for rank, row in enumerate(everyone):
         counts[rank, slots.of_rows(rank)] = row

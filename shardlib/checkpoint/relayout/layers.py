@@ -11,7 +11,7 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.errors import TreeError, listing
-from shardlib.nn.moe.seats import NONE, balanced_replicas
+from shardlib.nn.moe.placement import NONE, balanced_replicas
 from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
 

@@ -5,10 +5,9 @@ own keys, as many as it has. So a sequence's tokens are the same alone and among
 """
 
 from shardlib.models.decoding.decoder import Decoder
+from shardlib.models.decoding.experts_on_host import ExpertsOnHost, experts_on_host
 from shardlib.models.decoding.kinds import decoder_of
-from shardlib.models.decoding.loop import decode
+from shardlib.models.decoding.loop import Sampling, decode
 from shardlib.models.decoding.quantized import quantized
-from shardlib.models.decoding.residence import ExpertsOnHost, experts_on_host
-from shardlib.models.decoding.sampling import Sampling
 
 __all__ = ["Decoder", "ExpertsOnHost", "Sampling", "decode", "decoder_of", "experts_on_host", "quantized"]

@@ -1,36 +1,93 @@
-"""`Cache`: keys and values of the tokens so far, of the heads that this rank computes; `Attending`: a step's use of it."""
+"""Keys and values of the tokens so far, of the heads that this rank computes, and a step's attention to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 
-from shardlib.errors import TreeError
 from shardlib.kernels.cached_attention import cached_attention
 from shardlib.kernels.decoder_attention import Seats
-from shardlib.models.decoding.new import New
 from shardlib.nn.attention import attention
 from shardlib.sparse import Layout
 
 
+@dataclass(frozen=True)
+class NewTokens:
+    """The tokens that one step adds to several sequences, which lie one after the other.
+
+    Attributes:
+        rows: the rows of the cache that the sequences have. Sequences with several new tokens come first.
+        starts: the number of tokens of each sequence that the cache holds.
+        tokens: the new tokens of each sequence, at least one. The first tokens of a sequence come at once.
+    """
+
+    rows: Sequence[int]
+    starts: Sequence[int]
+    tokens: Sequence[Sequence[int]]
+
+    def flat(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and their positions in their sequences, int64 ``[T]`` each."""
+        tokens = [token for tokens in self.tokens for token in tokens]
+        positions = [start + i for start, tokens in zip(self.starts, self.tokens) for i in range(len(tokens))]
+        return torch.tensor([tokens, positions], dtype=torch.int64, device=device).unbind()  # type: ignore[return-value]
+
+    def last(self, device: torch.device) -> torch.Tensor:
+        """The index in ``[T]`` of each sequence's last new token, int64."""
+        return torch.tensor([len(tokens) for tokens in self.tokens], dtype=torch.int64, device=device).cumsum(0) - 1
+
+    @cached_property
+    def prompts(self) -> list[tuple[int, slice]]:
+        """The row, and the range in ``[T]``, of each sequence with several new tokens."""
+        found, first = [], 0
+        for row, tokens in zip(self.rows, self.tokens):
+            if len(tokens) > 1:
+                found.append((row, slice(first, first + len(tokens))))
+                first += len(tokens)
+        return found
+
+    @cached_property
+    def singles(self) -> tuple[int, Seats]:
+        """Of sequences with one new token: their first index in ``[T]``, and where they stand in the cache."""
+        count = len(self.prompts)
+        rows, starts = (torch.tensor(numbers[count:], dtype=torch.int64) for numbers in (self.rows, self.starts))
+        return self.prompts[-1][1].stop if count else 0, Seats(rows, starts)
+
+
 class Cache:
-    """Keys and values of several sequences, ``[rows, heads, room, size]`` for each layer; made when a layer first attends.
+    """Keys and values of several sequences, ``[rows, kv_heads, room, size]`` for each layer; made when a layer first attends.
 
     Args:
         rows: the number of sequences.
         room: the tokens of the longest sequence.
+
+    Attributes:
+        layers: the keys and values of each layer that has attended.
     """
 
     def __init__(self, rows: int, room: int) -> None:
         self._rows, self._room = rows, room
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def attend(
+    def of(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of a layer, with room for such as ``k`` and ``v`` ``[T, kv_heads, size]``."""
+        if layer not in self.layers:
+            keys, values = (x.new_empty(self._rows, x.shape[1], self._room, x.shape[2]) for x in (k, v))
+            self.layers[layer] = keys, values
+        return self.layers[layer]
+
+
+class Attend:
+    """Attention of a step's new tokens to themselves and to all tokens before them, of their own sequence."""
+
+    def __init__(self, cache: Cache, new: NewTokens) -> None:
+        self._cache, self._new = cache, new
+
+    def __call__(
         self,
-        new: New,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -50,41 +107,25 @@ class Cache:
         Returns:
             ``[T, heads, size]``.
         """
-        keys, values = self._buffers(layer, k, v)
+        keys, values = self._cache.of(layer, k, v)
         y = torch.empty_like(q)
-        for row, here in new.prompts:
+        for row, here in self._new.prompts:
             count = here.stop - here.start
             keys[row, :, :count], values[row, :, :count] = k[here].transpose(0, 1), v[here].transpose(0, 1)
             y[here] = _prompt(q[here], k[here], v[here], window, layout)
-        first, seats = new.singles
+        first, seats = self._new.singles
         if len(seats.rows):
             given = (q[first:], k[first:], v[first:], keys, values, seats.rows, seats.starts)
             y[first:] = cached_attention(*given, window=window) if layout is None else _by_layout(*given, layout)
         return y
 
-    def held(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The keys and values of a layer, ``[rows, kv_heads, room, size]`` each; None before it has attended."""
-        return self._layers.get(layer)
-
-    def _buffers(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer not in self._layers:
-            keys, values = (x.new_empty(self._rows, x.shape[1], self._room, x.shape[2]) for x in (k, v))
-            self._layers[layer] = keys, values
-        return self._layers[layer]
-
-
-class Attending:
-    """What a step's new tokens attend to, as decoders take it."""
-
-    def __init__(self, cache: Cache, new: New) -> None:
-        self._cache, self._new = cache, new
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
-        return self._cache.attend(self._new, layer, q, k, v, **how)
-
     def seated(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, Seats] | None:
-        """See `Attend.seated`."""
-        held = self._cache.held(layer)
+        """The keys and values of a layer's cache, ``[rows, kv_heads, room, size]``, and where the sequences stand in it.
+
+        For layers that store and attend themselves (`shardlib.kernels.decoder_attention`), in steps of one new token of each
+        sequence; None in other steps.
+        """
+        held = self._cache.layers.get(layer)
         return None if held is None or self._new.prompts else (*held, self._new.singles[1])
 
 
@@ -126,34 +167,3 @@ def _by_layout(
         mask = held.repeat_interleave(layout.block, 1)[:, past].unsqueeze(1)
         y[i] = F.scaled_dot_product_attention(q[i].unsqueeze(1), seen_keys, seen_values, mask).squeeze(1)
     return y
-
-
-# Sliding windows of transformers' decoders: which layers have one, as each architecture computes them.
-# Configurations may have settings that their models ignore, so what a setting means is stated by kind of model.
-
-
-# ``windows(config)``: the sliding window of each layer, None for attention to all tokens.
-Windows = Callable[[Any], Sequence[int | None]]
-
-
-def nowhere(config: Any) -> list[int | None]:
-    """No layer has a window, whatever the configuration says."""
-    return [None] * config.num_hidden_layers
-
-
-def everywhere(config: Any) -> list[int | None]:
-    """Every layer has the window ``sliding_window``, or none where that is None; ``layer_types`` is not read."""
-    return [config.sliding_window] * config.num_hidden_layers
-
-
-def by_layer(config: Any) -> list[int | None]:
-    """The layers have a window that ``layer_types`` calls "sliding_attention".
-
-    Raises:
-        TreeError: other kinds of layers than that and "full_attention".
-    """
-    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
-    unknown = sorted(set(config.layer_types) - set(windows))
-    if unknown:
-        raise TreeError(f"generate cannot run layers of the types {', '.join(unknown)}; it knows {', '.join(windows)}")
-    return [windows[kind] for kind in config.layer_types]

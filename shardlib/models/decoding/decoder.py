@@ -1,37 +1,16 @@
-"""`Decoder`: a model as a function of new tokens and of what attends to the tokens before them."""
+"""`Decoder`: a model as a function of new tokens and of what attends to the tokens before them; the settings of
+transformers' decoders."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from shardlib.kernels.decoder_attention import Seats
-from shardlib.sparse import Layout
-
-
-class Attend(Protocol):
-    """Attention of new tokens to themselves and to all tokens before them, of their own sequence; see `Cache.attend`."""
-
-    def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        window: int | None = None,
-        layout: Layout | None = None,
-    ) -> torch.Tensor: ...
-
-    def seated(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, Seats] | None:
-        """The keys and values of a layer's cache, ``[rows, kv_heads, room, size]``, and where the sequences stand in it.
-
-        For layers that store and attend themselves (`shardlib.kernels.decoder_attention`), in steps of one new token of each
-        sequence; None in other steps.
-        """
+from shardlib.errors import TreeError, listing
+from shardlib.models.decoding.cache import Attend
 
 
 class Decoder(ABC):
@@ -75,10 +54,55 @@ class Decoder(ABC):
             NotImplementedError: the model has layers of experts and does not say what they choose.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has layers of experts and does not say which they choose, by which experts in host "
-            "memory are fetched ahead: define choices(layer, x) -> rows of the experts' leaves, [T, k]"
+            f"{type(self).__name__} has layers of experts and does not say which they choose: define choices(layer, x) -> "
+            "rows of the experts' leaves, [T, k]"
         )
 
     @abstractmethod
     def logits(self, params: Any, x: torch.Tensor) -> torch.Tensor:
         """The logits ``[N, V]`` of hidden states ``[N, W]``."""
+
+
+def require_settings(config: Any, known: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise a `TreeError` that lists the settings of a configuration that have other values than those ``known``."""
+    wrong = [
+        f"{name}={getattr(config, name)!r}, and {' or '.join(map(repr, values))} is computed"
+        for name, values in known.items()
+        if hasattr(config, name) and getattr(config, name) not in values
+    ]
+    if wrong:
+        raise TreeError(
+            f"generate cannot run this {type(config).__name__}:\n{listing(wrong)}\nWrite a shardlib.models.decoding.Decoder "
+            "for it, and pass that as the model."
+        )
+
+
+# Sliding windows of transformers' decoders: which layers have one, as each architecture computes them.
+# Configurations may have settings that their models ignore, so what a setting means is stated by kind of model.
+
+
+# ``windows(config)``: the sliding window of each layer, None for attention to all tokens.
+Windows = Callable[[Any], Sequence[int | None]]
+
+
+def nowhere(config: Any) -> list[int | None]:
+    """No layer has a window, whatever the configuration says."""
+    return [None] * config.num_hidden_layers
+
+
+def everywhere(config: Any) -> list[int | None]:
+    """Every layer has the window ``sliding_window``, or none where that is None; ``layer_types`` is not read."""
+    return [config.sliding_window] * config.num_hidden_layers
+
+
+def by_layer(config: Any) -> list[int | None]:
+    """The layers have a window that ``layer_types`` calls "sliding_attention".
+
+    Raises:
+        TreeError: other kinds of layers than that and "full_attention".
+    """
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    unknown = sorted(set(config.layer_types) - set(windows))
+    if unknown:
+        raise TreeError(f"generate cannot run layers of the types {', '.join(unknown)}; it knows {', '.join(windows)}")
+    return [windows[kind] for kind in config.layer_types]

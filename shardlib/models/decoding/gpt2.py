@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardlib.models.decoding.decoder import Attend, Decoder
-from shardlib.models.decoding.settings import require_settings
+from shardlib.models.decoding.cache import Attend
+from shardlib.models.decoding.decoder import Decoder, require_settings
 
 _SETTINGS = {
     "activation_function": ("gelu_new",),

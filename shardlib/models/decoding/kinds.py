@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from shardlib.errors import TreeError
-from shardlib.models.decoding.cache import by_layer, everywhere, nowhere
-from shardlib.models.decoding.decoder import Decoder
+from shardlib.models.decoding.decoder import Decoder, by_layer, everywhere, nowhere
+from shardlib.models.decoding.gpt import GPT
 from shardlib.models.decoding.gpt2 import GPT2
-from shardlib.models.decoding.library import GPT
 from shardlib.models.decoding.llama import Llama
 from shardlib.models.decoding.mixtral import Mixtral
 from shardlib.models.gpt import GPTConfig
@@ -42,14 +41,11 @@ def decoder_of(model: Any) -> Decoder:
     if isinstance(model, GPTConfig):
         return GPT(model)
     if hasattr(model, "peft_config"):
-        raise TreeError(
-            "generate takes a model without adapters, and this one has those of peft: take model.merge_and_unload(), and "
-            "the parameters of that"
-        )
+        raise TreeError("generate takes no adapters of peft: take model.merge_and_unload(), and its parameters")
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in KINDS or not isinstance(getattr(model, "lm_head", None), nn.Linear):
         raise TreeError(
             f"generate takes a GPTConfig, transformers' causal language models of the kinds {', '.join(KINDS)}, or a "
-            f"shardlib.models.decoding.Decoder, and got {type(model).__name__} (model_type={kind!r})"
+            f"Decoder, and got {type(model).__name__} (model_type={kind!r})"
         )
     return KINDS[kind](model)

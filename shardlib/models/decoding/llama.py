@@ -13,9 +13,8 @@ from shardlib.errors import TreeError
 from shardlib.kernels.decoder_attention import Heads, decoder_attention
 from shardlib.kernels.decoder_mlp import MLP, decoder_mlp
 from shardlib.kernels.thin_matmul import Linear
-from shardlib.models.decoding.cache import Windows
-from shardlib.models.decoding.decoder import Attend, Decoder
-from shardlib.models.decoding.settings import require_settings
+from shardlib.models.decoding.cache import Attend
+from shardlib.models.decoding.decoder import Decoder, Windows, require_settings
 
 _SETTINGS = {"hidden_act": ("silu",)}
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
@@ -121,8 +120,7 @@ def _rotary(module: Any, config: Any) -> tuple[torch.Tensor, float]:
     """The frequencies ``[size / 2]`` of the model's rotary embedding, and the factor of its cos and sin."""
     if module.rope_type not in _FIXED_ROTARY:
         raise TreeError(
-            f"generate cannot run rotary embeddings of the type {module.rope_type!r}, whose frequencies change with the "
-            f"length; the types {', '.join(_FIXED_ROTARY)} it can"
+            f"generate cannot run rotary embeddings {module.rope_type!r}; it can {', '.join(_FIXED_ROTARY)}"
         )
     with torch.device("cpu"):  # the model may be on the meta device
         fresh = type(module)(config)

@@ -12,12 +12,11 @@ from torch.overrides import has_torch_function
 
 from shardlib.kernels.decoder_mlp import MLP, ChosenExperts, decoder_mlp
 from shardlib.kernels.thin_matmul import Linear, QuantizedMatrix
-from shardlib.models.decoding.cache import Windows
+from shardlib.models.decoding.decoder import Windows
 from shardlib.models.decoding.llama import Llama
-from shardlib.nn.moe.config import Product
-from shardlib.nn.moe.experts import run_experts
+from shardlib.nn.moe.experts import Product, run_experts
+from shardlib.nn.moe.placement import ShardedExperts
 from shardlib.nn.moe.routing import Routing
-from shardlib.nn.moe.seats import Dealt
 
 
 class Mixtral(Llama):
@@ -66,7 +65,7 @@ def _router(params: Mapping[str, Any]) -> torch.Tensor:
 
 def _whole(leaf: Any) -> bool:
     """Whether a leaf has all experts, in this rank's memory."""
-    plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, Dealt) and not has_torch_function((leaf,))
+    plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedExperts) and not has_torch_function((leaf,))
     return plain or isinstance(leaf, QuantizedMatrix)
 
 

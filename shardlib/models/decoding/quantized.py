@@ -9,7 +9,7 @@ import torch
 from shardlib.errors import TreeError
 from shardlib.kernels.thin_matmul import QuantizedMatrix
 from shardlib.models.decoding.kinds import decoder_of
-from shardlib.nn.moe.compute import StoredExperts
+from shardlib.nn.moe.experts import StoredExperts
 from shardlib.sharded.given import given_params
 from shardlib.sharded.local import Local
 from shardlib.sharded.tree import Sharded
@@ -46,14 +46,12 @@ def quantized(model: Any, params: Any, bits: int = 8, block: int = 128) -> Any:
     local = Local.of(params, "quantized") if isinstance(params, (Sharded, Local)) else None
     paths, leaves, treedef = flatten(params if local is None else local.tree)
     if any(isinstance(leaf, StoredExperts) for leaf in leaves):
-        raise TreeError(
-            "quantized takes parameters before experts_on_host, which then brings up fewer bytes; turn them round"
-        )
+        raise TreeError("quantized takes parameters before experts_on_host; turn them round")
     chosen = [matches(path, decoder.products) and _fits(leaf) for path, leaf in zip(paths, leaves)]
     if not any(chosen):
         raise TreeError(
-            f"{type(model).__name__} has no weights to quantise: {type(decoder).__name__}.products names "
-            f"{', '.join(decoder.products) or 'none'}, of which none is a matrix whose inputs are a multiple of 16"
+            f"{type(model).__name__} has no weights to quantise: none that {type(decoder).__name__}.products names "
+            f"({', '.join(decoder.products) or 'none'}) is a matrix whose inputs are a multiple of 16"
         )
     given = zip(leaves, chosen)
     tree = unflatten(treedef, [QuantizedMatrix.of(leaf, bits, block) if wanted else leaf for leaf, wanted in given])

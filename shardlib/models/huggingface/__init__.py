@@ -1,10 +1,9 @@
 """Models of transformers: rules for slicing them, blocks for pipelines, experts, and losses without whole logits."""
 
 from shardlib.models.huggingface.decoders import decoder_blocks
-from shardlib.models.huggingface.experts import balanced, with_experts
+from shardlib.models.huggingface.experts import balanced, upcycle, with_experts
 from shardlib.models.huggingface.rules import Rules, expert_rules, sliceable, slicing_rules
 from shardlib.models.huggingface.tiled_loss import Scores, with_tiled_loss
-from shardlib.models.huggingface.upcycle import upcycle
 
 __all__ = [
     "Rules",

@@ -73,19 +73,18 @@ def decoder_of(model: nn.Module) -> DecoderNames:
     if hasattr(model, "get_base_model"):  # of peft, which answers for the model inside and has other parameters
         raise TreeError(
             f"decoder_blocks takes a model of transformers itself, and this is a {type(model).__name__}: give it "
-            "model.get_base_model(), whose layers have the adapters of LoRA and its kin in them"
+            "model.get_base_model(), which has the adapters in it"
         )
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in DECODERS or not isinstance(getattr(model, "lm_head", None), nn.Linear):
         raise TreeError(
             f"decoder_blocks cuts transformers' causal language models of the kinds {', '.join(DECODERS)}, and got "
-            f"{type(model).__name__} (model_type={kind!r}); for others write the blocks: sl.from_module(module, "
-            "blocks=[...]), modules called as block(carry, batch)"
+            f"{type(model).__name__} (model_type={kind!r}); for others write sl.from_module(module, blocks=[...])"
         )
     if getattr(model.config, "output_router_logits", False):
         raise TreeError(
-            "decoder_blocks hands on the residual stream alone, and output_router_logits adds a loss of all layers' routers: "
-            "set it to False in the model's config, or train without stages"
+            "decoder_blocks hands on the residual stream alone: set output_router_logits to False in the model's config, or "
+            "train without stages"
         )
     return DECODERS[kind]
 
@@ -156,8 +155,8 @@ class _Block(nn.Module):
         _check(batch)
         if environment().parts is not None:
             raise IllegalComposition(
-                "sequence(...) cuts activations along the sequence, and the attention of transformers' modules needs whole "
-                "ones; take sequence(...) out of the plan, or build the model of sl.nn.attention (see shardlib.models.gpt)"
+                "transformers' attention needs whole sequences; take sequence(...) out of the plan, or build the model of "
+                "sl.nn.attention (see shardlib.models.gpt)"
             )
         inputs = {"input_ids": batch["input_ids"]} if hidden is None else {"inputs_embeds": hidden}
         subset = self.get_submodule(self._prefix)
@@ -190,8 +189,8 @@ def _of_tokens(optional: dict[str, torch.Tensor | None], tokens: torch.Tensor) -
     """
     if optional["attention_mask"] is None and optional["position_ids"] is not None:
         raise BatchError(
-            "random_ltd leaves out tokens, and transformers finds packed documents by gaps between position_ids: give whole "
-            "sequences with an attention_mask, or take random_ltd out of the plan"
+            "random_ltd leaves out tokens, and transformers finds packed documents by position_ids: give an attention_mask, "
+            "or take random_ltd out of the plan"
         )
     mask = torch.ones_like(tokens) if optional["attention_mask"] is None else optional["attention_mask"]
     positions = tokens if optional["position_ids"] is None else optional["position_ids"]
@@ -207,6 +206,6 @@ def _check(batch: Any) -> None:
     keys = set(batch) if isinstance(batch, Mapping) else {type(batch).__name__}
     if not keys >= set(REQUIRED) or keys - {*REQUIRED, *OPTIONAL}:
         raise BatchError(
-            f"a batch for decoder_blocks is a dictionary with {' and '.join(REQUIRED)}, and may hold "
-            f"{' and '.join(OPTIONAL)}; this one is or has {', '.join(sorted(keys))}"
+            f"a batch for decoder_blocks has {' and '.join(REQUIRED)}, and may have {' and '.join(OPTIONAL)}; this one is or "
+            f"has {', '.join(sorted(keys))}"
         )

@@ -1,27 +1,30 @@
-"""transformers' layers of experts, computed by `shardlib.nn.run_experts`."""
+"""transformers' layers of experts, computed by `shardlib.nn.run_experts`; and dense models of transformers made sparse."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardlib import init
 from shardlib.errors import HandleError, TreeError
+from shardlib.models.decoding.decoder import Windows, by_layer, everywhere, nowhere
+from shardlib.models.experts import copies
 from shardlib.nn.moe import routers
-from shardlib.nn.moe.config import Product
-from shardlib.nn.moe.experts import run_experts
+from shardlib.nn.moe.experts import Product, run_experts
 from shardlib.nn.moe.routing import Routing
+from shardlib.rng import Key, require_key
 
 _NAME = "shardlib"
 EXPERTS = "_is_expert_parallel"  # an attribute of the layers of experts whose implementation can be chosen
 _COUNTS, _BIAS, _ROUTER = "counts", "gate.e_score_correction_bias", "places_of_experts"
 _OUTPUTS = "whole_gate_up"  # an attribute of a layer: the width of its gate and up projections together
 _HALVES = (
-    "{layer} has an expert's gate and up projections one after the other in gate_up_proj, and tensor_slicing cuts them as "
-    "one matrix, so that ranks have rows of either: leave experts out of its rules, and deal them out with "
-    "sl.experts(rules=huggingface.expert_rules(model))"
+    "{layer} has gate and up projections one after the other in gate_up_proj, which tensor_slicing cuts as one matrix. Deal "
+    "experts out with sl.experts(rules=huggingface.expert_rules(model))"
 )
 
 
@@ -56,38 +59,35 @@ def with_experts(model: Any, *, counts: bool = False, seats: bool = False, repli
     """
     layers = {name: module for name, module in model.named_modules() if hasattr(module, EXPERTS)}
     if not layers:
-        raise TreeError(
-            f"{type(model).__name__} has no layers of experts whose implementation can be chosen (transformers' "
-            "set_experts_implementation); write them with sl.nn.moe"
-        )
+        raise TreeError(f"{type(model).__name__} has no layers of experts to choose for; write them with sl.nn.moe")
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _run)
     model.set_experts_implementation(_NAME)
-    for layer in layers.values():
+    for name, layer in layers.items():
         if layer.has_gate:
             setattr(layer, _OUTPUTS, layer.gate_up_proj.shape[2 if layer.is_transposed else 1])
-    for name, layer in layers.items():
-        _give_places(model.get_submodule(name.rpartition(".")[0]), layer, {"seats": seats, "replicas": replicas})
-    for layer in layers.values() if counts else ():
-        weight = next(layer.parameters())
-        where = "cpu" if weight.is_meta else weight.device  # a buffer of a hollow model has a value all the same
-        layer.register_buffer(
-            _COUNTS, torch.zeros(layer.num_experts, dtype=torch.float64, device=where), persistent=False
-        )
+        if seats or replicas:
+            _add_placement(model.get_submodule(name.rpartition(".")[0]), layer, seats, replicas)
+        if counts:
+            weight = next(layer.parameters())
+            where = (
+                "cpu" if weight.is_meta else weight.device
+            )  # a buffer of a model on the meta device has a value all the same
+            zeros = torch.zeros(layer.num_experts, dtype=torch.float64, device=where)
+            layer.register_buffer(_COUNTS, zeros, persistent=False)
     return model
 
 
-def _give_places(around: nn.Module, layer: Any, wanted: Mapping[str, bool]) -> None:
+def _add_placement(around: nn.Module, layer: Any, seats: bool, replicas: bool) -> None:
     """Give a layer of experts its seats and replicas. They lie in the module "router" beside it, which some models have."""
-    if not any(wanted.values()):
-        return
     router: nn.Module | None = getattr(around, "router", None)
     if router is None:
         router = around.router = nn.Module()
-    fresh = {"seats": torch.arange(layer.num_experts), "replicas": torch.full((layer.num_experts,), -1)}
-    for name in (name for name, asked in wanted.items() if asked):
-        router.register_parameter(name, nn.Parameter(fresh[name], requires_grad=False))
+    if seats:
+        router.register_parameter("seats", nn.Parameter(torch.arange(layer.num_experts), requires_grad=False))
+    if replicas:
+        router.register_parameter("replicas", nn.Parameter(torch.full((layer.num_experts,), -1), requires_grad=False))
     layer.__dict__[_ROUTER] = router  # not as a submodule, under which its parameters would be experts' leaves
 
 
@@ -118,8 +118,8 @@ def balanced(buffers: Mapping[str, torch.Tensor | None], rate: float = 1e-3) -> 
             after[name] = torch.zeros_like(counts)
     if not after:
         raise TreeError(
-            f"balanced moves buffers {_BIAS!r} by counts, and these have none: call with_experts(model, counts=True) on a "
-            "model with such biases (DeepSeek-V3), before sl.from_module(model, buffers=True)"
+            f"balanced moves buffers {_BIAS!r} by counts, and these have none: call with_experts(model, counts=True) before "
+            "sl.from_module(model, buffers=True)"
         )
     return {**buffers, **after}
 
@@ -151,3 +151,100 @@ def _run(
     router = self.__dict__.get(_ROUTER)
     places = {name: getattr(router, name, None) for name in ("seats", "replicas")}
     return run_experts(params, hidden_states, routing, expert, **places).to(hidden_states.dtype)
+
+
+# A dense model's kind -> the kind with experts, what the latter's configuration calls things, and the former's windows.
+_KINDS: dict[str, tuple[str, dict[str, str], dict[str, Any], Windows]] = {
+    "llama": ("mixtral", {"number": "num_local_experts"}, {}, nowhere),
+    "mistral": ("mixtral", {"number": "num_local_experts"}, {}, everywhere),
+    "qwen3": (
+        "qwen3_moe",
+        {"number": "num_experts", "hidden": "moe_intermediate_size"},
+        {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        by_layer,
+    ),
+}
+# Settings that the new kind has of its own, or does not read.
+_OF_THE_KIND = ("model_type", "architectures", "layer_types", "max_window_layers", "use_sliding_window")
+_MLP = re.compile(r"(.*\.mlp\.)(gate|up|down)_proj\.weight$")
+
+
+def upcycle(model: Any, experts: int, key: Key, *, per_token: int = 2, noise: float = 0.0, std: float = 0.02) -> Any:
+    """A transformers model with experts, made of a dense one: each expert is a copy of the layer's MLP.
+
+    The routers of these models renormalise the weights of a token's choices, so without ``noise`` the new model computes what
+    the dense one did. A ``LlamaForCausalLM`` or ``MistralForCausalLM`` becomes a ``MixtralForCausalLM``, a
+    ``Qwen3ForCausalLM`` a ``Qwen3MoeForCausalLM``, for `from_module`, `with_experts` and ``save_pretrained``.
+
+    Args:
+        experts: of each layer.
+        key: by which routers, from N(0, std²), and noise are drawn.
+        per_token: how many experts each token uses.
+        noise: as in `shardlib.models.upcycle`.
+
+    Raises:
+        TreeError: a model of another kind, or one with biases or with sliding windows in some layers only, which the new
+            kind does not have.
+        ValueError: more experts per token than there are.
+        TypeError: a ``key`` that is no key.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from shardlib.models import huggingface
+    >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    >>> type(huggingface.upcycle(LlamaForCausalLM(LlamaConfig(**sizes)), 4, sl.Key(0))).__name__
+    'MixtralForCausalLM'
+    """
+    require_key("upcycle", "key", key)
+    dense = getattr(getattr(model, "config", None), "model_type", None)
+    if dense not in _KINDS or not hasattr(model, "lm_head"):
+        raise TreeError(
+            f"upcycle takes transformers' causal language models of the kinds {', '.join(_KINDS)}, and got "
+            f"{type(model).__name__} (model_type={dense!r})"
+        )
+    if not 1 <= per_token <= experts:
+        raise ValueError(f"upcycle({experts=}, {per_token=}): a token uses at least one expert, and at most all")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, names, fixed, windows = _KINDS[dense]
+    own = {name: value for name, value in model.config.to_dict().items() if name not in _OF_THE_KIND}
+    window, *others = windows(model.config)
+    if set(others) - {window}:
+        raise TreeError(
+            f"upcycle: layers have the sliding windows {', '.join(map(str, [window, *others]))}, and a kind with experts has "
+            "one. Make a dense model whose layers all have the same, or none"
+        )
+    own |= {"sliding_window": window, "use_sliding_window": window is not None}
+    sizes = {names["number"]: experts, "num_experts_per_tok": per_token}
+    if "hidden" in names:
+        sizes[names["hidden"]] = model.config.intermediate_size
+    config = AutoConfig.for_model(kind, **own | fixed | sizes)
+    state = _state(model.state_dict(), experts, key, noise, std)
+    like = next(model.parameters())
+    made = AutoModelForCausalLM.from_config(config, dtype=like.dtype).to(like.device)
+    missing, unexpected = made.load_state_dict(state, strict=False)
+    if missing or unexpected:
+        raise TreeError(
+            f"upcycle: {type(made).__name__} has no {', '.join(unexpected) or 'other leaves'}"
+            f"{', and needs ' + ', '.join(missing) if missing else ''}; make the dense model without biases"
+        )
+    return made
+
+
+def _state(dense: dict[str, torch.Tensor], experts: int, key: Key, noise: float, std: float) -> dict[str, torch.Tensor]:
+    """The state dict of the model with experts."""
+    state, layers = {}, dict[str, dict[str, torch.Tensor]]()
+    for name, leaf in dense.items():
+        found = _MLP.match(name)
+        if found is None:
+            state[name] = leaf
+        else:
+            layers.setdefault(found[1], {})[found[2]] = leaf
+    for prefix, mlp in layers.items():
+        own = key.fold_in(prefix)
+        copied = {name: copies(leaf, experts, own.fold_in(name), noise) for name, leaf in mlp.items()}
+        like = mlp["up"]
+        router = init.normal(own, (experts, like.shape[1]), std, dtype=like.dtype, device=like.device)
+        state[f"{prefix}gate.weight"] = router
+        state[f"{prefix}experts.gate_up_proj"] = torch.cat([copied["gate"], copied["up"]], 1)
+        state[f"{prefix}experts.down_proj"] = copied["down"]
+    return state

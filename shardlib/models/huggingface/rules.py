@@ -11,7 +11,7 @@ from shardlib.collectives.styles.base import Style
 from shardlib.errors import TreeError
 from shardlib.models.huggingface.decoders import decoder_of
 from shardlib.models.huggingface.experts import EXPERTS
-from shardlib.models.layers import is_adapted_parameter
+from shardlib.models.peft import is_adapted_parameter
 from shardlib.transforms.tensor_slicing import column, matches_rule, row
 
 Rules = dict[str, str | Style]
@@ -59,17 +59,15 @@ def expert_rules(module: nn.Module) -> tuple[str, ...]:
     wrappers: list[Any] = [child for child in module.modules() if is_adapted_parameter(child)]
     if any(hasattr(wrapper.get_base_layer(), EXPERTS) for wrapper in wrappers):
         raise TreeError(
-            f"{type(module).__name__} has adapters on experts' leaves (target_parameters), in whose factors all experts lie "
-            "together, so that they are not dealt out: leave sl.experts out of the plan (sl.zero(3) shards the leaves), or "
-            "adapt other modules"
+            f"{type(module).__name__} has adapters on experts' leaves (target_parameters), which are not dealt out: leave "
+            "sl.experts out of the plan, or adapt other modules"
         )
     config: Any = module.config
     plan: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
     rules = tuple(f"*{glob.replace('.', '/')}" for glob, style in plan.items() if style == "grouped_gemm")
     if not rules:
         raise TreeError(
-            f"{type(module).__name__} has no base_model_ep_plan; name the leaves that have the experts along dimension 0: "
-            "sl.experts(rules='*/experts/*')"
+            f"{type(module).__name__} has no base_model_ep_plan; name leaves: sl.experts(rules='*/experts/*')"
         )
     return rules
 
@@ -93,7 +91,7 @@ def _of_plan(module: nn.Module, config: Any) -> Rules:
     }
     if not plan.keys() - {"lm_head"}:
         raise TreeError(
-            f"{type(module).__name__} has no base_model_tp_plan, and shardlib has no rules for {config.model_type!r}; write "
+            f"{type(module).__name__} has no base_model_tp_plan, and shardlib no rules for {config.model_type!r}; write "
             "them: sl.tensor_slicing({'*/up': 'column', '*/down': 'row', ...})"
         )
     # Experts are left whole: their gate and up are one tensor, and a slice of both is no slice of it.
@@ -135,8 +133,8 @@ def _bert(heads: int) -> Rules:
 def _gpt2(module: nn.Module, heads: int) -> Rules:
     if any(type(layer).__name__ == "Conv1D" for layer in module.modules()):
         raise TreeError(
-            f"{type(module).__name__}'s projections hard-code their sizes, and pack query, key and value into one; replace "
-            "them first: model = shardlib.models.huggingface.sliceable(model), before slicing_rules and sl.from_module"
+            f"{type(module).__name__}'s projections hard-code their sizes; replace them first: model = "
+            "shardlib.models.huggingface.sliceable(model), before slicing_rules and sl.from_module"
         )
     return {
         "*/attn/c_attn/*": column(heads=heads, transposed=True),

@@ -49,13 +49,11 @@ def with_tiled_loss(model: Any) -> Any:
     torch.Size([])
     """
     head, config = getattr(model, "lm_head", None), getattr(model, "config", None)
-    changed = [
-        name for name in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(config, name, None)
-    ]
+    scales = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+    changed = [name for name in scales if getattr(config, name, None)]
     why = ""
-    if (
-        head is None or type(head) not in (nn.Linear, _TiledHead) or head.bias is not None
-    ):  # a subclass may compute something else
+    # A subclass of nn.Linear may compute something else.
+    if head is None or type(head) not in (nn.Linear, _TiledHead) or head.bias is not None:
         why = "it has no lm_head, a plain Linear without bias"
     elif changed:
         why = f"its logits are changed ({', '.join(changed)})"
@@ -63,8 +61,8 @@ def with_tiled_loss(model: Any) -> Any:
         why = "it has an encoder, and its loss does not shift labels"
     if why:
         raise TreeError(
-            f"with_tiled_loss takes transformers' causal language models, and of {type(model).__name__} {why}; call "
-            "sl.nn.linear_cross_entropy(hidden, weight, targets) on the base model's output instead"
+            f"with_tiled_loss cannot take {type(model).__name__}: {why}; call sl.nn.linear_cross_entropy(hidden, weight, "
+            "targets) on the base model's output"
         )
     head.__class__ = _TiledHead
     model.loss_function = _loss

@@ -2,49 +2,84 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch.overrides import has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from shardlib.collectives.tokens import Coming
+from shardlib.collectives.tokens.fetch import TokenFetch
 from shardlib.common._compat import differentiated, outside_of_graphs
 from shardlib.common.environment import environment
+from shardlib.kernels.grouped_matmul import grouped_matmul
 from shardlib.kernels.permute import permute, unpermute
-from shardlib.mesh.mesh import Mesh
-from shardlib.nn.moe.compute import ExpertRows
-from shardlib.nn.moe.config import Expert
-from shardlib.nn.moe.copies import Copies, Own, borrow
+from shardlib.mesh.mesh import Mesh, rank_of
+from shardlib.nn.moe.placement import ExpertPlacement, local_experts
 from shardlib.nn.moe.routing import NUMBER, Routing
-from shardlib.nn.moe.seats import opened
-from shardlib.tree import leaves_of
+from shardlib.tree import leaves_of, tree_map
+
+# ``product(rows, weight, bias=None)``: as F.linear, each row with the matrix of its own expert.
+Product = Callable[..., torch.Tensor]
+# ``expert(params, rows, product)``: the outputs for rows of inputs.
+Expert = Callable[[Mapping[str, Any], torch.Tensor, Product], torch.Tensor]
 
 
-class ExpertExchange(Protocol):
-    """What layers use of a `shardlib.collectives.tokens.TokenExchange`."""
+@dataclass(frozen=True)
+class Groups:
+    """Rows that are sorted by the expert that computes on them.
 
-    @property
-    def axes(self) -> tuple[str, ...]: ...
+    Attributes:
+        ends: ``[E]``, int64: the row after each expert's last one.
+        number: of rows. Those after the last end have the last expert.
+    """
 
-    @property
-    def padded(self) -> bool: ...
+    ends: torch.Tensor
+    number: int
 
-    @property
-    def spare(self) -> int: ...
+    @cached_property
+    def experts(self) -> torch.Tensor:
+        """``[R]``: the expert of each row."""
+        rows = torch.arange(self.number, device=self.ends.device)
+        return torch.searchsorted(self.ends, rows, right=True).clamp(max=len(self.ends) - 1)
 
-    def send(
-        self,
-        mesh: Mesh,
-        rows: torch.Tensor,
-        counts: torch.Tensor,
-        *,
-        slots: int | None = None,
-        anchor: torch.Tensor | None = None,
-    ) -> tuple[Coming, Any]: ...
+    def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``rows`` ``[R, in]`` times their experts' ``weight`` ``[E, out, in]``, plus their ``bias`` ``[E, out]``."""
+        return expert_linear(rows, weight, bias, self)
 
-    def back(self, mesh: Mesh, rows: torch.Tensor, way: Any) -> Coming: ...
+
+def expert_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: Groups) -> torch.Tensor:
+    """See `Groups.product`. Of a slice of ``weight`` that `tensor_slicing` cut, its style computes this rank's share.
+
+    A ``weight`` that is no tensor, such as a quantised one, is `grouped_matmul`'s matter.
+    """
+    tensors = (weight, bias) if isinstance(weight, torch.Tensor) else (bias,)
+    if has_torch_function(tensors):
+        return handle_torch_function(expert_linear, tensors, rows, weight, bias, groups)
+    return grouped_matmul(rows, weight, groups.ends, bias)
+
+
+class StoredExperts:
+    """A leaf of experts in another memory than the device's, as a layer of experts gets it.
+
+    Attributes:
+        shape, dtype: of the leaf, the experts along dimension 0.
+        store: brings the layer's experts to the device; see `shardlib.models.decoding.experts_on_host.LayerStore`.
+        device: the device; until `to`, where the leaf was.
+    """
+
+    requires_grad = False
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, store: Any, device: torch.device) -> None:
+        self.shape, self.dtype, self.store, self.device = shape, dtype, store, device
+
+    def to(self, device: torch.device) -> StoredExperts:
+        """The same for ``device``, to which its experts come one by one."""
+        return StoredExperts(self.shape, self.dtype, self.store, device)
 
 
 def run_experts(
@@ -80,13 +115,13 @@ def run_experts(
     >>> sl.nn.run_experts({"w": torch.tensor([[[1.0]], [[10.0]]])}, torch.tensor([[1.0], [2.0]]), routing, double).tolist()
     [[20.0], [2.0]]
     """
-    return ExpertVisit(params, x, routing, seats, replicas).outputs(expert)
+    return Dispatch(params, x, routing, seats, replicas).combined(expert)
 
 
-class ExpertVisit:
-    """A visit of tokens to their experts, which begins at once. Arguments as in `run_experts`.
+class Dispatch:
+    """Tokens on their way to their experts, which begins at once. Arguments as in `run_experts`.
 
-    What is computed before `outputs` is computed while tokens travel.
+    What is computed before `combined` is computed while tokens travel.
     """
 
     def __init__(
@@ -97,110 +132,162 @@ class ExpertVisit:
         seats: torch.Tensor | None = None,
         replicas: torch.Tensor | None = None,
     ) -> None:
-        leaves, dealt = opened(params)
-        self._exchange = _exchange(leaves, dealt, len(routing.counts))
-        self._copies: Own | Copies = Own.of(leaves, x)
-        if replicas is not None and self._exchange.spare:
-            self._copies = copies = borrow(params, seats, replicas, self._exchange)
-            routing = routing.seated(copies.slots, copies.number)
+        self._params, sharded = local_experts(params)
+        leaves = leaves_of(self._params)
+        self._exchange = exchange = _exchange(leaves, sharded, len(routing.counts))
+        self._store = next((leaf.store for leaf in leaves if isinstance(leaf, StoredExperts)), None)
+        if self._store is not None:
+            self._store.expect(x)
+        self._replicas: Replicas | None = None
+        if replicas is not None and exchange is not None and exchange.spare:
+            self._replicas = _fetch_replicas(params, seats, replicas, exchange)
+            routing = routing.seated(self._replicas.slots, self._replicas.number)
         elif seats is not None:
             routing = routing.seated(seats)
-        self._routing, self._rows = routing, ExpertRows.of(routing)
-        rows = permute(x, self._rows.positions, self._rows.number)
+        self._positions, counts = _by_expert(routing)
+        self._weights, rows = routing.weights, permute(x, self._positions, routing.kept.shape[0])
+        if exchange is None:
+            self._rows, self._ends = rows, counts.cumsum(0)
+            return
         # By a leaf of the experts, which ranks train alike, backward reaches the exchange on a rank whose tokens need no
         # gradient; the others would wait for it.
-        anchor = next(
-            (leaf for leaf in leaves_of(leaves) if isinstance(leaf, torch.Tensor) and differentiated(leaf)), None
-        )
-        how = {"slots": _slots(routing) if self._exchange.padded else None, "anchor": anchor}
-        self._coming, self._way = self._exchange.send(environment().mesh, rows, self._rows.counts, **how)
+        anchor = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and differentiated(leaf)), None)
+        how = {"slots": _slots(routing) if exchange.padded else None, "anchor": anchor}
+        self._coming, self._way = _send(exchange, environment().mesh, rows, counts, how)
 
-    def outputs(self, expert: Expert) -> torch.Tensor:
+    def combined(self, expert: Expert) -> torch.Tensor:
         """See `run_experts`."""
-        results = self._copies.outputs(expert, self._coming.wait(), self._way.ends)
-        back = self._exchange.back(environment().mesh, results, self._way)
-        return unpermute(back.wait(), self._rows.positions, self._routing.weights)
+        if self._exchange is None:
+            return unpermute(self._outputs(expert, self._rows, self._ends), self._positions, self._weights)
+        results = self._outputs(expert, _wait(self._coming), self._way.ends)
+        back = _send_back(self._exchange, environment().mesh, results, self._way)
+        return unpermute(_wait(back), self._positions, self._weights)
+
+    def _outputs(self, expert: Expert, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """The results of ``rows`` ``[R, W]``, which are sorted by expert, or by slot, and have these ``ends``."""
+        if self._replicas is not None:
+            return self._replicas.outputs(expert, rows, ends)
+        if self._store is not None:
+            return self._store.outputs(expert, self._params, rows, ends)
+        return expert(self._params, rows, Groups(ends, rows.shape[0]).product)
 
 
-class _Here(NamedTuple):
-    """Rows that are where their experts are, as what comes, and as their way."""
-
-    rows: torch.Tensor
-    ends: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.rows
-
-
-class _Travel:
-    """The plan's exchange, which torch.compile leaves as it is: a graph ends before it, and another begins after.
-
-    Its sizes are known only in the run, and what it sends is not made of operators.
-    """
-
-    def __init__(self, exchange: ExpertExchange) -> None:
-        self._exchange, self.axes = exchange, exchange.axes
-        self.padded, self.spare = exchange.padded, exchange.spare
-
-    @outside_of_graphs
-    def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[_Awaited, Any]:
-        coming, way = self._exchange.send(mesh, rows, counts, **how)
-        return _Awaited(coming), way
-
-    @outside_of_graphs
-    def back(self, mesh: Any, rows: torch.Tensor, way: Any) -> _Awaited:
-        return _Awaited(self._exchange.back(mesh, rows, way))
+def _by_expert(routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of rows that are sorted by expert: the row of each assignment ``[T, k]``, −1 where it was dropped, and how many rows
+    each expert has, ``[E]``. Rows at the end may be left over."""
+    kept, shape, number = routing.kept, routing.experts.shape, len(routing.counts)
+    numbers = torch.arange(kept.shape[0], device=kept.device)
+    positions = kept.new_full((routing.experts.numel() + 1,), -1).scatter(0, kept, numbers)[:-1].view(shape)
+    experts = torch.cat([routing.experts.flatten(), routing.experts.new_full((1,), number)])[kept]
+    ends = torch.searchsorted(experts, torch.arange(number, device=kept.device), right=True)
+    return positions, ends.diff(prepend=ends.new_zeros(1))
 
 
-class _Awaited:
-    """Rows under way, for which torch.compile waits outside of its graphs."""
-
-    def __init__(self, coming: Coming) -> None:
-        self._coming = coming
-
-    @outside_of_graphs
-    def wait(self) -> torch.Tensor:
-        return self._coming.wait()
+# torch.compile leaves the exchange as it is: a graph ends before it, and another begins after. Its sizes are known only in
+# the run, and what it sends is not made of operators.
 
 
-class _Stay:
-    """The exchange of tokens whose experts are all on their rank."""
+@outside_of_graphs
+def _send(
+    exchange: Any, mesh: Mesh, rows: torch.Tensor, counts: torch.Tensor, how: Mapping[str, Any]
+) -> tuple[Coming, Any]:
+    return exchange.send(mesh, rows, counts, **how)
 
-    padded, spare = False, 0
 
-    def send(self, mesh: Any, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[_Here, _Here]:
-        here = _Here(rows, counts.cumsum(0))
-        return here, here
+@outside_of_graphs
+def _send_back(exchange: Any, mesh: Mesh, rows: torch.Tensor, way: Any) -> Coming:
+    return exchange.back(mesh, rows, way)
 
-    def back(self, mesh: Any, rows: torch.Tensor, way: _Here) -> _Here:
-        return way._replace(rows=rows)
+
+@outside_of_graphs
+def _wait(coming: Coming) -> torch.Tensor:
+    return coming.wait()
 
 
 def _slots(routing: Routing) -> int:
     if routing.slots is None:
         raise ValueError(
-            "sl.experts(padded=True) pads the rows of every expert to its capacity, and this layer's router has none: give "
-            "the router a capacity (shardlib.nn.routers.Capacity), or leave padded out"
+            "sl.experts(padded=True) pads an expert's rows to its capacity, and this router has none. Give it a "
+            "shardlib.nn.routers.Capacity, or leave padded out"
         )
     return routing.slots
 
 
-def _exchange(params: Mapping[str, Any], dealt: bool | None, experts: int) -> Any:
-    """How tokens get to the experts of a layer: by the plan's exchange if they are dealt out, else not at all."""
+def _exchange(leaves: list[Any], sharded: bool | None, experts: int) -> Any:
+    """The plan's exchange of tokens, if a layer's experts are sharded; None if all of them are here."""
     exchange, mesh = environment().tokens, environment().mesh
-    ways = math.prod(mesh.shape[axis] for axis in exchange.axes) if dealt and exchange and mesh else 1
-    leaves = leaves_of(params)
+    ways = math.prod(mesh.shape[axis] for axis in exchange.axes) if sharded and exchange and mesh else 1
     held = {leaf.shape[0] if leaf.shape else 1 for leaf in leaves}
-    if dealt is None:
+    if sharded is None:
         raise ValueError(
-            f"of the leaves of a layer of {experts} experts sl.experts deals out some and not others: name all leaves of a "
-            "layer's experts in its rules, or none"
+            "sl.experts deals out some leaves of a layer and not others; name all of them in its rules, or none"
         )
     # Slices of leaves that are whole along the axis know themselves whether they cut experts or each expert.
-    if (dealt or not has_torch_function(leaves)) and {size * ways for size in held} - {experts}:
+    if (sharded or not has_torch_function(leaves)) and {size * ways for size in held} - {experts}:
         over = f", on each of {ways} ranks," if ways > 1 else ""
         raise ValueError(
             f"the routing is among {experts} experts, and the leaves hold {', '.join(map(str, sorted(held)))} of them{over} "
-            f"along dimension 0: give every leaf all experts, and the routing their number. {NUMBER}"
+            f"along dimension 0. {NUMBER}"
         )
-    return _Travel(exchange) if dealt and exchange else _Stay()
+    return exchange if sharded else None
+
+
+class Replicas:
+    """This rank's experts for rows of each half of the ranks, and replicas of other ranks' experts, whose weights are under
+    way. They travel as they are, whatever encodes tokens.
+
+    Attributes:
+        slots: ``[E]``, int64: where this rank sends its rows for each expert (`ExpertPlacement`).
+        number: of slots of all ranks.
+    """
+
+    def __init__(self, params: Mapping[str, Any], placed: ExpertPlacement, axes: tuple[str, ...], mesh: Mesh) -> None:
+        self._params, self._mesh, self._of_rank, self.number = params, mesh, placed.of_rank, placed.number
+        rank = rank_of({axis: mesh.shape[axis] for axis in axes}, mesh.coords)
+        self.slots = torch.tensor(placed.of_rows(rank), device=mesh.device)
+        fetch, rows = TokenFetch(axes, placed.owners), placed.rows(rank)
+        self._coming: Mapping[str, Coming] = tree_map(
+            lambda leaf: fetch.start(mesh, leaf.rows_for_replicas(rows)), params
+        )
+
+    @outside_of_graphs
+    def _landed(self) -> list[Mapping[str, Any]]:
+        """For the slots of each kind, the leaves."""
+        own = tree_map(lambda leaf: leaf.local(), self._params)
+        replicas = tree_map(lambda leaf, coming: leaf.replicas(coming.wait()), self._params, self._coming)
+        return [own, own, replicas]
+
+    @outside_of_graphs
+    def _lengths(self, rows: int, ends: torch.Tensor) -> list[int]:
+        """The number of rows for the slots of each kind, which the host reads; the last have those that are left over."""
+        lasts = list(itertools.accumulate(self._of_rank))[:-1]
+        if self._mesh.abstract:  # a plan's trace knows no numbers, and takes slots to have equally many rows
+            stops = [rows * last // sum(self._of_rank) for last in lasts]
+        else:
+            stops = ends[[last - 1 for last in lasts]].tolist()
+        return [stop - start for start, stop in itertools.pairwise([0, *stops, rows])]
+
+    def outputs(self, expert: Expert, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """See `Dispatch`; rows are sorted by slot."""
+        parts = rows.split(self._lengths(len(rows), ends))
+        results, start = [], 0
+        for params, part, some in zip(self._landed(), parts, ends.split(list(self._of_rank)), strict=True):
+            results.append(expert(params, part, Groups(some - start, len(part)).product))
+            start += len(part)
+        return torch.cat(results)
+
+
+@outside_of_graphs
+def _fetch_replicas(
+    params: Mapping[str, Any], seats: torch.Tensor | None, replicas: torch.Tensor, exchange: Any
+) -> Replicas:
+    """Start to fetch the replicas that ``replicas`` ``[E]`` says. The host reads both it and ``seats``."""
+    mesh, number = environment().mesh, len(replicas)
+    assert mesh is not None
+    ranks = math.prod(mesh.shape[axis] for axis in exchange.axes)
+    if mesh.abstract:
+        placed = ExpertPlacement.assumed(number, ranks, exchange.spare)
+    else:
+        where = range(number) if seats is None else seats.tolist()
+        placed = ExpertPlacement(tuple(where), tuple(replicas.tolist()), ranks, exchange.spare)
+    return Replicas(params, placed, tuple(exchange.axes), mesh)

@@ -18,7 +18,7 @@ DEFECTS = (
     Defect(
         "gate and up at one place",
         "offset",
-        "models/huggingface/followed.py",
+        "models/huggingface/conversion.py",
         "the second of two joined tensors lies over the first",
         "first[dim] += start",
         "first[dim] += 0",
@@ -27,7 +27,7 @@ DEFECTS = (
     Defect(
         "an expert's part from the whole's start",
         "offset",
-        "models/huggingface/followed.py",
+        "models/huggingface/conversion.py",
         "a part of a box is written to where the box begins",
         "first[held] += shared.first[dim] - self.box.first[dim]",
         "first[held] += 0",

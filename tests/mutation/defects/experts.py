@@ -13,7 +13,7 @@ DEFECTS = (
     Defect(
         "one product of an expert without a replica",
         "numerics",
-        "nn/moe/slots.py",
+        "nn/moe/placement.py",
         "the rows of both halves of the ranks are multiplied at once, and those of an expert with a replica apart",
         "half * self.room + row",
         "row",
@@ -22,10 +22,10 @@ DEFECTS = (
     Defect(
         "replicas keep their gradients",
         "reduction",
-        "nn/moe/copies.py",
+        "nn/moe/experts.py",
         "an expert is trained by the rows that its own rank computes, and not by those of its replica",
-        "leaf.borrowed(coming.wait())",
-        "leaf.borrowed(coming.wait().detach())",
+        "leaf.replicas(coming.wait())",
+        "leaf.replicas(coming.wait().detach())",
         (f"{_REPLICAS}::test_stages",),
     ),
     Defect(
@@ -40,7 +40,7 @@ DEFECTS = (
     Defect(
         "one token above capacity",
         "mask",
-        "nn/moe/capacity.py",
+        "nn/moe/routing.py",
         "an expert keeps one assignment more than it has room for",
         "(rank < self.of(",
         "(rank <= self.of(",
@@ -51,8 +51,8 @@ DEFECTS = (
         "numerics",
         "nn/moe/layer.py",
         "experts compute from the router's noisy input",
-        'Visit(params["experts"], flat, ',
-        'Visit(params["experts"], _jittered(flat, config.jitter, tokens_of(x, rng)), ',
+        'Dispatch(params["experts"], flat, ',
+        'Dispatch(params["experts"], _jittered(flat, config.jitter, tokens_of(x, rng)), ',
         (f"{_LAYER}::test_jitter_is_of_the_routers_input_alone",),
     ),
     Defect(
@@ -134,7 +134,7 @@ DEFECTS = (
         "a layer's rows are cut by the counts of other experts",
         "scatter(0, seats, self.counts)",
         "copy_(self.counts[seats])",
-        ("tests/nn/test_seats.py::test_seats_of_choices_that_are_none",),
+        ("tests/nn/test_placement.py::test_seats_of_choices_that_are_none",),
     ),
     Defect(
         "the last axis first",
@@ -229,10 +229,10 @@ DEFECTS = (
     Defect(
         "a shared expert that speaks at once",
         "numerics",
-        "models/upcycle.py",
+        "models/experts.py",
         "an upcycled model's shared expert does not begin with an output of 0",
-        'torch.zeros_like(fresh["shared"]["down"])',
-        'fresh["shared"]["down"]',
+        'torch.zeros_like(made["shared"]["down"])',
+        'made["shared"]["down"]',
         ("tests/models/test_upcycle.py::test_the_dense_models_function",),
     ),
     Defect(

@@ -171,7 +171,7 @@ DEFECTS = (
     Defect(
         "positions that begin anew at every token",
         "offset",
-        "models/decoding/new.py",
+        "models/decoding/cache.py",
         "with a cache every new token stands at position 0",
         "positions = [start + i for",
         "positions = [i for",
@@ -180,7 +180,7 @@ DEFECTS = (
     Defect(
         "draws that all prompts share",
         "key",
-        "models/decoding/sampling.py",
+        "models/decoding/loop.py",
         "two prompts of the same tokens get the same text",
         "bits_at(key, torch.tensor(prompts, dtype=torch.int64))",
         "bits_at(key, torch.zeros(len(prompts), dtype=torch.int64))",
@@ -243,7 +243,7 @@ DEFECTS = (
     Defect(
         "experts that have not computed make room",
         "order",
-        "models/decoding/residence/store.py",
+        "models/decoding/experts_on_host.py",
         "an expert that its layer still needs leaves the device for another",
         "self._slots.fetch(missing[0], keep=left)",
         "self._slots.fetch(missing[0], keep=())",
@@ -252,7 +252,7 @@ DEFECTS = (
     Defect(
         "the first expert that came makes room",
         "order",
-        "models/decoding/residence/store.py",
+        "models/decoding/experts_on_host.py",
         "the expert that came first makes room, however recently it was used",
         "        self._taken.move_to_end(expert)\n",
         "",
@@ -263,7 +263,7 @@ DEFECTS = (
     Defect(
         "guesses by the experts' own numbers",
         "order",
-        "models/decoding/library.py",
+        "models/decoding/gpt.py",
         "what is fetched ahead are the experts' numbers, though others lie in these rows",
         "(routing if seats is None else routing.seated(seats)).experts",
         "routing.experts",

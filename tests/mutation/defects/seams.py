@@ -32,7 +32,7 @@ DEFECTS = (
     Defect(
         "lists that change in place",
         "stale",
-        "models/originals.py",
+        "models/original.py",
         "a list of a module that is written to in place is not followed",
         "isinstance(inside, dict | list) and key not in NO_ATTRIBUTES",
         "isinstance(inside, dict) and key not in NO_ATTRIBUTES",
@@ -41,7 +41,7 @@ DEFECTS = (
     Defect(
         "buffers that change in place",
         "stale",
-        "models/originals.py",
+        "models/original.py",
         "a buffer of a module that is written to in place is not followed",
         "0 if leaf is None or leaf.is_inference() else version_of(leaf)",
         "0",
@@ -68,7 +68,7 @@ DEFECTS = (
     Defect(
         "hooks that are not linear",
         "factor",
-        "models/originals.py",
+        "models/original.py",
         "a hook that clips runs on each part of a gradient, before their sum",
         "found, wanted = result(other - 3 * gradient), result(other) - 3 * result(gradient)",
         "found, wanted = result(gradient), result(gradient)",

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from shardlib.nn.moe.capacity import Tokens, share_of
 from shardlib.nn.moe.routers.base import Router
+from shardlib.nn.moe.routing import Tokens, share_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib.nn.moe.capacity import Capacity, Tokens
 from shardlib.nn.moe.routers.base import Router, best, renormalised, require_renormalised
+from shardlib.nn.moe.routing import Capacity, Tokens
 
 SECONDS = ("best", "kept at random", "sampled")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardlib.nn.moe.capacity import Capacity
 from shardlib.nn.moe.routers.top_k import TopK
+from shardlib.nn.moe.routing import Capacity
 
 
 def switch(capacity: Capacity | None = None, *, sampled: bool = False) -> TopK:

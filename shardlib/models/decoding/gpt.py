@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from shardlib.models import gpt
-from shardlib.models.decoding.decoder import Attend, Decoder
+from shardlib.models.decoding.cache import Attend
+from shardlib.models.decoding.decoder import Decoder
 from shardlib.models.experts import Experts
 from shardlib.nn.moe.layer import route
 from shardlib.nn.moe.routers.base import Router
@@ -30,8 +31,8 @@ class GPT(Decoder):
         layout = config.layout
         if layout is not None and layout.size * layout.block < config.sequence:
             raise ValueError(
-                f"GPTConfig: a layout of {layout.size} blocks of {layout.block} is for fewer tokens than "
-                f"sequence={config.sequence}; to generate, make it for that length, or lower sequence"
+                f"GPTConfig: a layout of {layout.size} blocks of {layout.block} is for fewer tokens than sequence="
+                f"{config.sequence}; make it for that length"
             )
         self._config = replace(config, dropout=0.0, moe=None if config.moe is None else _with_room(config.moe))
         self.sequence, self.vocab = config.sequence, config.vocab
@@ -67,7 +68,7 @@ def _with_room(experts: Experts) -> Experts:
         return experts
     if not router.causal:
         raise ValueError(
-            f"generate: the router {type(router).__name__} chooses among all tokens of a text: it would have to see tokens "
-            "that are not drawn yet; generate with a router of tokens' own choices, such as sl.nn.routers.top_k"
+            f"generate: the router {type(router).__name__} chooses among all tokens of a text, later ones too; use one of "
+            "tokens' own choices, such as sl.nn.routers.top_k"
         )
     return replace(experts, config=replace(experts.config, router=replace(router, capacity=None)))

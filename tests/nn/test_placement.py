@@ -1,4 +1,5 @@
-"""Seats: a layer whose experts lie in other rows is the same function, and seats that are chosen balance loads."""
+"""The placement of experts: a layer whose experts lie in other rows is the same function, and chosen seats and copies balance
+loads; every rank's rows go to one copy of each expert, and every slot has the weights of its expert."""
 
 from itertools import combinations, permutations, product
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.nn import routers
+from shardlib.nn.moe.placement import ExpertPlacement
 
 EXPERTS, WIDTH = 6, 8
 SEATS = torch.tensor([4, 0, 5, 2, 1, 3])
@@ -172,7 +174,65 @@ def test_one_hot_expert_gets_a_copy_on_an_idle_rank():
 
 @pytest.mark.parametrize(("spare", "copies"), [(-1, None), (1, [0, 0]), (1, [2, -1]), (0, [0, -1]), (1, [-2, -1])])
 def test_copies_that_are_refused(spare, copies):
-    with pytest.raises(ValueError, match="give each copy a slot of its own"):
+    with pytest.raises(ValueError, match="Give each copy a slot of its own"):
         routers.balanced_replicas(
             torch.tensor([1, 2]), 2, spare, None, None if copies is None else torch.tensor(copies)
         )
+
+
+# --- slots ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def placements(draw):
+    ranks, room, spare = draw(st.integers(2, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    experts = ranks * room
+    copies = draw(st.lists(st.integers(0, ranks * spare - 1), unique=True, max_size=experts))
+    replicas = draw(st.permutations(copies + [-1] * (experts - len(copies))))
+    return ExpertPlacement(tuple(draw(st.permutations(range(experts)))), tuple(replicas), ranks, spare)
+
+
+@given(placements())
+def test_a_slot_has_rows_of_one_expert_and_one_half(slots):
+    each = sum(slots.of_rank)
+    found = {}
+    for source in range(slots.ranks):
+        for expert, slot in enumerate(slots.of_rows(source)):
+            found.setdefault(slot, set()).add((expert, 2 * source // slots.ranks))
+    assert all(len(what) == 1 for what in found.values())
+    for slot, ((expert, half),) in ((slot, tuple(what)) for slot, what in found.items()):
+        rank, place = divmod(slot, each)
+        if place < 2 * slots.room:
+            assert (rank * slots.room + place % slots.room, place // slots.room) == (slots.seats[expert], half)
+        else:
+            assert rank * slots.spare + place - 2 * slots.room == slots.replicas[expert]
+            assert 2 * (slots.seats[expert] // slots.room) // slots.ranks != half
+
+
+@given(placements())
+def test_a_spare_slot_has_the_row_of_its_expert(slots):
+    sent = {rank: iter(slots.rows(rank)) for rank in range(slots.ranks)}
+    rows = [owner * slots.room + next(sent[owner]) for owner in slots.owners]
+    for slot, row in enumerate(rows):
+        expert = slots.replicas.index(slot) if slot in slots.replicas else None
+        assert row == (slot // slots.spare * slots.room if expert is None else slots.seats[expert])
+    assert all(next(left, None) is None for left in sent.values())
+
+
+def test_a_copy_in_a_slot_that_there_is_not_is_none():
+    """As after a restart on fewer ranks."""
+    slots = ExpertPlacement((0, 1), (5, -1), 2, 1)
+    assert slots.of_rows(0) == [0, 3] and slots.of_rows(1) == [1, 4] and slots.owners == (0, 1)
+
+
+@pytest.mark.parametrize(("ranks", "room", "spare"), [(2, 2, 1), (4, 2, 3), (3, 1, 1)])
+def test_a_plan_takes_slots_to_be_full(ranks, room, spare):
+    slots = ExpertPlacement.assumed(ranks * room, ranks, spare)
+    away = [owner != slot // spare for slot, owner in enumerate(slots.owners)]
+    assert sum(away) == ranks * min(spare, room)
+
+
+@pytest.mark.parametrize(("seats", "replicas"), [((0, 0), (-1, -1)), ((0, 1), (1, 1))])
+def test_slots_that_are_refused(seats, replicas):
+    with pytest.raises(ValueError, match="a slot has one expert"):
+        ExpertPlacement(seats, replicas, 2, 1)

@@ -1,4 +1,5 @@
-"""The module that was copied: what is done to it afterwards is done to its copies, as long as it lives.
+"""The module that was copied: what is done to it afterwards is done to its copies, as long as it lives; its hooks; and a look
+at the first calls of a copy, for writes that no version counter sees and for uses of the original's parameters.
 
 ``module.eval()``, ``module.dropout.p = 0``, a hook or a changed configuration are seen by the next call of a copy. Parameters
 are not followed: those of a call are its arguments.
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,10 +28,11 @@ from shardlib.common._compat import (
     read_backward_hooks,
     version_of,
 )
-from shardlib.common.originals import names_of, register
+from shardlib.common.originals import Names, function_of_user, names_of, register
+from shardlib.common.writes import Observer, has_place, owner_of, place_of
+from shardlib.common.writes import written as written_to
 from shardlib.errors import TreeError, listing
-from shardlib.models.copying import Copy
-from shardlib.models.meta import Copied
+from shardlib.models.copying import Copied, Copy, joined
 
 _MISSING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))  # compared as they are
@@ -51,7 +55,7 @@ class Original:
         self._placeholders, self.names = copied.placeholders, names_of(module)
         paths = {id(part): name for name, part in module.named_modules()}
         self._objects = [
-            _Copied(reference, made, _State(value), paths.get(id(value), type(value).__name__))
+            _FollowedObject(reference, made, _State(value), paths.get(id(value), type(value).__name__))
             for value, made in copied.copier.pairs
             if (reference := _reference(value, copied.copier)) is not None
         ]
@@ -62,7 +66,7 @@ class Original:
         register(again)
         again._placeholders = copied.placeholders
         again._objects = [
-            _Copied(each.original, copied.copier(each.copy), each.seen, each.path) for each in self._objects
+            _FollowedObject(each.original, copied.copier(each.copy), each.seen, each.path) for each in self._objects
         ]
         return again
 
@@ -80,7 +84,7 @@ class Original:
         _require_same_parts(changed)
         modules = {each.path: value for value, each in living if isinstance(value, nn.Module)}
         tensors = {
-            _joined(path, name): tensor
+            joined(path, name): tensor
             for path, module in modules.items()
             for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items())
             if tensor is not None
@@ -91,7 +95,7 @@ class Original:
         buffers: dict[str, torch.Tensor | None] = {}
         for value, each in changed:
             each.carry(value, copier)
-            buffers |= {_joined(each.path, name): own_buffers(value)[name] for name in each.seen.written(value)}
+            buffers |= {joined(each.path, name): own_buffers(value)[name] for name in each.seen.written(value)}
             each.seen = _State(value)
         return buffers
 
@@ -99,17 +103,18 @@ class Original:
         """See `CopiedModule`."""
         return any(each.seen.differs(value) for value, each in self._living())
 
-    def _living(self) -> list[tuple[Any, _Copied]]:
+    def _living(self) -> list[tuple[Any, _FollowedObject]]:
         return [(value, each) for each in self._objects if (value := each.original()) is not None]
 
 
-class _Copied:
-    """An object with attributes in the original, and its copy."""
+@dataclass(slots=True, eq=False)
+class _FollowedObject:
+    """An object with attributes in the original, its copy, and what the former held when it was last looked at."""
 
-    __slots__ = ("copy", "original", "path", "seen")
-
-    def __init__(self, original: Callable[[], Any], copy: Any, seen: _State, path: str) -> None:
-        self.original, self.copy, self.seen, self.path = original, copy, seen, path
+    original: Callable[[], Any]
+    copy: Any
+    seen: _State
+    path: str
 
     def carry(self, value: Any, copier: Copy) -> None:
         """Give the copy the attributes that the original was given, or that were changed in place."""
@@ -214,11 +219,7 @@ def _versions(value: Any) -> tuple[tuple[str, int, int], ...]:
     )
 
 
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _require_same_parts(changed: Iterable[tuple[Any, _Copied]]) -> None:
+def _require_same_parts(changed: Iterable[tuple[Any, _FollowedObject]]) -> None:
     failures = []
     for value, each in changed:
         if isinstance(value, nn.Module):
@@ -226,14 +227,14 @@ def _require_same_parts(changed: Iterable[tuple[Any, _Copied]]) -> None:
             if before != now or [name for name, *_ in parameters] != [name for name, *_ in parameters_now]:
                 failures.append(f"{each.path or '(top)'}: its submodules or parameters")
             failures += [
-                f"{_joined(each.path, name)}: its requires_grad or its hooks"
+                f"{joined(each.path, name)}: its requires_grad or its hooks"
                 for (name, *was), (_, *is_now) in zip(parameters, parameters_now)
                 if was != is_now
             ]
     if failures:
         raise TreeError(
-            f"the module was changed after from_module:\n{listing(failures)}\nCall sl.from_module(module) again; a plan says "
-            "what is trained, by sl.freeze"
+            f"the module was changed after from_module:\n{listing(failures)}\nCall sl.from_module(module) again; sl.freeze "
+            "in a plan says what is trained"
         )
 
 
@@ -298,19 +299,15 @@ def hooks_of(module: nn.Module, copier: Copy) -> ParameterHooks:
     named = dict(module.named_parameters(remove_duplicate=False))
     if after := [name for name, leaf in named.items() if post_accumulate_hooks(leaf)]:
         raise TreeError(
-            f"parameters with hooks that run after their gradient was accumulated:\n{listing(after)}\nGradients are values "
-            "here, not attributes: let the optimizer do it, sl.optim.chain(...), or use parameter.register_hook"
+            f"parameters with hooks that run after their gradient was accumulated:\n{listing(after)}\nLet the optimizer do "
+            "it, sl.optim.chain(...), or use parameter.register_hook"
         )
     hooks = {name: copier([*held.values()]) for name, leaf in named.items() if (held := read_backward_hooks(leaf))}
     return ParameterHooks(hooks)
 
 
 def _require_linear(name: str, hook: Hook, gradient: torch.Tensor) -> None:
-    """Refuse a hook for which h(r - 3 g) is not h(r) - 3 h(g).
-
-    Raises:
-        TreeError: see above.
-    """
+    """Raise `TreeError` for a hook for which h(r - 3 g) is not h(r) - 3 h(g)."""
 
     def result(gradient: torch.Tensor) -> torch.Tensor:
         changed = hook(gradient.clone())
@@ -319,10 +316,77 @@ def _require_linear(name: str, hook: Hook, gradient: torch.Tensor) -> None:
     noise = torch.rand(gradient.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32) - 0.5
     other = noise.to(gradient) * gradient.abs().amax()
     found, wanted = result(other - 3 * gradient), result(other) - 3 * result(gradient)
-    if not torch.allclose(
-        found, wanted, rtol=0, atol=64 * torch.finfo(gradient.dtype).eps * float(gradient.abs().amax())
-    ):
+    rounding = 64 * torch.finfo(gradient.dtype).eps * float(gradient.abs().amax())
+    if not torch.allclose(found, wanted, rtol=0, atol=rounding):
         raise TreeError(
-            f"the hook on parameter {name} is not linear, and a step runs it on parts of the gradient, before sums over "
-            "ranks and micro-batches. Let the optimizer do it: sl.optim.chain(sl.optim.clip_by_global_norm(...), ...)"
+            f"the hook on parameter {name} is not linear, and a step runs it on parts of the gradient. Let the optimizer do "
+            "it: sl.optim.chain(sl.optim.clip_by_global_norm(...), ...)"
         )
+
+
+class FirstCalls:
+    """The first calls of a module, one in each mode: what it writes to its inputs through ``.data``, or by operators that do
+    not say so, and whether it reads the parameters of the module that it is a copy of. Later calls are taken to write to the
+    same buffers.
+
+    Args:
+        modules: all of the module's parts.
+        originals: the names of the parameters that have others in their place.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], originals: Names) -> None:
+        self._modules, self._originals = modules, originals
+        self._written: dict[tuple[bool, ...], set[str]] = {}  # by mode: names of buffers
+
+    def call(
+        self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor | None], written: set[str]
+    ) -> AbstractContextManager[None]:
+        """A context for one call, which adds to ``written`` the names of buffers that it writes to.
+
+        Raises:
+            HandleError: the call writes to a parameter; names it.
+            TreeError: the call reads a parameter of the original; names it, and the function that does.
+        """
+        if torch.compiler.is_compiling():
+            return nullcontext()
+        mode = tuple(module.training for module in self._modules)
+        if mode not in self._written:
+            return self._watched(mode, parameters, buffers, written)
+        written |= self._written[mode]
+        return nullcontext()
+
+    def forget(self) -> None:
+        """Look at calls again, of which one was refused: it may be another that a later call in its mode makes."""
+        self._written.clear()
+
+    @contextmanager
+    def _watched(self, mode: Any, parameters: Any, buffers: Any, written: set[str]) -> Iterator[None]:
+        plain = {name: leaf for name, leaf in parameters.items() if has_place(leaf)}
+        before = {name: (_place_and_version(leaf), leaf.detach()) for name, leaf in plain.items()}
+        held = [(name, buffer) for name, buffer in buffers.items() if buffer is not None and has_place(buffer)]
+
+        def writes(tensor: torch.Tensor, operator: str) -> None:
+            if (name := owner_of(tensor, held)) is not None:
+                written.add(name)
+            elif (name := owner_of(tensor, plain.items())) is not None:
+                raise written_to(operator, name)
+
+        def reads(tensor: torch.Tensor) -> None:
+            if (name := self._originals.get(tensor)) is not None:
+                raise TreeError(
+                    f"{name} itself is used, not the parameter that is due, by {function_of_user()}. Reach it through the "
+                    "module or a closure, not through a global or a class"
+                )
+
+        with Observer(writes, reads if self._originals else None):
+            yield
+        if changed := [name for name, leaf in plain.items() if _place_and_version(leaf) != before[name][0]]:
+            for name in changed:
+                plain[name].data = before[name][1]  # what was assigned to .data is undone
+            raise written_to("the module", *changed)
+        self._written[mode] = set(written)
+
+
+def _place_and_version(leaf: torch.Tensor) -> tuple[Any, ...]:
+    """What a write in place, or an assignment to ``.data``, changes of a tensor."""
+    return place_of(leaf), 0 if leaf.is_inference() else version_of(leaf)

@@ -1,4 +1,4 @@
-"""A module without weights, into which a call puts parameters and buffers.
+"""A module as a function of its parameters: a copy without weights, into which a call puts parameters and buffers.
 
 When backward recomputes a segment of a call, the call's parameters and buffers are put in again: `torch.utils.checkpoint`
 runs a function that reads the module, long after the call and possibly during another one.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,36 +18,19 @@ from shardlib.common._compat import no_modes, own_buffers, own_parameters, versi
 from shardlib.common.environment import environment
 from shardlib.common.writes import has_place, place_of
 from shardlib.errors import REENTRANT, LossError, TreeError, listing
-from shardlib.models.copying import Copy
-from shardlib.models.layers import adapt_in_place
-from shardlib.models.meta import copy_with_placeholders
-from shardlib.models.observed import FirstCalls
-from shardlib.models.originals import Original, ParameterHooks, hooks_of
-from shardlib.models.refusals import explained, require_copies
+from shardlib.models.copying import buffers_of, clones, copied_or_refused, copy_with_placeholders, joined
+from shardlib.models.original import FirstCalls, Original, ParameterHooks, hooks_of
+from shardlib.models.peft import adapt_in_place
 from shardlib.nn.blocks import mode_of_modules
 from shardlib.tree import leaves_of
 
-Named = Mapping[str, torch.Tensor]
+Parameters = Mapping[str, torch.Tensor]
 Buffers = Mapping[str, torch.Tensor | None]
 
 _calls = threading.local()  # ``under_way``: the running calls of this thread, outermost first
 
 
-def in_call() -> bool:
-    """Whether a call of a skeleton runs in this thread."""
-    return bool(getattr(_calls, "under_way", ()))
-
-
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Dotted name -> buffer, with buffers that are None."""
-    return {
-        f"{prefix}.{leaf}" if prefix else leaf: buffer
-        for prefix, owner in module.named_modules(remove_duplicate=False)
-        for leaf, buffer in own_buffers(owner).items()
-    }
-
-
-class Skeleton:
+class FunctionalModule:
     """A module of one thread, to be called with any parameters and buffers.
 
     Args:
@@ -73,27 +56,29 @@ class Skeleton:
     ) -> None:
         self.module, self.hooks = module, hooks or ParameterHooks({})
         self._buffers, self._original = dict(buffers), original
-        self.by_path = {
-            f"{name}.{inside}".strip(".").replace(".", "/"): submodule for inside, submodule in module.named_modules()
-        }
         self._modules = dict(module.named_modules(remove_duplicate=False))
         self.first = FirstCalls(list(self._modules.values()), original.names if original else {})
         self._parameters = {
-            f"{prefix}.{leaf}" if prefix else leaf: (owner, leaf)
+            joined(prefix, leaf): (owner, leaf)
             for prefix, owner in self._modules.items()
             for leaf, parameter in own_parameters(owner).items()
             if parameter is not None
         }
-        self.paths = tuple(f"{name}.{key}".strip(".").replace(".", "/") for key in self._parameters)
+
+        def path(inside: str) -> str:
+            return f"{name}.{inside}".strip(".").replace(".", "/")
+
+        self.by_path = {path(inside): submodule for inside, submodule in module.named_modules()}
+        self.paths = tuple(map(path, self._parameters))
         self._renew()
 
-    def part(self, name: str) -> Skeleton:
-        """The skeleton of a submodule."""
+    def part(self, name: str) -> FunctionalModule:
+        """A submodule."""
         inside = {
             key.removeprefix(f"{name}."): each for key, each in self._buffers.items() if key.startswith(f"{name}.")
         }
         module = self.module.get_submodule(name)
-        return Skeleton(module, inside, self._original, self.hooks.part(name), name) if name else self
+        return FunctionalModule(module, inside, self._original, self.hooks.part(name), name) if name else self
 
     def follow(self) -> bool:
         """Carry over what was done to the original; returns whether its buffers changed."""
@@ -103,6 +88,39 @@ class Skeleton:
             self._buffers |= {name: None if b is None else b.detach().to(device) for name, b in changed.items()}
             self._renew()
         return bool(changed)
+
+    def __call__(
+        self,
+        parameters: Parameters,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        buffers: Buffers | None = None,
+        training: bool | None = None,
+        method: str = "__call__",
+    ) -> Any:
+        """The output of the module's ``method`` with ``parameters`` and the buffers it has; with copies of ``buffers``, if
+        they are given, the output and the buffers after the call.
+
+        Args:
+            training: whether the module runs in train mode; by default as `mode_of_modules` says.
+
+        Raises:
+            TreeError: the call changed a buffer without ``buffers``, or a parameter, or the parameters have other names.
+        """
+        call = _Call(self, parameters, buffers, training)
+        if buffers is not None:
+            return call.run(method, args, kwargs), call.after
+        try:
+            out = call.run(method, args, kwargs)
+        finally:
+            if call.changed:
+                self._renew()
+        if call.changed:
+            raise TreeError(
+                f"the module changed its buffers, which a pure function cannot:\n{listing(sorted(call.changed))}\nUse apply, "
+                "params, buffers = sl.from_module(module, buffers=True) (not with blocks), or module.eval()"
+            )
+        return out
 
     @contextmanager
     def in_mode(self, training: bool | None) -> Iterator[None]:
@@ -116,51 +134,8 @@ class Skeleton:
             for each in changed:
                 each.training = not training
 
-    def __call__(
-        self,
-        parameters: Named,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        training: bool | None = None,
-        method: str = "__call__",
-    ) -> Any:
-        """The output of the module's ``method`` with ``parameters`` and the buffers it has.
-
-        Args:
-            training: whether the module runs in train mode; by default as `mode_of_modules` says.
-
-        Raises:
-            TreeError: the call changed a buffer (which is restored) or a parameter, or the parameters have other names.
-        """
-        call = _Call(self, parameters, buffers_of(self.module), training)
-        try:
-            out = call.run(method, args, kwargs)
-        finally:
-            if call.changed:
-                self._renew()
-        if call.changed:
-            raise TreeError(
-                f"the module changed its buffers, which a pure function cannot:\n{listing(sorted(call.changed))}\nUse apply, "
-                "params, buffers = sl.from_module(module, buffers=True) (not with blocks), or module.eval()"
-            )
-        return out
-
-    def with_buffers(
-        self,
-        parameters: Named,
-        buffers: Buffers,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        training: bool | None = None,
-        method: str = "__call__",
-    ) -> tuple[Any, dict[str, torch.Tensor | None]]:
-        """The module's output with ``parameters`` and copies of ``buffers``, and the buffers after the call."""
-        call = _Call(self, parameters, buffers, training, fresh=True)
-        out = call.run(method, args, kwargs)
-        return out, call.after
-
     @contextmanager
-    def holding(self, parameters: Named, buffers: Buffers) -> Iterator[None]:
+    def holding(self, parameters: Parameters, buffers: Buffers) -> Iterator[None]:
         """A context in which the module holds these tensors; afterwards it holds the previous ones, even after an error.
 
         Raises:
@@ -172,9 +147,7 @@ class Skeleton:
         try:
             for name, (owner, leaf) in self._parameters.items():
                 own_parameters(owner)[leaf] = parameters[name]
-            for name, buffer in buffers.items():
-                prefix, _, leaf = name.rpartition(".")
-                own_buffers(self._modules[prefix])[leaf] = buffer
+            self._put(buffers)
             yield
             replaced = [
                 name
@@ -191,24 +164,23 @@ class Skeleton:
         if replaced:
             raise TreeError(
                 f"the module replaced its parameters, which are inputs of a pure function:\n{listing(replaced)}\nMake what "
-                "changes in a call a buffer: self.register_buffer(...), and sl.from_module(module, buffers=True)"
+                "changes a buffer: self.register_buffer(...), and sl.from_module(module, buffers=True)"
             )
+
+    def _put(self, buffers: Buffers) -> None:
+        for name, buffer in buffers.items():
+            prefix, _, leaf = name.rpartition(".")
+            own_buffers(self._modules[prefix])[leaf] = buffer
 
     def _renew(self) -> None:
         """Give the module copies of its buffers, as writes of batch_norm do not change a buffer's version."""
         self.first.forget()
         with no_modes(), torch.inference_mode(False):
-            fresh = {id(buffer): _copied(buffer) for buffer in self._buffers.values()}
-            for name, buffer in self._buffers.items():
-                prefix, _, leaf = name.rpartition(".")
-                own_buffers(self._modules[prefix])[leaf] = fresh[id(buffer)]
+            copies = {id(buffer): None if buffer is None else buffer.clone() for buffer in self._buffers.values()}
+            self._put({name: copies[id(buffer)] for name, buffer in self._buffers.items()})
 
-    def require_names(self, parameters: Named, buffers: Buffers) -> None:
-        """Refuses parameters and buffers of other names than the module's.
-
-        Raises:
-            TreeError: see above.
-        """
+    def require_names(self, parameters: Parameters, buffers: Buffers) -> None:
+        """Raise `TreeError` for parameters and buffers of other names than the module's."""
         if parameters.keys() != self._parameters.keys():
             failures = [f"{name}: missing" for name in self._parameters if name not in parameters]
             failures += [
@@ -216,7 +188,7 @@ class Skeleton:
             ]
             raise TreeError(
                 f"these are not the parameters of {type(self.module).__name__}:\n{listing(failures)}\nPass the tree that "
-                "sl.from_module returned, or one of its structure"
+                "sl.from_module returned"
             )
         failures = [f"{name}: no such module" for name in buffers if name.rpartition(".")[0] not in self._modules]
         if failures:
@@ -224,11 +196,11 @@ class Skeleton:
 
 
 class _Call:
-    """One call of a skeleton.
+    """One call of a module.
 
     Args:
+        buffers: of the call, which runs on copies of them; None for those that the module has.
         training: whether the module runs in train mode; None if as it is set, or as those around it say.
-        fresh: whether the call runs on copies of the buffers.
 
     Attributes:
         after: the module's buffers after the call.
@@ -236,42 +208,38 @@ class _Call:
     """
 
     def __init__(
-        self,
-        skeleton: Skeleton,
-        parameters: Named,
-        buffers: Buffers,
-        training: bool | None = None,
-        fresh: bool = False,
+        self, module: FunctionalModule, parameters: Parameters, buffers: Buffers | None, training: bool | None
     ) -> None:
-        skeleton.require_names(parameters, buffers)
-        self._skeleton, self._parameters, self._given = skeleton, skeleton.hooks.on(parameters), buffers
+        compiling, fresh = torch.compiler.is_compiling(), buffers is not None
+        given = buffers_of(module.module) if buffers is None else buffers
+        module.require_names(parameters, given)
+        self._module, self._parameters, self._given = module, module.hooks.on(parameters), given
         self._training = mode_of_modules() if training is None else training
         # A compiled function reads no context: a plan with tiles refuses a loss in which no module ran in them.
-        self._fresh, self._tiles = fresh, None if torch.compiler.is_compiling() else environment().modules
-        self._held = {name: _copied(buffer) for name, buffer in buffers.items()} if fresh else dict(buffers)
+        self._tiles = None if compiling else environment().modules
+        self._held = clones(given) if fresh else dict(given)
         # Tensors made in inference mode or in compiled functions have no versions.
-        self._versioned = not fresh or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
+        self._versioned = not fresh or (torch.is_grad_enabled() and not compiling)
         self._versions = {name: version_of(b) for name, b in self._held.items() if b is not None and self._versioned}
         self._seen: set[str] = set()  # the names of buffers that it was seen to write to, as versions do not show
-        self._places = {} if torch.compiler.is_compiling() else _places(self._held)
+        self._places = {} if compiling else _places(self._held)
         self.after: dict[str, torch.Tensor | None] = {}
         self.changed: set[str] = set()
         self._over = False
 
     def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        follow = None if torch.compiler.is_compiling() else environment().follows
+        module = self._module.module
         with (
-            self._skeleton.holding(self._parameters, self._held),
-            self._skeleton.in_mode(self._training),
-            self._under_way(),
-            self._in_tiles(),
-            self._followed(),
-            explained(self._skeleton.module),
-            self._skeleton.first.call(self._parameters, self._held, self._seen),
+            self._inside(self._held),
+            nullcontext() if follow is None else follow(module, self._parameters),
+            _explained(module),
+            self._module.first.call(self._parameters, self._held, self._seen),
         ):
             try:
-                return getattr(self._skeleton.module, method)(*args, **kwargs)
+                return getattr(module, method)(*args, **kwargs)
             finally:
-                self.after = buffers_of(self._skeleton.module)
+                self.after = buffers_of(module)
                 self.changed = self._changed(self.after) | self._seen
                 self._over = True
 
@@ -288,54 +256,66 @@ class _Call:
         """Names of buffers that may have been written to, when those of ``changed`` show it."""
         return changed | self._seen if self._versioned else set(buffers)
 
-    def remember(self) -> Callable[[], Any]:
+    def remember(self) -> Callable[[], AbstractContextManager[None]]:
         """A context to recompute in, for a checkpointed segment of the call that begins now."""
-        now = buffers_of(self._skeleton.module)
-        seen = {name: _copied(now[name]) for name in self._written(now, self._changed(now))}
+        now = buffers_of(self._module.module)
+        seen = clones({name: now[name] for name in self._written(now, self._changed(now))})
 
         @contextmanager
         def again() -> Iterator[None]:
             # Recomputing repeats the segment's writes, which must not reach the call's inputs or outputs.
             buffers = dict(self._given) | seen
             written = self._written(buffers, self.changed) if self._over else set(buffers)
-            buffers |= {name: _copied(buffers[name]) for name in written & buffers.keys()}
-            with (
-                self._skeleton.holding(self._parameters, buffers),
-                self._skeleton.in_mode(self._training),
-                self._under_way(),
-                self._in_tiles(),
-            ):
+            with self._inside(buffers | clones({name: buffers[name] for name in written & buffers.keys()})):
                 yield
 
         return again
 
-    def _in_tiles(self) -> AbstractContextManager[None]:
-        return (
-            nullcontext()
-            if self._tiles is None
-            else self._tiles.installed(self._skeleton.by_path, self._skeleton.paths)
-        )
-
-    def _followed(self) -> AbstractContextManager[None]:
-        follow = None if torch.compiler.is_compiling() else environment().follows
-        return nullcontext() if follow is None else follow(self._skeleton.module, self._parameters)
-
     @contextmanager
-    def _under_way(self) -> Iterator[None]:
-        outer = getattr(_calls, "under_way", ())
-        _calls.under_way = (*outer, self)
-        try:
-            yield
-        finally:
-            _calls.under_way = outer
+    def _inside(self, buffers: Buffers) -> Iterator[None]:
+        """A context in which the module holds the call's parameters and these buffers, and runs in its mode and tiles."""
+        module, outer = self._module, getattr(_calls, "under_way", ())
+        tiles = nullcontext() if self._tiles is None else self._tiles.installed(module.by_path, module.paths)
+        with module.holding(self._parameters, buffers), module.in_mode(self._training), tiles:
+            _calls.under_way = (*outer, self)
+            try:
+                yield
+            finally:
+                _calls.under_way = outer
 
 
 def _places(buffers: Buffers) -> dict[str, Any]:
     return {name: place_of(b) for name, b in buffers.items() if b is not None and has_place(b)}
 
 
-def _copied(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    return None if buffer is None else buffer.clone()
+@contextmanager
+def _explained(module: nn.Module) -> Iterator[None]:
+    """A context for a module's call in which torch's errors about what no pure function does say what to do instead.
+
+    Raises:
+        TreeError: the module has no forward, sets ``requires_grad`` of a parameter, or computes with an earlier call's.
+    """
+    try:
+        yield
+    except NotImplementedError as error:
+        if getattr(module.forward, "__func__", None) is not nn.Module.forward:
+            raise
+        name = type(module).__name__
+        raise TreeError(f"{name} has no forward. Name a method: apply(params, x, method='encode')") from error
+    except RuntimeError as error:
+        for text, meant in _MEANT.items():
+            if text in str(error):
+                raise TreeError(f"{str(error).partition('. ')[0]}. {meant}") from error
+        raise
+
+
+# What torch says -> what to do in a module's call.
+_MEANT = {
+    "requires_grad flags of leaf": "Parameters are inputs of a pure function: use sl.freeze(globs) in the plan, "
+    "torch.no_grad() or weight.detach()",
+    "is a view and its base or another view of its base has been modified inplace": "If it is of a parameter and was kept "
+    "from an earlier call (self.cached = self.weight.t()), compute it in each call",
+}
 
 
 def _lasting(fn: Callable[..., Any], args: Any, has_context: bool) -> tuple[Callable[..., Any], Any]:
@@ -354,22 +334,20 @@ def _lasting(fn: Callable[..., Any], args: Any, has_context: bool) -> tuple[Call
     return again, args
 
 
+def _in_call() -> bool:
+    return bool(getattr(_calls, "under_way", ()))
+
+
 def _refuse_reentrant() -> None:
-    if in_call() and torch.is_grad_enabled():
+    if _in_call() and torch.is_grad_enabled():
         raise LossError(f"the module {REENTRANT}")
 
 
 watch_checkpoints(_lasting, _refuse_reentrant)
 
 
-# A module's copies without weights: one per thread and device, since a call puts tensors into the module itself.
-
-
-T = TypeVar("T")
-
-
-class Skeletons:
-    """The skeletons of a module.
+class FunctionalCopies:
+    """A module's copies without weights: one per thread and device, since a call puts tensors into the module itself.
 
     Raises:
         TreeError: the module has attributes that cannot be copied, or hooks that cannot run.
@@ -377,23 +355,22 @@ class Skeletons:
 
     def __init__(self, module: nn.Module, buffers: Buffers) -> None:
         # Never called, so that a thread can copy it while another one is in a call.
-        self._pattern = _copied_or_refused(module, copy_with_placeholders)
+        self._pattern = copied_or_refused(module, copy_with_placeholders)
         adapt_in_place(self._pattern.module)
         self._original = Original(module, self._pattern)
         self._hooks = hooks_of(module, self._pattern.copier)
-        # The module's own may be written to.
-        self._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+        self._buffers = clones(buffers)  # the module's own may be written to
         self._local = threading.local()
 
-    def beside(self, parameters: Named, args: Any, name: str = "") -> Skeleton:
-        """This thread's skeleton of the submodule ``name``, with buffers on the device of ``parameters`` or ``args``."""
+    def beside(self, parameters: Parameters, args: Any, name: str = "") -> FunctionalModule:
+        """This thread's copy of the submodule ``name``, with buffers on the device of ``parameters`` or ``args``."""
         if not hasattr(self._local, "made"):
             self._local.made = {}
         held = parameters.values() or leaves_of(args)
         device = next((value.device for value in held if isinstance(value, torch.Tensor)), None)
-        made: dict[str, Skeleton] = self._local.made.setdefault(device, {})
+        made: dict[str, FunctionalModule] = self._local.made.setdefault(device, {})
         # A call in another one goes on with what the outer one began with, and compiled functions read no weak references.
-        if made and not torch.compiler.is_compiling() and not in_call() and made[""].follow():
+        if made and not torch.compiler.is_compiling() and not _in_call() and made[""].follow():
             self._local.made[device] = made = {"": made[""]}  # the others have the old buffers
         if name not in made:
             # Made outside of whatever surrounds the call: a trace on fake tensors, a recomputed block, inference mode.
@@ -403,32 +380,9 @@ class Skeletons:
                 made[name] = made[""].part(name)
         return made[name]
 
-    def _whole(self, device: torch.device | None) -> Skeleton:
+    def _whole(self, device: torch.device | None) -> FunctionalModule:
         copied = copy_with_placeholders(self._pattern.module)
         buffers = {name: None if buffer is None else buffer.to(device) for name, buffer in self._buffers.items()}
-        whole = Skeleton(copied.module, buffers, self._original.copied_again(copied), self._hooks)
+        whole = FunctionalModule(copied.module, buffers, self._original.copied_again(copied), self._hooks)
         whole.follow()
         return whole
-
-
-def _copied_or_refused(module: nn.Module, copy_of: Callable[[nn.Module], T]) -> T:
-    """A copy of a module.
-
-    Raises:
-        TreeError: the module has attributes that cannot be copied.
-    """
-    try:
-        return copy_of(module)
-    except Exception:
-        require_copies(module)
-        raise
-
-
-def hollow(module: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device, tied ones still tied.
-
-    Raises:
-        TreeError: the module has attributes that cannot be copied.
-    """
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
-    return _copied_or_refused(module, Copy(module.modules(), dict(module.named_parameters()), memo))

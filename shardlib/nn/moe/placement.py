@@ -1,8 +1,10 @@
-"""`balanced_seats` and `balanced_replicas`: which rank is to compute which experts, so that ranks have equal loads."""
+"""The placement of experts: which rank is to compute which, so that loads are equal, and where replicas of hot ones are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,24 +72,23 @@ def balanced_replicas(
     numbers = list(range(number)) if seats is None else seats.tolist()
     if ranks < 1 or number % ranks or sorted(numbers) != list(range(number)):
         raise ValueError(
-            f"balanced_seats: {number} counts, {ranks} ranks and seats {numbers}: ranks must divide the experts, and seats "
-            "be a permutation of their numbers"
+            f"balanced_seats: {number} counts, {ranks} ranks, seats {numbers}. Ranks must divide the experts, and seats "
+            "permute them"
         )
     slots = [NONE] * number if replicas is None else replicas.tolist()
     copies = [slot for slot in slots if slot != NONE]
     if spare < 0 or len(slots) != number or not {*copies} <= {*range(ranks * spare)} or len({*copies}) < len(copies):
         raise ValueError(
-            f"balanced_replicas: the copies of {number} experts are in {slots}, and {ranks} ranks have {spare} spare slots "
-            "each: give each copy a slot of its own, numbered from 0, and −1 to experts without one"
+            f"balanced_replicas: copies in {slots}, and {ranks} ranks with {spare} spare slots each. Give each copy a slot "
+            "of its own, from 0 on, or −1"
         )
     loads = _in_whole_numbers(counts)
     present, held = _by_rank(numbers, ranks, number // ranks), _by_rank(slots, ranks, spare)
     hottest = sorted(range(number), key=lambda expert: -loads[expert])
-    best = max(_with_copies(present, held, loads), default=0)
-    shares, others = present, held
+    best, shares, others = _largest(present, held, loads), present, held
     for copied in range(min(number, ranks * spare) + 1 if ranks > 1 else 1):
         found = _chosen(loads, ranks, spare, hottest[:copied])
-        if (largest := max(_with_copies(*found, loads), default=0)) < best:
+        if (largest := _largest(*found, loads)) < best:
             best, (shares, others) = largest, found
     order = _matched(shares, present)
     seated = _seated([shares[share] for share in order], numbers, number // ranks)
@@ -98,7 +99,7 @@ def _in_whole_numbers(counts: torch.Tensor) -> list[int]:
     """Loads, so that sums and halves are exact and every change that helps makes a load smaller."""
     numerical = counts.double().tolist()
     if not all(0 <= load < float("inf") for load in numerical):
-        raise ValueError(f"balanced_seats: counts {numerical}: they must be finite, and 0 or more")
+        raise ValueError(f"balanced_seats: counts {numerical}; they must be finite, and 0 or more")
     ratios = [load.as_integer_ratio() for load in numerical]
     unit = max((below for _, below in ratios), default=1)
     return [2 * above * (unit // below) for above, below in ratios]
@@ -110,19 +111,23 @@ def _by_rank(places: Sequence[int], ranks: int, room: int) -> Shares:
     return [[expert for place, expert in there if place // room == rank] for rank in range(ranks)]
 
 
-def _with_copies(shares: Shares, copies: Shares, loads: Sequence[int]) -> list[int]:
-    """The load of each rank. An expert with a copy makes half of its load in each place."""
-    copied = {expert for some in copies for expert in some}
-    parts = [load // (1 + (expert in copied)) for expert, load in enumerate(loads)]
-    return [sum(parts[expert] for expert in (*share, *some)) for share, some in zip(shares, copies, strict=True)]
+def _parts(loads: Sequence[int], copied: Iterable[int]) -> dict[int, int]:
+    """The load of each expert in each of its places: half of it if it is ``copied``."""
+    return {expert: load // (1 + (expert in copied)) for expert, load in enumerate(loads)} | {NONE: 0}
+
+
+def _largest(shares: Shares, copies: Shares, loads: Sequence[int]) -> int:
+    """The largest load of a rank."""
+    parts = _parts(loads, {expert for some in copies for expert in some})
+    return max(_sums([[*share, *some] for share, some in zip(shares, copies, strict=True)], parts), default=0)
 
 
 def _chosen(loads: Sequence[int], ranks: int, spare: int, copied: Sequence[int]) -> tuple[Shares, Shares]:
     """Each rank's experts, and those of which it has a copy, if these experts are ``copied``."""
-    parts = {expert: load // (1 + (expert in copied)) for expert, load in enumerate(loads)} | {NONE: 0}
+    parts = _parts(loads, copied)
     slots = [*copied, *[NONE] * (ranks * spare - len(copied))]
-    shares = _dealt(range(len(loads)), parts, [0] * ranks)
-    copies = _dealt(slots, parts, _sums(shares, parts))
+    shares = _distributed(range(len(loads)), parts, [0] * ranks)
+    copies = _distributed(slots, parts, _sums(shares, parts))
     while True:
         before = _sums([*shares, *copies], parts)
         shares = _improved(shares, parts, _sums(copies, parts))
@@ -135,7 +140,7 @@ def _sums(shares: Shares, loads: Mapping[int, int]) -> list[int]:
     return [sum(loads[expert] for expert in share) for share in shares]
 
 
-def _dealt(experts: Iterable[int], loads: Mapping[int, int], beside: Sequence[int]) -> Shares:
+def _distributed(experts: Iterable[int], loads: Mapping[int, int], beside: Sequence[int]) -> Shares:
     """Each rank's experts: the next largest load goes to the least loaded rank with a free place.
 
     Args:
@@ -196,29 +201,129 @@ def _seated(shares: Shares, seats: Sequence[int], room: int) -> list[int]:
     return found
 
 
-# `Dealt`: a leaf of experts that are dealt out over the mesh, as a loss function gets it.
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """The slots of a layer, rank by rank: where the rows of each rank for each expert are computed.
+
+    An expert's rows are computed in two products, of the rows that come from either half of the ranks. Without a replica both
+    are computed at the expert's seat; with one, that of its own rank's half there, and that of the other half at the replica.
+    So two numbers are added up for a weight's gradient, and they are the same two wherever they are computed.
+
+    A rank has a slot for each of its experts and the first half of the ranks, as many for the second half, and its spare
+    slots. Slots are numbered through, and spare slots by themselves. A spare slot without a replica has a copy of its rank's
+    first expert, to which no rows go; so what ranks call does not depend on replicas.
+
+    Attributes:
+        seats: of each expert: the row of the layer's leaves.
+        replicas: of each expert: the spare slot with its second copy, −1 for none. One that the ranks do not have is none.
+        ranks: over which experts are dealt out.
+        spare: slots of a rank.
+
+    Raises:
+        ValueError: two experts with the same seat, or with the same spare slot.
+
+    >>> from shardlib.nn.moe.placement import ExpertPlacement
+    >>> placed = ExpertPlacement(seats=(0, 1), replicas=(1, -1), ranks=2, spare=1)  # 3 slots a rank: two halves, a spare one
+    >>> placed.of_rows(0), placed.of_rows(1)  # rank 1 sends its rows for expert 0 to its own spare slot
+    ([0, 3], [5, 4])
+    >>> placed.owners, placed.rows(0)
+    ((0, 0), [0, 0])
+    """
+
+    seats: tuple[int, ...]
+    replicas: tuple[int, ...]
+    ranks: int
+    spare: int
+
+    def __post_init__(self) -> None:
+        copies = [slot for slot in self.replicas if slot >= 0]
+        if sorted(self.seats) != list(range(len(self.seats))) or len(set(copies)) < len(copies):
+            raise ValueError(
+                f"experts have seats {list(self.seats)} and replicas {list(self.replicas)}. Seats must be a permutation, and "
+                "a slot has one expert"
+            )
+
+    @classmethod
+    def assumed(cls, experts: int, ranks: int, spare: int) -> ExpertPlacement:
+        """Slots for a plan: every spare slot has an expert of a rank in the other half."""
+        others = [(slot // spare + ranks // 2) % ranks * (experts // ranks) for slot in range(ranks * spare)]
+        replicas = [-1] * experts
+        for slot, first in enumerate(others):
+            replicas[first + slot % spare % (experts // ranks)] = slot
+        return cls(tuple(range(experts)), tuple(replicas), ranks, spare)
+
+    @property
+    def room(self) -> int:
+        """Experts of a rank."""
+        return len(self.seats) // self.ranks
+
+    @property
+    def of_rank(self) -> tuple[int, int, int]:
+        """A rank's slots: for rows of the first half of the ranks, for those of the second, and spare ones."""
+        return self.room, self.room, self.spare
+
+    @property
+    def number(self) -> int:
+        """Slots of all ranks."""
+        return self.ranks * sum(self.of_rank)
+
+    def of_rows(self, rank: int) -> list[int]:
+        """The slot to which a rank sends its rows for each expert."""
+        each, half, found = sum(self.of_rank), self._half(rank), []
+        for seat, copy in zip(self.seats, self.replicas, strict=True):
+            owner, row = divmod(seat, self.room)
+            if self._has(copy) and self._half(owner) != half:
+                at, slot = divmod(copy, self.spare)
+                found.append(at * each + 2 * self.room + slot)
+            else:
+                found.append(owner * each + half * self.room + row)
+        return found
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The rank that has the weights of each spare slot."""
+        return tuple(row // self.room for row in self._rows)
+
+    def rows(self, rank: int) -> list[int]:
+        """The rows of a rank's leaves that go to spare slots, in the order of the slots."""
+        return [row % self.room for row in self._rows if row // self.room == rank]
+
+    @cached_property
+    def _rows(self) -> Sequence[int]:
+        """The row of all ranks' leaves that each spare slot has a copy of."""
+        rows = [slot // self.spare * self.room for slot in range(self.ranks * self.spare)]
+        for seat, copy in zip(self.seats, self.replicas, strict=True):
+            if self._has(copy):
+                rows[copy] = seat
+        return rows
+
+    def _has(self, copy: int) -> bool:
+        return 0 <= copy < self.ranks * self.spare
+
+    def _half(self, rank: int) -> int:
+        return 2 * rank // self.ranks
 
 
-class Dealt:
+class ShardedExperts:
     """A leaf of which this rank has some experts and other ranks the others (`shardlib.experts`).
 
     Only a layer of experts uses it, among whose tokens are those of other ranks; every other use is refused.
 
     Attributes:
         path: the leaf's path.
-        opened: gives the leaf, to a layer of experts.
-        lent: gives rows of the leaf, by their numbers, to be sent to other ranks: ``[rows, elements of an expert]``.
-        borrowed: makes of other ranks' rows, as these lent them, a leaf like the one that ``opened`` gives.
+        local: gives the leaf, to a layer of experts.
+        rows_for_replicas: gives rows of the leaf, by their numbers, to be sent: ``[rows, elements of an expert]``.
+        replicas: makes of other ranks' rows a leaf like the one that ``local`` gives.
     """
 
     path: str
-    opened: Callable[[], torch.Tensor]
-    lent: Callable[[Sequence[int]], torch.Tensor]
-    borrowed: Callable[[torch.Tensor], torch.Tensor]
+    local: Callable[[], torch.Tensor]
+    rows_for_replicas: Callable[[Sequence[int]], torch.Tensor]
+    replicas: Callable[[torch.Tensor], torch.Tensor]
 
 
-def opened(params: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool | None]:
-    """The parameters for a layer of experts, and whether all of them are dealt out; None if only some are."""
-    dealt = {isinstance(leaf, Dealt) for leaf in leaves_of(params)}
-    found = tree_map(lambda leaf: leaf.opened() if isinstance(leaf, Dealt) else leaf, params)
-    return found, None if len(dealt) > 1 else True in dealt
+def local_experts(params: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool | None]:
+    """The parameters for a layer of experts, and whether all of them are sharded; None if only some are."""
+    sharded = {isinstance(leaf, ShardedExperts) for leaf in leaves_of(params)}
+    found = tree_map(lambda leaf: leaf.local() if isinstance(leaf, ShardedExperts) else leaf, params)
+    return found, None if len(sharded) > 1 else True in sharded
