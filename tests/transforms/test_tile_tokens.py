@@ -125,7 +125,7 @@ def test_dropout_draws_the_mask_of_the_whole():
     for y in (fn(x), tiled(fn, x, 7)):
         results.append((y, *torch.autograd.grad(y.sum(), [x])))
     assert all(torch.equal(a, b) for a, b in zip(*results))
-    with pytest.raises(LossError, match="tile along dimension 1"):
+    with pytest.raises(LossError, match="Tile along dimension 1"):
         tiled(fn, x, 2, dim=0)
 
 
@@ -133,7 +133,7 @@ def test_a_function_that_mixes_tokens_is_refused():
     x = torch.randn(2, 8, 4, 8)
     with pytest.raises(LossError, match="attention in a tile of tokens 0 to 3 of 8"):
         tiled(lambda x: sl.nn.attention(x, x, x), x, 2)
-    with pytest.raises(ValueError, match="must keep the length"):
+    with pytest.raises(ValueError, match="Keep the length"):
         tiled(lambda x: x[:, 1:], x, 2)
     with pytest.raises(ValueError, match="n >= 1"):
         tiled(lambda x: x, x, 0)

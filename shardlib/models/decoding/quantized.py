@@ -49,9 +49,9 @@ def quantized(model: Any, params: Any, bits: int = 8, block: int = 128) -> Any:
         raise TreeError("quantized takes parameters before experts_on_host; turn them round")
     chosen = [matches(path, decoder.products) and _fits(leaf) for path, leaf in zip(paths, leaves)]
     if not any(chosen):
+        names = f"{type(decoder).__name__}.products names none"
         raise TreeError(
-            f"{type(model).__name__} has no weights to quantise: none that {type(decoder).__name__}.products names "
-            f"({', '.join(decoder.products) or 'none'}) is a matrix whose inputs are a multiple of 16"
+            f"{type(model).__name__} has no weights to quantise: {names} with inputs that are multiples of 16"
         )
     given = zip(leaves, chosen)
     tree = unflatten(treedef, [QuantizedMatrix.of(leaf, bits, block) if wanted else leaf for leaf, wanted in given])
