@@ -17,10 +17,8 @@ from shardlib.optim.group_update import check, is_count
 from shardlib.optim.resting import fault_on_disk
 from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import build_plan
+from shardlib.plan.limits import Limits, Planner, fitted
 from shardlib.plan.plan import Plan
-from shardlib.plan.tiers.fitting import fitted
-from shardlib.plan.tiers.limits import Limits
-from shardlib.plan.tiers.remedies import Planner
 from shardlib.plan.transform import Transform
 from shardlib.rng import Key
 from shardlib.shard import default_transform

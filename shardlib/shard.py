@@ -115,7 +115,7 @@ def _device_of(leaves: Iterable[Any]) -> torch.device:
     devices = {leaf.device: None for leaf in leaves if isinstance(leaf, torch.Tensor)}
     if len(devices) > 1:
         raise TreeError(
-            f"a plain pytree is trained on the device of its leaves, and these are on {', '.join(map(str, devices))}: move "
-            "all of them to one device, or pass sl.shard(params, sl.make_mesh()), which moves them to the mesh's device"
+            f"leaves of a plain pytree are on {', '.join(map(str, devices))}: move all of them to one device, or pass "
+            "sl.shard(params, sl.make_mesh()), which moves them to the mesh's device"
         )
     return next(iter(devices), torch.device("cpu"))

@@ -17,9 +17,9 @@ from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.tables import grid, section
 from shardlib.models import bert, gpt
 from shardlib.plan import Link, Machine
+from shardlib.plan.limits import Limits
 from shardlib.plan.plan import Plan
 from shardlib.plan.tables import count, size
-from shardlib.plan.tiers.limits import Limits
 
 _PEAK, _SHARE = 125e12, 0.5  # of a V100 in fp16, and the share that products of matrices reach
 _HEADER = ("claim", "unit", "by the plan", "published")
@@ -116,7 +116,7 @@ def found(job: Job) -> Found:
     plan = job.plan()
     limits = Limits.given(job.machine.memory, job.machine.host_memory, None, job.machine.ranks_per_host, 0)
     assert limits is not None and plan.traces is not None
-    used = {use.tier.memory: use.bytes for use in limits.uses(plan)}
+    used = {use.peak.memory: use.bytes for use in limits.uses(plan)}
     seconds = sl.report.predict_on(plan, job.machine).total
     done = sum(sum(trace.flops) for trace in plan.traces) * plan.step.microbatches / job.mesh.get("pipe", 1)
     sent = {axis: number for axis, number in plan.payload().items() if number}

@@ -12,9 +12,9 @@ import shardlib as sl
 from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.tables import grid
 from shardlib.models import gpt
+from shardlib.plan.limits import Limits
 from shardlib.plan.plan import Plan
 from shardlib.plan.tables import count
-from shardlib.plan.tiers.limits import Limits
 from shardlib.plan.transform import Transform
 
 BUDGETS = ("16GiB", "24GiB", "40GiB", "80GiB")
@@ -87,7 +87,7 @@ class Sizes:
         # What is held without a trace is a bound, for a fraction of the time.
         bound = bisect_left(range(_LARGEST + 1), True, lo=2, key=lambda n: not fits(n, False))
         first = bisect_left(range(bound), True, lo=2, key=lambda n: not fits(n, True))
-        beyond = [use.tier.memory for use in limits.uses(self._plan(first, True)) if not use.fits]
+        beyond = [use.peak.memory for use in limits.uses(self._plan(first, True)) if not use.fits]
         return (first - 1 if first > 2 else 0), " and ".join(beyond)
 
     def _planned(self, n: int, traced: bool) -> Plan:

@@ -18,7 +18,7 @@ from benchmarks.harness.timing import Times, interleave, processor
 from benchmarks.peers.provider import ADAMW, Step
 from benchmarks.peers.shardlib import step_of
 from shardlib.common.thresholds import Threshold
-from shardlib.plan import units
+from shardlib.plan import bucketing
 
 _BLOCKS, _LINEARS, _WIDTH, _ROWS = 200, 5, 8, 16
 _PLAIN = "plain data parallelism"
@@ -75,7 +75,7 @@ def _rank(mesh: sl.Mesh, blocks: int, rounds: int) -> tuple[Times, Times]:
     for stage in _TARGETS:
         merged, apart = _names(stage)
         steps[merged] = step_of(_loss, sl.shard(_params(blocks), mesh, stage=stage))
-        with mock.patch.object(units, "MERGED", Threshold(0)):
+        with mock.patch.object(bucketing, "MERGED", Threshold(0)):
             steps[apart] = step_of(_loss, sl.shard(_params(blocks), mesh, stage=stage))
     steps[_COMPILED] = step_of(_loss, sl.shard(_params(blocks), mesh, stage=3), compile=True)
     for number in range(WARM):

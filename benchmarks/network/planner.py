@@ -32,8 +32,8 @@ from shardlib.models import gpt
 from shardlib.plan import Machine
 from shardlib.search import Choice, Space
 from shardlib.search.model import Model
-from shardlib.search.searching import Searching
-from shardlib.search.space import choices
+from shardlib.search.space import choices, meshes
+from shardlib.search.verb import Searching
 
 _TITLE = "Searched for and measured"
 # Rates of links, and what passes at once after a pause: a quarter of a millisecond's, so that small messages are limited too.
@@ -109,7 +109,7 @@ def measure(ranks: int, setting: Setting) -> Result:
 
 def picked(ranks: int, blocks: int) -> list[Choice]:
     """Choices that are measured, drawn at random: of each mesh in turn one, of another stage of ZeRO each time it has one."""
-    everything = choices(_SPACE, ranks, _ROWS, blocks=blocks, slices=True, experts=0, memories=frozenset())
+    everything = choices(_SPACE, meshes(_SPACE, ranks, blocks, True, 0), _ROWS, frozenset())
     drawn = [choice for choice in everything if choice.recompute is None]
     dice = random.Random(0)
     dice.shuffle(drawn)

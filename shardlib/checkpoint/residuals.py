@@ -25,7 +25,7 @@ from shardlib.collectives.codecs.base import Kept
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Window
 from shardlib.plan.buckets import Bucket
-from shardlib.plan.channels import Channel
+from shardlib.plan.exchanges import Channel
 from shardlib.plan.plan import Plan
 
 _log = logging.getLogger("shardlib.checkpoint")

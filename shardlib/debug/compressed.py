@@ -19,7 +19,7 @@ from shardlib.debug.view import StepView
 from shardlib.mesh.launch.simulate import simulate
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
-from shardlib.plan.channels import Channel
+from shardlib.plan.exchanges import Channel
 from shardlib.plan.plan import Plan
 
 _NOISE = 10  # times the part of a sum that is no multiple of the right one, up to which its factor may be another

@@ -24,11 +24,10 @@ from shardlib.optim.plain import require_counted_once, require_untied
 from shardlib.optim.separate import apart, turns
 from shardlib.optim.shards import WHOLE, Locality, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards, stored
-from shardlib.plan.claims import AxisOwner, Claim, LeafInfo, Reduce
+from shardlib.plan.claims import ROLES, AxisOwner, Claim, LeafInfo, Reduce
 from shardlib.plan.plan import Plan
-from shardlib.plan.resolved import Resolved
-from shardlib.plan.transform import Transform
-from shardlib.plan.value import ROLES, PlanValue
+from shardlib.plan.transform import Resolved, Transform
+from shardlib.plan.value import PlanValue
 from shardlib.sharded.marks import require_no_shards
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, check_alike, check_trained, leaves_of, trained_part, tree_map

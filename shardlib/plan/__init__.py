@@ -15,9 +15,8 @@ from shardlib.plan.claims import SECOND, AxisOwner, Claim, LeafInfo, Live, Reduc
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.machine import Link, Machine, Overheads
 from shardlib.plan.plan import Plan
-from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
-from shardlib.plan.transform import Transform
+from shardlib.plan.transform import Resolved, Transform
 
 __all__ = [
     # transforms and claims

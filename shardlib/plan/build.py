@@ -16,20 +16,25 @@ from shardlib.mesh.memories import MEMORIES, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import check_leaves
 from shardlib.mesh.transfers import taken
-from shardlib.plan.bucketing import buckets_of, check_tiles, idle_tiles
+from shardlib.plan.bucketing import buckets_of, check_tiles, idle_tiles, units_of
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.claims import LeafInfo
 from shardlib.plan.conditions import check_axes
 from shardlib.plan.exchanges import Reductions
-from shardlib.plan.placement import check_dtypes, check_parameters
-from shardlib.plan.placing import RoleAxes, in_bucket, padded_slices, placed, second_level, splits_of
+from shardlib.plan.placement import (
+    RoleAxes,
+    check_dtypes,
+    check_parameters,
+    in_bucket,
+    padded_slices,
+    placed,
+    second_level,
+    splits_of,
+)
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import OptimizerNeeds, Shape, StepPlan
-from shardlib.plan.resolve import joined, members_of, resolve
-from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
-from shardlib.plan.transform import Transform
-from shardlib.plan.units import units_of
+from shardlib.plan.transform import Resolved, Transform, joined, members_of, resolve
 from shardlib.plan.value import PlanValue
 from shardlib.tree import Tree, check_tensors, flatten, ties
 

@@ -3,7 +3,7 @@
 `Use`: how a leaf is used in the loss. `Reduce`: how an axis is reduced. `Live`: where a leaf of the state lives.
 `Step`: how the step is scheduled. The fields of a claim are its slots. Claims carry no order, so `chain` commutes: two
 transforms that claim one slot are refused, unless their values have a union, and everything else is a union (see
-`shardlib.plan.resolve`).
+`shardlib.plan.transform`).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class ModuleTiles(NamedTuple):
 # arrives, into other memory, which is dropped where the norm demands another factor; "delay", while the next step computes.
 UPDATES = ("exact", "speculate", "delay")
 
+ROLES = ("param", "grad", "optimizer")  # of the training state
 SECOND = "second"  # the role of a further copy of the parameters, kept from forward to backward
 
 

@@ -10,10 +10,8 @@ import torch
 
 from shardlib.errors import IllegalComposition, axes_named, listing
 from shardlib.mesh.mesh import Mesh
-from shardlib.plan.claims import AxisUse, LeafInfo
-from shardlib.plan.resolved import Resolved
-from shardlib.plan.transform import Transform
-from shardlib.plan.value import ROLES
+from shardlib.plan.claims import ROLES, AxisUse, LeafInfo
+from shardlib.plan.transform import Resolved, Transform
 
 
 class Narrow(Protocol):
@@ -37,7 +35,7 @@ def require_split_parameters(resolved: Resolved, axis: str, packing: object) -> 
     if axis not in resolved.location("param").axes:
         raise IllegalComposition(
             f"parameters are to travel over axis {axis!r} in {packing}, and none are split over it: add zero(stage=3, "
-            f"axis={axis!r}); at lower stages parameters are not gathered for use"
+            f"axis={axis!r})"
         )
 
 
@@ -46,8 +44,8 @@ def require_whole_leaves(resolved: Resolved, axis: str, codec: object) -> None:
     split = sorted({axis for role in ROLES for axis in resolved.location(role).axes})
     if split:
         raise IllegalComposition(
-            f"gradients are to travel over axis {axis!r} in {codec}, which are made of whole leaves, and zero splits the "
-            f"state over {axes_named(split)}: use zero(stage=0), or compress shards by sl.onebit() or sl.quantize()"
+            f"gradients cannot travel over axis {axis!r} in {codec}, made of whole leaves: zero splits the state over "
+            f"{axes_named(split)}. Use zero(stage=0), or sl.onebit() or sl.quantize() for shards"
         )
 
 
@@ -73,8 +71,8 @@ def require_split_gradients(resolved: Resolved) -> None:
     """Refuse ``sync="each"`` if gradients are not split."""
     if resolved.step.sync == "each" and not resolved.location("grad").axes:
         raise IllegalComposition(
-            "sync='each' reduces gradients after every micro-batch into their shards, and at ZeRO stages 0 and "
-            "1 they are kept whole; use sync='last' (the same numbers, less traffic), or stage 2 or 3"
+            "sync='each' reduces gradients into their shards, and at ZeRO stages 0 and 1 they are kept whole; use "
+            "sync='last', or stage 2 or 3"
         )
 
 
@@ -96,14 +94,14 @@ def check_axes(resolved: Resolved, mesh: Mesh, members: Sequence[Transform]) -> 
     ]
     if twice:
         raise IllegalComposition(
-            f"transforms that exclude each other use one axis:\n{listing(twice)}\nGive each an axis of its own. "
-            "These may share one: sequence(kind='megatron') that of tensor_slicing, other sequences and experts that of zero."
+            f"transforms that exclude each other use one axis:\n{listing(twice)}\nGive each an axis of its own; "
+            "sequence(kind='megatron') may share that of tensor_slicing, other sequences and experts that of zero."
         )
     idle = [f"{axis!r} (size {size})" for axis, size in mesh.shape.items() if size > 1 and axis not in resolved.axes]
     if idle:
         raise IllegalComposition(
-            f"no transform uses axis {', '.join(idle)} of {mesh}: its ranks would all do the same work. Add a transform "
-            "for it (zero(..., replicate=axis) divides the batch over it), or leave it out of the mesh"
+            f"no transform uses axis {', '.join(idle)} of {mesh}. Add one (zero(..., replicate=axis) divides the batch over "
+            "it), or leave it out of the mesh"
         )
 
 

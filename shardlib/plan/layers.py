@@ -53,8 +53,8 @@ def layers_of(function: str, leaves: Sequence[LeafInfo], globs: tuple[str, ...])
         asked = [] if found[0] else ["no list has two elements that are alike"]
     if asked:
         raise IllegalComposition(
-            f"{function} leaves out layers, which are elements of a list in the parameters' pytree, and "
-            f'{" and ".join(asked)}; put the layers\' parameters in a list, or name them: layers="blocks/*"'
+            f"{function} leaves out layers, which are elements of a list of parameters, and "
+            f'{" and ".join(asked)}; put them in a list, or name them: layers="blocks/*"'
         )
     named = {path for paths in found for path in paths}
     found = [[path for path in paths if _around(path, named) is None] for paths in found]
@@ -79,9 +79,8 @@ def _require_order(function: str, found: Sequence[Sequence[str]]) -> None:
     if any(len(each) > 1 for each in lists):
         every = dict.fromkeys(f"{name}/*" for each in lists for name in each)
         raise IllegalComposition(
-            f"{function} numbers layers in the order in which they run, and these are elements of several lists: "
-            f"{', '.join(every)}. Name the lists in that order, or one alone: layers={list(every)} if "
-            f"{next(iter(every))} runs first"
+            f"{function} numbers layers in the order in which they run, and these are of several lists: {', '.join(every)}. "
+            f"Name the lists in that order: layers={list(every)} if {next(iter(every))} runs first"
         )
 
 
@@ -108,9 +107,8 @@ def _require_told_apart(function: str, tied: Mapping[str, set[str]]) -> None:
     if tied:
         shown = [f"{layer}: tied to {', '.join(sorted(others))}" for layer, others in tied.items()]
         raise IllegalComposition(
-            f"{function} leaves out layers, and the step knows by its parameters which layer a block is. These have none of "
-            f"their own, as in ALBERT or a universal transformer:\n{listing(shown)}\nUntie a parameter of each (a copy, "
-            "such as of its norm), or name other layers: layers=[...]"
+            f"{function} tells layers apart by parameters of their own, which these do not have:\n{listing(shown)}\n"
+            "Untie a parameter of each (a copy, such as of its norm), or name other layers: layers=[...]"
         )
 
 

@@ -37,9 +37,6 @@ def named(values: dict[str, Any]) -> str:
 # Precisions as `shardlib.precision` calls them -> dtype of the products.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
-_WAYS = (*WAYS, "update")
-_FIRST = {"flops": "fp32", "ways": "down"}
-
 
 @dataclass(frozen=True)
 class Link:
@@ -135,17 +132,22 @@ class Machine:
         for name in ("memory", "host_memory", "disk"):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, parse_size(given))
-        for name, known in (("flops", tuple(PRECISIONS)), ("ways", _WAYS)):
+        for name, known in (("flops", tuple(PRECISIONS)), ("ways", (*WAYS, "update"))):
             if unknown := [key for key in getattr(self, name) if key not in known]:
                 raise ValueError(f"Machine({name}=) names {', '.join(map(repr, unknown))}: use {', '.join(known)}")
-        rates = {**self.flops, **self.ways, "streaming": self.streaming, "launches": self.launches}
-        rates |= {f"{name}.bandwidth": link.bandwidth for name, link in self._links.items()}
-        rates["updating"] = self.in_place
-        if wrong := {name: rate for name, rate in rates.items() if not is_rate(rate)}:
-            raise ValueError(f"Machine has rates that are not above 0: {named(wrong)}")
+        rates = {
+            **self.flops,
+            **self.ways,
+            "streaming": self.streaming,
+            "launches": self.launches,
+            "updating": self.in_place,
+        }
         times = {f"overheads.{name}": value for name, value in asdict(self.overheads).items()}
         for name, link in self._links.items():
+            rates[f"{name}.bandwidth"] = link.bandwidth
             times |= {f"{name}.latency": link.latency, f"{name}.processor": link.processor}
+        if wrong := {name: rate for name, rate in rates.items() if not is_rate(rate)}:
+            raise ValueError(f"Machine has rates that are not above 0: {named(wrong)}")
         if wrong := {name: value for name, value in times.items() if not is_seconds(value)}:
             raise ValueError(f"Machine has times that are no seconds, finite ones of at least 0: {named(wrong)}")
         per_host: Any = self.ranks_per_host
@@ -155,22 +157,14 @@ class Machine:
             raise ValueError(f"Machine(crowd={self.crowd!r}): give at least 1, ranks with a processor each")
 
     def _require_kinds(self) -> None:
-        """Refuse arguments of other kinds.
-
-        Raises:
-            TypeError: names one, and what to give.
-        """
         links = {name: getattr(self, name) for name in ("inside", "between")}
         links |= {f"{name}.sums": link.sums for name, link in links.items() if isinstance(link, Link)}
         for name, link in links.items():
             if not isinstance(link, Link) and (link is not None or name == "inside"):
-                raise TypeError(
-                    f"Machine({name}={link!r}): give a sl.plan.Link, of bytes per second and seconds of a hop, such as "
-                    "sl.plan.Link(1e9, 1e-5)"
-                )
-        for name in ("flops", "ways"):
+                raise TypeError(f"Machine({name}={link!r}): give a sl.plan.Link, such as sl.plan.Link(1e9, 1e-5)")
+        for name, key in (("flops", "fp32"), ("ways", "down")):
             if not isinstance(given := getattr(self, name), Mapping):
-                raise TypeError(f'Machine({name}={given!r}): give rates by name, such as {{"{_FIRST[name]}": 1e12}}')
+                raise TypeError(f'Machine({name}={given!r}): give rates by name, such as {{"{key}": 1e12}}')
         if not isinstance(self.overheads, Overheads):
             raise TypeError(f"Machine(overheads={self.overheads!r}): give shardlib.plan.machine.Overheads")
 
@@ -293,8 +287,8 @@ def require_machine(what: str, given: object) -> None:
     """
     if not isinstance(given, Machine):
         raise TypeError(
-            f"{what} takes a sl.plan.Machine, not {type(given).__name__} {given!r}: make one, or read the file that "
-            "`shardlib doctor --measure` writes by sl.plan.Machine.read(path)"
+            f"{what} takes a sl.plan.Machine, not {type(given).__name__} {given!r}: make one, or read one that "
+            "`shardlib doctor --measure` wrote, sl.plan.Machine.read(path)"
         )
 
 

@@ -20,12 +20,11 @@ from typing import Any
 from shardlib.errors import MeshError, axes_named, listing
 from shardlib.mesh.memories import WAYS
 from shardlib.plan.machine import PRECISIONS, Link, Machine, is_rate, is_seconds, named, require_machine
-from shardlib.plan.program.clock import Rates, VirtualClock
-from shardlib.plan.program.ops import Op, Send
-from shardlib.plan.program.program import Program
+from shardlib.plan.ops import Op, Rates, Send, VirtualClock
+from shardlib.plan.program import Program
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import Action, Kind
-from shardlib.schedules.check import run
+from shardlib.schedules.actions import run
 
 Seconds = dict[tuple[int, bool], Mapping[str, float]]  # (stage, whether backward) -> unit -> seconds of a micro-batch
 
@@ -181,7 +180,7 @@ def _predicted(plan: PlanValue, machine: Machine, owned: bool) -> StepTime:
     rates = Rates(bandwidth, links, lines, machine.overheads)
     flops = _products(plan, machine)
     found: Seconds = {}
-    for number, (stage, trace) in enumerate(zip(plan.stage_plans, plan.traces, strict=True)):
+    for number, (stage, trace) in enumerate(zip(map(plan.of_stage, plan.local_stages), plan.traces, strict=True)):
         counts = _elements(stage.tiled)
         whole = sum(counts.values()) or 1
         for backward, (products, streamed) in enumerate(zip(trace.flops, trace.streamed, strict=True)):
@@ -208,7 +207,7 @@ def _updated(view: PlanValue) -> int:
 
 def _seconds(plan: PlanValue, forward: float | Mapping[str, float], backward: float) -> Seconds:
     """The seconds of units. A unit that several stages use (of a tied leaf) computes in each of them."""
-    plans = [stage.tiled for stage in plan.stage_plans]
+    plans = [stage.tiled for stage in map(plan.of_stage, plan.local_stages)]
     if isinstance(forward, Mapping):
         seconds = [{unit: forward.get(unit, 0.0) for unit in stage.units} for stage in plans]
     else:

@@ -98,9 +98,8 @@ class Recompute:
         if len(axes) != 1:
             number = f"are several: {', '.join(axes)}" if axes else "is none"
             raise IllegalComposition(
-                f"remat(store={self.store!r}) divides the inputs of blocks over the axis of tensor_slicing, along which "
-                f"ranks hold the same, and there {number}. Use store='host' or store='device', or tensor_slicing over one "
-                "axis"
+                f"remat(store={self.store!r}) divides inputs of blocks over the axis of tensor_slicing, and there {number}; "
+                "use store='host' or store='device', or tensor_slicing over one axis"
             )
         return replace(self, axis=axes[0]), []
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardlib.common.dtypes import dtype_name
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.specs import Leaf
-from shardlib.plan.memory import held_bytes, live_bytes
-from shardlib.plan.payload import Message, messages, payload, transfers
+from shardlib.plan.memory import ROLE_NAMES, held_bytes, live_bytes, memory_peaks
 from shardlib.plan.placement import Placement
+from shardlib.plan.program import messages, payload
 from shardlib.plan.tables import count, size, table
-from shardlib.plan.tiers.held import peaks
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import peak_in_flight, simulate
 
@@ -24,18 +23,21 @@ def describe(plan: PlanValue) -> str:
     mesh = " × ".join(f"{axis}={size}" for axis, size in plan.sizes.items()) or "one device"
     microbatches = plan.step.microbatches
     reduced = f" (reduced at {'the last' if plan.step.sync == 'last' else 'each'})" if microbatches > 1 else ""
+    home, staged = plan.part and plan.part.home, plan.stages.axes
+    title = "Plan" if home is None else f"Plan of the ranks at {plan.stages.axis}={home}"
+    untraced = " (messages between stages are not traced)" if staged and plan.traces is None else ""
     paragraphs = [
-        f"{_title(plan)} on {mesh}: {count(plan.parameters)} parameters, {len(plan.units)} units, "
+        f"{title} on {mesh}: {count(plan.parameters)} parameters, {len(plan.units)} units, "
         f"{microbatches} micro-batch{'es' * (microbatches > 1)} per step{reduced}",
         table(("parameter", "shape", "dtype", "stored", "gradient", "optimizer"), _leaf_rows(plan.placements)),
         table(("unit", "leaves", "elements", "param", "grad", "gathered"), _unit_rows(plan), right=5),
-        *([_stages(plan, axis) for axis in plan.stages.axes]),
-        ("Per rank: " if len(plan.views) == 1 else "Per rank, at most: ") + "   ".join(_memory(plan, "device")),
-        *[f"In {memory} memory: " + "   ".join(_memory(plan, memory)) for memory in _elsewhere(plan)],
+        *[_stages(plan, axis) for axis in staged],
+        ("Per rank: " if len(plan.views) == 1 else "Per rank, at most: ") + _memory(plan, "device"),
+        *[f"In {memory} memory: {_memory(plan, memory)}" for memory in _elsewhere(plan)],
         *([_peaks(plan)] if live_bytes(plan) is not None else []),
-        f"Payload per step{_untraced(plan)}: " + _by_axis(payload(plan)),
+        f"Payload per step{untraced}: " + _by_axis(payload(plan)),
     ]
-    paragraphs += [rows for rows in (_messages(plan), _transfers(plan)) if rows]
+    paragraphs += [*_messages(plan, moves=False), *_messages(plan, moves=True)]
     if plan.reductions.owner:
         paragraphs.append(
             f"Once {plan.reductions.owner.name} sums gradients itself: {_by_axis(payload(plan, owned=True))}"
@@ -43,8 +45,7 @@ def describe(plan: PlanValue) -> str:
     if plan.gathers:
         how = "as traced" if plan.traces is not None else "assuming each unit once forward and once backward"
         paragraphs.append(f"Gathers per micro-batch: {len(plan.gathers)} ({how})")
-        if unused := _unused(plan):
-            paragraphs.append(unused)
+        paragraphs += _unused(plan)
     if plan.step.keep is not None:
         kept = ", ".join(unit or "(top)" for unit in plan.tiled.units if unit in plan.kept) or "none fits"
         paragraphs.append(f"Gathered from forward to backward: {kept}: {size(sum(plan.kept.values()))}")
@@ -62,56 +63,37 @@ def _by_axis(sent: Mapping[str, int]) -> str:
     return "   ".join(f"{axis} {size(count)}" for axis, count in sent.items()) or "none"
 
 
-def _messages(plan: PlanValue) -> str:
-    """A table of what a rank sends to others."""
-    sent = [row for row in _rows(plan, messages) if plan.sizes[row[1]] > 1]
-    return table(("sent", "axis", "as", "when", "messages", "bytes"), sent, right=2) if sent else ""
-
-
-def _transfers(plan: PlanValue) -> str:
-    """A table of what a rank moves between the device's memory and others."""
-    moves = _rows(plan, transfers)
-    return table(("moved", "way", "as", "when", "transfers", "bytes"), moves, right=2) if moves else ""
-
-
-def _rows(plan: PlanValue, messages: Callable[[PlanValue], Iterable[Message]]) -> list[tuple[str, ...]]:
-    """One row for all messages of a kind; with several stages, the numbers of the rank that sends most of that kind."""
+def _messages(plan: PlanValue, moves: bool) -> Iterator[str]:
+    """A table of what a rank sends to others, or moves between memories, if there is any. A row has all messages of a kind;
+    with several stages, the numbers of the rank that sends most of that kind."""
     most: dict[tuple[str, str, str, str], tuple[float, int]] = {}
     for view in plan.views:
         totals: dict[tuple[str, str, str, str], tuple[float, int]] = {}
-        for message in messages(view):
-            if message.bytes:
+        for message in messages(view, moves=moves):
+            if message.bytes and (moves or plan.sizes[message.axis] > 1):
                 key = message.what, message.axis, message.when, message.form
                 times, sent = totals.get(key, (0, 0))
                 totals[key] = times + message.times * message.collectives, sent + message.bytes
         for key, numbers in totals.items():
             most[key] = max(most.get(key, (0, 0)), numbers, key=lambda pair: pair[1])
-    return [
+    rows = [
         (what, axis, form, when, str(round(times)), size(sent))
         for (what, axis, when, form), (times, sent) in most.items()
     ]
+    header = ("moved", "way", "as", "when", "transfers") if moves else ("sent", "axis", "as", "when", "messages")
+    if rows:
+        yield table((*header, "bytes"), rows, right=2)
 
 
-def _unused(plan: PlanValue) -> str:
-    """A sentence on sharded units that the traced batch did not use; "" if it used all."""
+def _unused(plan: PlanValue) -> Iterator[str]:
+    """A sentence on sharded units that the traced batch did not use, if there are any."""
     sharded = {bucket.unit for bucket in plan.tiled.buckets if bucket.fetched}
-    gathered = set(plan.gathers)
-    idle = [unit for unit in plan.tiled.units if unit in sharded and unit not in gathered]
-    if not idle:
-        return ""
-    return (
-        f"Not used by the traced batch: {', '.join(unit or '(top)' for unit in idle)}. What any rank uses all ranks "
-        "gather, so a rank that uses one adds its gathers to every rank's payload"
-    )
-
-
-def _title(plan: PlanValue) -> str:
-    home = plan.part and plan.part.home
-    return "Plan" if home is None else f"Plan of the ranks at {plan.stages.axis}={home}"
-
-
-def _untraced(plan: PlanValue) -> str:
-    return " (messages between stages are not traced)" if plan.stages.axes and plan.traces is None else ""
+    idle = [unit for unit in plan.tiled.units if unit in sharded.difference(plan.gathers)]
+    if idle:
+        yield (
+            f"Not used by the traced batch: {', '.join(unit or '(top)' for unit in idle)}. What any rank uses all ranks "
+            "gather, so a rank that uses one adds its gathers to every rank's payload"
+        )
 
 
 def _stages(plan: PlanValue, axis: str) -> str:
@@ -144,21 +126,23 @@ def _elsewhere(plan: PlanValue) -> list[str]:
     return [memory for memory in MEMORIES if memory in used and memory != "device"]
 
 
-def _memory(plan: PlanValue, memory: str) -> list[str]:
-    known = plan.needs is not None
-    shown = [
-        f"parameters {size(held_bytes(plan, 'param', memory))}",
-        f"gradients {size(held_bytes(plan, 'grad', memory))}",
-    ]
-    shown.append(f"optimizer {size(held_bytes(plan, 'optimizer', memory))}" if known else "optimizer (not given)")
-    shown += [f"residuals {size(held_bytes(plan, 'comm', memory))}"] if plan.residuals else []
-    shown += [f"buffers {size(held_bytes(plan, 'buffers', memory))}"] if plan.buffers else []
-    return [*shown, f"total {size(held_bytes(plan, 'total', memory))}"]
+def _memory(plan: PlanValue, memory: str) -> str:
+    there = {"comm": bool(plan.residuals), "buffers": bool(plan.buffers)}
+    shown = {name: role for role, name in ROLE_NAMES.items() if there.get(role, True)} | {"total": "total"}
+    held = {
+        name: "(not given)" if role == "optimizer" and plan.needs is None else size(held_bytes(plan, role, memory))
+        for name, role in shown.items()
+    }
+    return "   ".join(f"{name} {count}" for name, count in held.items())
 
 
 def _peaks(plan: PlanValue) -> str:
     """A line for each memory on what it holds at its peak."""
-    return "\n".join(["At its peak a rank holds, without its batch,", *(f"  {tier}" for tier in peaks(plan))])
+    views = [memory_peaks(view) for view in plan.views]
+    highest = (
+        max((view[m] for view in views if m in view), key=lambda peak: peak.bytes, default=None) for m in MEMORIES
+    )
+    return "\n".join(["At its peak a rank holds, without its batch,", *(f"  {peak}" for peak in highest if peak)])
 
 
 def _leaf_rows(placements: Sequence[Placement]) -> list[tuple[str, ...]]:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -17,18 +18,14 @@ import torch
 from shardlib.collectives.styles.base import Style
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.buckets import Bucket
-from shardlib.plan.channels import Channel
 from shardlib.plan.claims import LeafInfo
-from shardlib.plan.exchanges import Reductions, Routes, routes_of
-from shardlib.plan.numbering import Numbering
+from shardlib.plan.exchanges import Channel, Reductions, Routes, routes_of
 from shardlib.plan.placement import Placement
 from shardlib.plan.records import OptimizerNeeds, Shape, StepPlan, Trace
-from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import Stages
 from shardlib.plan.thinning import Thinned
+from shardlib.plan.transform import Resolved
 from shardlib.rng import Key
-
-ROLES = ("param", "grad", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -117,11 +114,6 @@ class PlanValue:
             )
             for home, stages in enumerate(self.stages.local)
         )
-
-    @cached_property
-    def stage_plans(self) -> tuple[Self, ...]:
-        """The part of the plan for each of `local_stages`."""
-        return tuple(self.of_stage(stage) for stage in self.local_stages)
 
     def of_stage(self, stage: int) -> Self:
         """The part of the plan for one stage: with the buckets that it uses, and no others."""
@@ -264,7 +256,7 @@ class PlanValue:
     @cached_property
     def numbering(self) -> Numbering:
         """Numbers and runs of the trained leaves."""
-        return Numbering(self.buckets, self.everywhere.trained, self.placements)
+        return Numbering(self)
 
     def select(self, choice: Callable[[LeafInfo], bool]) -> Self:
         """The plan of the trained leaves that ``choice`` accepts: each run of them in a bucket is a bucket.
@@ -343,7 +335,7 @@ class PlanValue:
 
     @cached_property
     def programs(self) -> dict[bool, Any]:
-        """Whether the optimizer sums over its axis itself -> the `shardlib.plan.program.program.Program` that was made."""
+        """Whether the optimizer sums over its axis itself -> the `shardlib.plan.program.Program` that was made."""
         return {}
 
     @cached_property
@@ -364,3 +356,63 @@ def _by_unit(buckets: tuple[Bucket, ...]) -> dict[str, tuple[Bucket, ...]]:
     for bucket in buckets:
         units.setdefault(bucket.unit, []).append(bucket)
     return {unit: tuple(members) for unit, members in units.items()}
+
+
+class Numbering:
+    """Numbers of a plan's trained leaves, the same on every mesh, and the runs of leaves that lie side by side in buckets."""
+
+    def __init__(self, plan: PlanValue) -> None:
+        self._plan = plan
+
+    @cached_property
+    def infos(self) -> dict[str, LeafInfo]:
+        """Path -> global shape and dtype of the leaf, for the trained leaves of all ranks, in the tree's order."""
+        trained = {path for bucket in self._plan.everywhere.trained for path in bucket.paths}
+        return {
+            leaf.path: LeafInfo(leaf.path, leaf.compute.shape, leaf.compute.dtype, leaf.aliases)
+            for leaf in self._plan.placements
+            if leaf.path in trained
+        }
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Path -> number, for the trained leaves of all ranks."""
+        return {path: number for number, path in enumerate(self.infos)}
+
+    def runs(self, choice: Callable[[LeafInfo], bool]) -> tuple[Bucket, ...]:
+        """The runs of trained leaves that ``choice`` accepts, each as a bucket of its own."""
+        return tuple(run for bucket in self._plan.trained for run in self._runs(bucket, choice))
+
+    def _runs(self, bucket: Bucket, choice: Callable[[LeafInfo], bool]) -> list[Bucket]:
+        chosen = [choice(self.infos[path]) for path in bucket.paths]
+        starts = [i for i, taken in enumerate(chosen) if taken and not (i and chosen[i - 1])]
+        stops = [i + 1 for i, taken in enumerate(chosen) if taken and not (chosen[i + 1 :] or [False])[0]]
+        return [bucket.run(start, stop) for start, stop in zip(starts, stops, strict=True)]
+
+    def run_named(self, name: object) -> tuple[str, Bucket] | None:
+        """The bucket and the run that ``name`` stands for; None when it is the name of neither a bucket nor a run."""
+        if name in self._plan.bucket_of:
+            return str(name), self._plan.bucket_of[str(name)]
+        match = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", name) if isinstance(name, str) else None
+        if match is None or match[1] not in self._plan.bucket_of:
+            return None
+        return match[1], self._plan.bucket_of[match[1]].run(int(match[2]), int(match[3]))
+
+    def run_along(self, path: Sequence[object]) -> tuple[str, Bucket] | None:
+        """`run_named` of the last entry of a path that is such a name: a leaf may be a part of what stands for a run."""
+        return next(filter(None, map(self.run_named, reversed(path))), None)
+
+    def bucket_with(self, path: object) -> str | None:
+        """The name of the bucket that holds the leaf at ``path``; None for what is no such path."""
+        return self._bucket_with[str(path)].name if path in self._bucket_with else None
+
+    def span(self, run: Bucket) -> tuple[str, int, int]:
+        """The name of the bucket that holds ``run``, and the run's start and stop in one rank's elements of that bucket."""
+        bucket = self._bucket_with[run.paths[0]]
+        first = bucket.paths.index(run.paths[0])
+        start = sum(bucket.chunks[:first])
+        return bucket.name, start, start + run.owned
+
+    @cached_property
+    def _bucket_with(self) -> dict[str, Bucket]:
+        return {path: bucket for bucket in self._plan.buckets for path in bucket.paths}

@@ -6,8 +6,7 @@ micro-batch)``, and its `Kind` a forward ``F``, a backward ``B``, or a backward 
 cannot run are refused when the plan is made, with all that is missing.
 """
 
-from shardlib.schedules.actions import Action, Kind, Schedule, from_orders
-from shardlib.schedules.check import check
+from shardlib.schedules.actions import Action, Kind, Schedule, check, from_orders
 from shardlib.schedules.clock import Costs, Event, Timeline, peak_in_flight, peak_of_stages, simulate
 from shardlib.schedules.dualpipe import dualpipe_v
 from shardlib.schedules.generators import (
@@ -19,10 +18,9 @@ from shardlib.schedules.generators import (
     zbv,
     zero_bubble_h1,
 )
-from shardlib.schedules.make import NAMES, make_schedule, named_schedule
+from shardlib.schedules.make import NAMES, make_schedule, named_schedule, read_table, write_table
 from shardlib.schedules.messages import acknowledged, lower, peer, tag
 from shardlib.schedules.partition import by_cost, by_count, by_regex
-from shardlib.schedules.table import read_table, write_table
 
 __all__ = [
     "acknowledged",

@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from shardlib.errors import ScheduleError, listing
-from shardlib.schedules.actions import Action, Kind, Schedule, most_held
-from shardlib.schedules.check import check, run
+from shardlib.schedules.actions import Action, Kind, Schedule, check, most_held, run
 
 Cost = float | Sequence[float]
 

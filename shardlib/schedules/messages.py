@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from shardlib.errors import ScheduleError
-from shardlib.schedules.actions import COMPUTE, Action, Kind, Schedule, gives, needs
-from shardlib.schedules.check import check, run
+from shardlib.schedules.actions import COMPUTE, Action, Kind, Schedule, check, gives, needs, run
 
 SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
 RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}

@@ -16,9 +16,9 @@ from shardlib.mesh.mesh import abstract_mesh
 from shardlib.nn.blocks import Sequential
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.build import build_plan
+from shardlib.plan.deduplication import TraceCache
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
-from shardlib.plan.tiers.known import KindTracer
 from shardlib.plan.transform import chain
 from shardlib.rng import Key
 from shardlib.schedules import make_schedule
@@ -150,7 +150,7 @@ class Model:
         self._loss, self._params, self._optimizer, self._rules = loss_fn, params, optimizer, rules
         self._batch = tree_map(_shape, batch)
         self._blocks: dict[Choice, BlockCosts | ShardlibError] = {}
-        self._known: dict[int, KindTracer] = {}  # rows of a rank -> the traces of plans
+        self._known: dict[int, TraceCache] = {}  # rows of a rank -> the traces of plans
         self.cuts = isinstance(loss_fn, Sequential) and isinstance(params, (list, tuple))
         self.count = len(params) if self.cuts else 1
 

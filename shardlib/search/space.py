@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -176,19 +176,14 @@ class Choice:
         return ", ".join(parts)
 
 
-def choices(
-    space: Space, ranks: int, rows: int, *, blocks: int, slices: bool, experts: int, memories: frozenset[str]
-) -> Iterator[Choice]:
-    """All choices of a space.
+def choices(space: Space, meshes: Iterable[Mapping[str, int]], rows: int, memories: frozenset[str]) -> Iterator[Choice]:
+    """All choices of a space on some meshes.
 
     Args:
         rows: of the batch of all ranks.
-        blocks: of the loss; 1 for a loss that no pipeline cuts.
-        slices: whether there are rules to slice layers by.
-        experts: of a layer, at most; 0 for a model without.
         memories: beside the device's, that the machine has.
     """
-    for mesh in meshes(space, ranks, blocks, slices, experts):
+    for mesh in meshes:
         shared = mesh.get("data", 1) * mesh.get("expert", 1)
         if rows % shared:
             continue
@@ -218,7 +213,13 @@ def _fits(kind: str | None, mesh: Mapping[str, int]) -> bool:
 
 
 def meshes(space: Space, ranks: int, blocks: int, slices: bool, experts: int) -> Iterator[dict[str, int]]:
-    """Axis -> size, neighbours along the last axis: what sends most, and waits for it, stays on a host."""
+    """Axis -> size, neighbours along the last axis: what sends most, and waits for it, stays on a host.
+
+    Args:
+        blocks: of the loss; 1 for a loss that no pipeline cuts.
+        slices: whether there are rules to slice layers by.
+        experts: of a layer, at most; 0 for a model without.
+    """
     sequences = any(_AXES[kind] == "seq" for kind in space.sequences if kind)
     most = {
         "pipe": blocks,

@@ -16,8 +16,7 @@ from shardlib.collectives.codecs.base import SumsUnderWay as CompressedSum
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
 from shardlib.plan.buckets import Bucket
-from shardlib.plan.channels import Channel
-from shardlib.plan.exchanges import Collective, Exchange
+from shardlib.plan.exchanges import Channel, Collective, Exchange
 
 
 class BoundCodecs:

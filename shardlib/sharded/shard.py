@@ -17,9 +17,9 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import IndexMap, P, shard_of
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.build import build_plan
+from shardlib.plan.claims import ROLES
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform
-from shardlib.plan.value import ROLES
 from shardlib.sharded.checksum import checksum
 from shardlib.sharded.marks import require_no_shards
 from shardlib.sharded.on_disk import Filling, ParamsOnDisk, params_rest

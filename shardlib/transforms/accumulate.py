@@ -9,7 +9,7 @@ from shardlib.plan.arguments import choice, integer
 from shardlib.plan.claims import Claim, LeafInfo, Step
 from shardlib.plan.code import CodeCall, CodedTransform
 from shardlib.plan.conditions import require_split_gradients
-from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Resolved
 
 SYNC = (None, "each", "last")  # when gradients are reduced
 

@@ -17,7 +17,7 @@ from shardlib.plan.arguments import GLOB, axes_of, flag, integer, refused, texts
 from shardlib.plan.claims import Claim, LeafInfo, Step, Use
 from shardlib.plan.code import CodeCall, CodedTransform, code_of, one_or_list
 from shardlib.plan.conditions import require_no_float64
-from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Resolved
 
 RULES = ("experts/*", "*/experts/*")
 REPLICAS = ("router/replicas", "*/router/replicas")
@@ -79,9 +79,8 @@ class ExpertParallel(CodedTransform):
             )
         if lists := _lists(dealt):
             raise IllegalComposition(
-                f"{self.name} deals out dimension 0, and in these lists each expert has leaves of its own, whose dimension "
-                f"0 is another:\n{listing(lists)}\nStack each leaf of the experts in one, (experts, ...): torch.stack, or "
-                "sl.models.huggingface for a model of transformers."
+                f"{self.name} deals out dimension 0, and in lists each expert has leaves of its own:\n{listing(lists)}\n"
+                "Stack each leaf of the experts in one, (experts, ...): torch.stack, or sl.models.huggingface."
             )
         if self.spare and not any(leaf.matches(REPLICAS) for leaf in leaves):
             raise IllegalComposition(
@@ -168,8 +167,7 @@ def experts(
     spare = integer("experts", "spare", spare, 0, "use a number of slots, {} or more")
     if spare and padded:
         raise IllegalComposition(
-            "experts(padded=True, spare=...): rows are padded so that all sizes are known before a step, and replicas change "
-            "them between steps; leave one of the two out"
+            "experts(padded=True, spare=...): padded rows have fixed sizes, which replicas change; leave one of the two out"
         )
     made = ExpertParallel(axes, rules, codec, back_codec, padded, kind, spare)
     try:

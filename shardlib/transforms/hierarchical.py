@@ -9,7 +9,7 @@ from shardlib.errors import IllegalComposition, axes_named
 from shardlib.plan.arguments import axis_of
 from shardlib.plan.claims import SECOND, Claim, LeafInfo, Live
 from shardlib.plan.code import CodeCall, CodedTransform
-from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Resolved
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,12 +30,12 @@ class Hierarchical(CodedTransform):
         if self.axis not in stored:
             raise IllegalComposition(
                 f"a second shard is to be kept over axis {self.axis!r}, and no parameters are split over it: add "
-                f"zero(stage=3, axis={self.axis!r}) beside the zero(stage=3) of the axis between nodes"
+                f"zero(stage=3, axis={self.axis!r})"
             )
         if second == stored:
             raise IllegalComposition(
-                f"a second shard is to be kept over {axes_named(sorted(second))}, and parameters are split over no other "
-                "axis: it would equal the stored shard. Add zero(stage=3) over the axis between nodes, or drop hierarchical"
+                f"a second shard over {axes_named(sorted(second))} would equal the stored one: parameters are split over no "
+                "other axis. Add zero(stage=3) over the axis between nodes, or drop hierarchical"
             )
 
 

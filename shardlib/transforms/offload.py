@@ -11,7 +11,7 @@ from shardlib.mesh.memories import MEMORIES
 from shardlib.plan.arguments import choice, flag, number, texts
 from shardlib.plan.claims import Claim, LeafInfo, Live, Step
 from shardlib.plan.code import CodeCall, CodedTransform, one_or_list
-from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Resolved
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,16 +27,12 @@ class Offload(CodedTransform):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fraction", number("offload", "fraction", self.fraction, 0, 1))
-        if self.params == "disk" and self.optimizer != "disk":
-            raise IllegalComposition(
-                f"offload({self.optimizer!r}, params='disk') has parameters on disk and their states, which are larger, in "
-                "memory: use offload('disk', params='disk', folder=...)"
-            )
-        if self.gradients == "disk" and self.optimizer != "disk":
-            raise IllegalComposition(
-                f"offload({self.optimizer!r}, gradients='disk') has gradients on disk and the states that they update, which "
-                "are larger, in memory: use offload('disk', gradients='disk', folder=...)"
-            )
+        for name, memory in (("params", self.params), ("gradients", self.gradients)):
+            if memory == "disk" and self.optimizer != "disk":
+                raise IllegalComposition(
+                    f"offload({self.optimizer!r}, {name}='disk') has them on disk and states, which are larger, in memory: "
+                    f"use offload('disk', {name}='disk', folder=...)"
+                )
         if (self.optimizer == "disk") != bool(self.folders):
             raise IllegalComposition(
                 f"{self.name}: states on disk need a folder, others have none; give folder= with 'disk' alone"
@@ -72,8 +68,8 @@ class Offload(CodedTransform):
         microbatches = max(resolved.step.microbatches or 1, resolved.step.total_microbatches or 1)
         if self.update == "speculate" and self.gradients == "host" and microbatches > 1:
             raise IllegalComposition(
-                f"{self.name} adds the gradients of {microbatches} micro-batches up in host memory, so that none is complete "
-                "before backward ends, and there is nothing to update ahead; leave out gradients='host'"
+                f"{self.name} sums {microbatches} micro-batches in host memory, so none is complete before backward ends; "
+                "leave out gradients='host'"
             )
 
 
@@ -137,8 +133,7 @@ def offload(
     speculate, delay = flag("offload", "speculate", speculate), flag("offload", "delay", delay)
     if speculate and delay:
         raise IllegalComposition(
-            "offload(speculate=True, delay=True): the first updates while backward goes on, the second while the next step "
-            "computes; keep one"
+            "offload(speculate=True, delay=True) would update both in backward and in the next step; keep one"
         )
     given = str(folder) if isinstance(folder, Path) else folder
     if not isinstance(given, str) and isinstance(given, Sequence):

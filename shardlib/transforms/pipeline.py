@@ -15,8 +15,8 @@ from shardlib.plan.arguments import axis_of, choice, integer, numbers, refused
 from shardlib.plan.claims import Claim, LeafInfo, Step, Use
 from shardlib.plan.code import CodeCall, CodedTransform
 from shardlib.plan.conditions import require_split_gradients
-from shardlib.plan.resolved import Resolved
 from shardlib.plan.stages import NO_BLOCKS, Stages
+from shardlib.plan.transform import Resolved
 from shardlib.schedules.make import Spec
 from shardlib.schedules.partition import Spans
 from shardlib.transforms.accumulate import SYNC

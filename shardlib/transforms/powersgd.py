@@ -10,7 +10,7 @@ from shardlib.plan.arguments import axis_of, integer
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
 from shardlib.plan.code import CodeCall, CodedTransform
 from shardlib.plan.conditions import require_summed, require_whole_leaves
-from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Resolved
 
 
 @dataclass(frozen=True, repr=False)

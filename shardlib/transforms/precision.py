@@ -13,7 +13,7 @@ from shardlib.plan.arguments import GLOB, choice, flag, number, refused, texts
 from shardlib.plan.claims import Claim, LeafInfo, Reduce, Step, Use
 from shardlib.plan.code import CodeCall, CodedTransform, one_or_list
 from shardlib.plan.loss_scale import LossScale
-from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Resolved
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SCALED = "fp8"  # bf16, with products in 8 bits
@@ -77,8 +77,8 @@ class Precision(CodedTransform):
         both = [path for path, use in resolved.uses.items() if use.scaled and use.tiles]
         if both:
             raise IllegalComposition(
-                f"{self.name}: products by these parameters are in 8 bits, with one scale for the whole weight, and tile() "
-                f"gathers it part by part:\n{listing(both)}\nGive them another precision, leaves={{glob: 'bf16'}}"
+                f"{self.name}: products in 8 bits have one scale for a weight, which tile() gathers part by part:\n"
+                f"{listing(both)}\nGive them another precision, leaves={{glob: 'bf16'}}"
             )
 
 

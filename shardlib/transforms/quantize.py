@@ -12,7 +12,7 @@ from shardlib.plan.arguments import axis_of, choice, flag, integer
 from shardlib.plan.claims import Claim, LeafInfo, Reduce
 from shardlib.plan.code import CodeCall, CodedTransform
 from shardlib.plan.conditions import require_no_float64, require_split_parameters, require_summed
-from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Resolved
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,8 +10,8 @@ from shardlib.plan.arguments import integer
 from shardlib.plan.claims import Claim, LeafInfo, Step
 from shardlib.plan.code import CodeCall, CodedTransform, one_or_list
 from shardlib.plan.layers import globs_in_order, layers_of
-from shardlib.plan.resolved import Resolved
 from shardlib.plan.thinning import TokenDrop, tokens_at
+from shardlib.plan.transform import Resolved
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,8 +39,8 @@ class RandomLTD(CodedTransform):
         sequence = resolved.step.sequence
         if sequence and resolved.sizes[sequence.axis] > 1:
             raise IllegalComposition(
-                f"{self.name} draws tokens of whole sequences, and sequence({sequence.axis!r}) cuts them over the ranks "
-                "along that axis; take one of the two out of the plan"
+                f"{self.name} draws tokens of whole sequences, which sequence({sequence.axis!r}) cuts; take one of the two "
+                "out of the plan"
             )
 
 

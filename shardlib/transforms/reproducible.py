@@ -12,8 +12,8 @@ from shardlib.errors import IllegalComposition, axes_named, listing
 from shardlib.plan.arguments import integer
 from shardlib.plan.claims import Claim, LeafInfo, Reduce, Step
 from shardlib.plan.code import CodeCall, CodedTransform
-from shardlib.plan.placing import reduce_dtype, splits_of
-from shardlib.plan.resolved import Resolved
+from shardlib.plan.placement import reduce_dtype, splits_of
+from shardlib.plan.transform import Resolved
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,21 +78,20 @@ class Reproducible(CodedTransform):
             )
         if resolved.step.microbatches not in (None, local):
             raise IllegalComposition(
-                f"{self.name}: with {ranks} ranks along the batch each has {local} micro-batches, and another transform asks "
-                f"for {resolved.step.microbatches}: use microbatches={local} in pipeline(), and leave accumulate() out"
+                f"{self.name} gives each of {ranks} ranks {local} micro-batches, and another transform asks for "
+                f"{resolved.step.microbatches}: use microbatches={local} in pipeline(), and leave accumulate() out"
             )
         split = [axis for axis in splits_of(resolved).optimizer if axis in batch]
         order = [*split, *(axis for axis in reversed(batch) if axis not in split)]
         if len(split) > 1:
             raise IllegalComposition(
-                f"{self.name}: the state is split over {axes_named(split)}, of which the first is summed first, and the tree "
-                f"begins with the last: use zero(stage, axis={split[-1]!r}, replicate={split[0]!r})"
+                f"{self.name}: the state is split over {axes_named(split)}, the first summed first, and the tree begins with "
+                f"the last: use zero(stage, axis={split[-1]!r}, replicate={split[0]!r})"
             )
         if order != batch[::-1]:
             raise IllegalComposition(
                 f"{self.name}: gradients are summed over {axes_named(order)}, in this order, and the tree begins with "
-                f"neighbouring shares of the batch, along {batch[-1]!r}: name the axes of the mesh in the order "
-                f"{', '.join(order[::-1])}"
+                f"{batch[-1]!r}: name the axes of the mesh in the order {', '.join(order[::-1])}"
             )
 
 

@@ -11,7 +11,7 @@ from shardlib.errors import IllegalComposition
 from shardlib.plan.arguments import axis_of
 from shardlib.plan.claims import Claim, LeafInfo, Step
 from shardlib.plan.code import CodeCall, CodedTransform, options_of
-from shardlib.plan.resolved import Resolved
+from shardlib.plan.transform import Resolved
 
 
 @dataclass(frozen=True, repr=False)

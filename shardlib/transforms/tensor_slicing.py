@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -13,16 +14,7 @@ from shardlib.mesh.specs import P
 from shardlib.plan.arguments import axis_of, flag, integer, refused
 from shardlib.plan.claims import Claim, LeafInfo, Use
 from shardlib.plan.code import CodeCall, CodedTransform
-from shardlib.plan.resolved import Resolved
-from shardlib.transforms.misfits import (
-    Misfit,
-    matches_nothing,
-    message_of,
-    misfits_of,
-    never_first,
-    tied,
-    with_remedies,
-)
+from shardlib.plan.transform import Resolved
 from shardlib.tree import matches
 
 
@@ -105,7 +97,19 @@ class TensorSlicing(CodedTransform):
                 for size in range(ways // 2, 1, -1)
                 if ways % size == 0 and not self._read({**sizes, self.axis: size}, leaves)[1]
             )
-            raise IllegalComposition(message_of(misfits, self.name, self.axis, sizes, next(fitting, 1)))
+            mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            lines = [f"{misfit.text}; {misfit.remedy}" for misfit in misfits]
+            advice = [f"With {self.axis}={size} all rules fit." for size in fitting][:1]
+            if any(misfit.pattern for misfit in misfits):
+                advice.append(
+                    "After a layer that stays whole use sl.row(split=True) for sl.row(), or leave that whole too."
+                )
+            advice.append(
+                "(A rule matches a parameter's path or its layer's, as 'blocks/*/mlp/up'; the first that matches holds.)"
+            )
+            raise IllegalComposition(
+                f"{self.name} does not fit the parameters and the mesh ({mesh}):\n{listing(lines)}\n{' '.join(advice)}"
+            )
         return uses
 
     def check(self, resolved: Resolved) -> None:
@@ -116,8 +120,7 @@ class TensorSlicing(CodedTransform):
         if cut:
             raise IllegalComposition(
                 f"{self.name} cuts experts over axis {self.axis!r}, along which sequence(kind={sequence.name!r}) cuts "
-                f"sequences, and rows of experts are no sequences to gather:\n{listing(cut)}\nLeave experts out of the rules "
-                "and deal them out (experts(axis=...)), or use kind='ulysses' or 'ring' on another axis."
+                f"sequences:\n{listing(cut)}\nDeal experts out by experts(axis=...), or use another kind on another axis."
             )
 
     def _read(self, sizes: Mapping[str, int], leaves: Sequence[LeafInfo]) -> tuple[list[Claim], list[Misfit]]:
@@ -129,7 +132,11 @@ class TensorSlicing(CodedTransform):
         for leaf in leaves:
             rules = self._rules_for(leaf, held, before)
             if len({self._placed(style, leaf, sizes) for style in rules.values()}) > 1:
-                misfits.append(tied(leaf, list(rules)))
+                of = (
+                    f"{' = '.join((leaf.path, *leaf.aliases))}: one tied leaf of shape {leaf.shape} with several styles"
+                )
+                remedy = "give all of them one style ('vocab' where an embedding also scores)"
+                misfits.append(Misfit(f"{of}, by the rules {', '.join(map(repr, rules))}", remedy))
                 continue
             for pattern, given in list(rules.items())[:1]:
                 if placed := self._placed(given, leaf, sizes):
@@ -140,9 +147,11 @@ class TensorSlicing(CodedTransform):
         paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
         for pattern, _ in self.rules:
             if pattern in before:
-                misfits.append(never_first(pattern, *before[pattern]))
+                first, path = before[pattern]
+                why = f"rule {pattern!r} never holds: {first!r} matches {path} too, and comes before it"
+                misfits.append(Misfit(why, f"put it before {first!r}, or take it out"))
             elif not held[pattern] and not any(matches_rule(path, pattern) for path in paths):
-                misfits.append(matches_nothing(pattern, paths, matches_rule))
+                misfits.append(matches_nothing(pattern, paths))
         return uses, with_remedies(misfits, held)
 
     def _rules_for(
@@ -209,8 +218,8 @@ def tensor_slicing(rules: Mapping[str, str | Style], axis: str = "model") -> Ten
     ]
     if unknown:
         raise IllegalComposition(
-            f"tensor_slicing(rules=) does not know these styles:\n{listing(unknown)}\nIt knows {', '.join(STYLES)}. Leave "
-            "layers of other styles whole: take out their rules, and the rules of layers that take slices from them."
+            f"tensor_slicing(rules=) does not know these styles:\n{listing(unknown)}\nIt knows {', '.join(STYLES)}; take "
+            "out rules of other styles, and those of layers that take slices from them."
         )
     styles = {str(glob): style if isinstance(style, Style) else STYLES[style] for glob, style in rules.items()}
     return TensorSlicing(tuple(styles.items()), axis_of("tensor_slicing", "axis", axis))
@@ -224,3 +233,79 @@ def matches_rule(path: str, pattern: str) -> bool:
         pattern = pattern.replace(".", "/")
         globs = [pattern, f"*/{pattern}"]
     return matches(path, globs) or matches(layer, globs)
+
+
+# Misfits: the rules of a tensor slicing that do not fit the parameters or the mesh, with remedies.
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """One failure of a rule.
+
+    Attributes:
+        text: the failure, with the leaf's path and shape, and the rule.
+        remedy: the remedy; "" if it is to leave the leaf whole, which `with_remedies` spells out.
+        pattern: the rule's glob, or "".
+        path: the path of the leaf to leave whole, or "".
+    """
+
+    text: str
+    remedy: str = ""
+    pattern: str = ""
+    path: str = ""
+
+
+def misfits_of(
+    leaf: LeafInfo, pattern: str, style: Style, spec: P, axis: str, sizes: Mapping[str, int]
+) -> list[Misfit]:
+    """The reasons for which a rule cannot slice a leaf over this mesh."""
+    reasons, remedy = [], ""
+    if not leaf.dtype.is_floating_point:
+        reasons.append(f"{leaf.dtype} is no layer's weight or bias")
+    elif spec.axes and not leaf.shape:
+        reasons.append("a single number has no dimension to slice")
+    elif spec.axes:
+        reasons += spec.problems(leaf.shape, sizes)
+        if misfit := style.misfit(leaf.shape, sizes[axis]):
+            reasons.append(misfit[0])
+            remedy = misfit[1]
+    shape, rule = f"{leaf.path}: shape {leaf.shape}", f"by rule {pattern!r}: {style.rule}"
+    return [Misfit(f"{shape}: {reason}, {rule}", remedy, pattern, leaf.path) for reason in reasons]
+
+
+def matches_nothing(pattern: str, paths: Sequence[str]) -> Misfit:
+    """A rule that matches no parameter; the remedy is the most similar glob that does."""
+    text = f"rule {pattern!r} matches no parameter"
+    anywhere = f"*/{pattern}"
+    if any(matches_rule(path, anywhere) for path in paths):
+        return Misfit(text, f"replace it with {anywhere!r}")
+    layers = sorted({_glob(path.rpartition("/")[0] or path) for path in paths})
+    names = [f"*/{layer.rpartition('/')[2]}" for layer in layers if "/" in layer]
+    near = get_close_matches(pattern.replace(".", "/"), [*layers, *names, *map(_glob, paths)], 1)
+    return Misfit(text, f"replace it with {near[0]!r}, or take it out" if near else "take it out")
+
+
+def with_remedies(misfits: Sequence[Misfit], held: Mapping[str, Sequence[str]]) -> list[Misfit]:
+    """The misfits, with the missing remedies: replace the rule, or put a rule before it if it suits other leaves.
+
+    Args:
+        held: glob of a rule -> the paths for which it is the first match.
+    """
+    failing: dict[str, set[str]] = {}
+    for misfit in misfits:
+        failing.setdefault(misfit.pattern, set()).add(misfit.path)
+
+    def remedy(misfit: Misfit) -> str:
+        fine = [path for path in held[misfit.pattern] if path not in failing[misfit.pattern]]
+        layers = {path.rpartition("/")[0] for path in failing[misfit.pattern]}
+        if all(path.rpartition("/")[0] in layers for path in fine):  # only biases fit, and they belong to their weights
+            return "replace it with 'replicated'"
+        glob = _glob(misfit.path)
+        return f"put {(glob if all(_glob(path) != glob for path in fine) else misfit.path)!r}: 'replicated' before it"
+
+    return [misfit if misfit.remedy else replace(misfit, remedy=remedy(misfit)) for misfit in misfits]
+
+
+def _glob(path: str) -> str:
+    """A glob for the same leaf of all layers of a list: numbers in the path become ``*``."""
+    return re.sub(r"(^|/)\d+(?=/|$)", r"\1*", path)

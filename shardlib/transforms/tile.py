@@ -9,8 +9,7 @@ from shardlib.errors import IllegalComposition, listing
 from shardlib.plan.arguments import GLOB, choice, integer, texts
 from shardlib.plan.claims import Claim, LeafInfo, ModuleTiles, Use
 from shardlib.plan.code import CodeCall, CodedTransform, one_or_list
-from shardlib.transforms.misfits import matches_nothing
-from shardlib.transforms.tensor_slicing import matches_rule
+from shardlib.transforms.tensor_slicing import matches_nothing, matches_rule
 from shardlib.tree import matches
 
 _ALONG = ("outputs", "tokens")
@@ -33,7 +32,7 @@ class Tile(CodedTransform):
         paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
         unmatched = [glob for glob in self.globs if not any(match(leaf, glob) for leaf in leaves)]
         if unmatched:
-            misfits = [matches_nothing(glob, paths, matches_rule) for glob in unmatched]
+            misfits = [matches_nothing(glob, paths) for glob in unmatched]
             what = "weight of two dimensions or more" if self.along == "outputs" else "module"
             lines = [f"{misfit.text.replace('parameter', what)}; {misfit.remedy}" for misfit in misfits]
             raise IllegalComposition(f"{self.name} does not fit the parameters:\n{listing(lines)}")

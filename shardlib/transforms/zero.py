@@ -10,8 +10,8 @@ from shardlib.errors import IllegalComposition
 from shardlib.plan.arguments import axes_of, axis_of, flag, integer, refused
 from shardlib.plan.claims import Claim, LeafInfo, Live, Reduce, Step
 from shardlib.plan.code import CodeCall, CodedTransform
-from shardlib.plan.resolved import Resolved
 from shardlib.plan.tables import parse_size
+from shardlib.plan.transform import Resolved
 
 _SPLIT = {0: (), 1: ("optimizer",), 2: ("grad", "optimizer"), 3: ("param", "grad", "optimizer")}
 _STAGES = f"use {', '.join(map(str, _SPLIT))}"
@@ -46,8 +46,8 @@ class Zero(CodedTransform):
     def check(self, resolved: Resolved) -> None:
         if self.keep is not None and resolved.step.stages is not None:
             raise IllegalComposition(
-                f"{self.name} keeps gathered parameters until backward, and in a pipeline each of the micro-batches between "
-                "forward and backward would keep its own. Leave out keep=, or use accumulate in place of the pipeline"
+                f"{self.name}: in a pipeline each of the micro-batches in flight would keep its own gathered parameters. "
+                "Leave out keep=, or use accumulate"
             )
 
 

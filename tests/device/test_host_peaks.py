@@ -1,4 +1,4 @@
-"""Bytes of host memory at their peak, as plans say: `shardlib.plan.tiers`."""
+"""Bytes of host memory at their peak, as plans say: `shardlib.plan.memory`."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def assert_as_planned(on_rig, case, layers, tmp_path, writes=None):
         from helpers import rig
 
         import shardlib as sl
-        from shardlib.plan.tiers.held import tiers_of
+        from shardlib.plan.memory import memory_peaks
         from shardlib.sharded.disk import Store
 
         write, pwritev = Store.write, os.pwritev
@@ -77,7 +77,7 @@ def assert_as_planned(on_rig, case, layers, tmp_path, writes=None):
         # Moments stay where they are, so they need not be pinned.
         leaves = [leaf for leaf in optree.tree_leaves(state.opt.inner) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         pageable = sum(leaf.nbytes for leaf in leaves if leaf.device.type == "cpu" and not leaf.is_pinned())
-        return rig.counts().pinned - before + pageable, tiers_of(plan)["host"].bytes
+        return rig.counts().pinned - before + pageable, memory_peaks(plan)["host"].bytes
 
     held, planned = on_rig(run)
     assert held == planned > 0

@@ -7,7 +7,7 @@ from helpers.models import mlp, regression_batch, share, tiny_gpt, token_batches
 
 import shardlib as sl
 from shardlib.models import gpt
-from shardlib.plan.program.ops import Send
+from shardlib.plan.ops import Send
 
 ADAM = sl.optim.adamw(1e-3)
 CONFIG = gpt.GPTConfig(vocab=16, layers=4, width=16, heads=2, sequence=8)

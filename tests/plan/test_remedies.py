@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shardlib.plan.tiers import remedies
+from shardlib.plan import limits
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Limits:
 def searched(monkeypatch):
     """``searched(alone, together)``: the refusal, and the names that were planned in full. Changes are names with their
     (seconds at least, seconds, excess); those that are made together with another one are given by its name."""
-    monkeypatch.setattr(remedies, "nominal_seconds", lambda plan: plan.seconds)
+    monkeypatch.setattr(limits, "nominal_seconds", lambda plan: plan.seconds)
 
     def search(alone, **together):
         planned = []
@@ -41,7 +41,7 @@ def searched(monkeypatch):
             _, seconds, excess = candidates[name]
             return Numbers(excess, seconds)
 
-        planner = remedies.Planner(
+        planner = limits.Planner(
             Limits(),
             lambda before, full: alone if before == "start" else together.get(before, ()),
             lambda before, after, plan: after,

@@ -321,7 +321,7 @@ OWN = [[Action(0, Kind.F, 0), Action(0, Kind.B, 0)], [Action(1, Kind.F, 0), Acti
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: make_schedule("2f2b", 2, 2), r"'2f2b' is no schedule: neither a name \(gpipe, 1f1b, .*take one of"),
+        (lambda: make_schedule("2f2b", 2, 2), r"'2f2b' is no schedule's name \(gpipe, 1f1b, .*take one of"),
         (lambda: make_schedule("1f1b", 0, 4), "ranks p=0; give positive numbers"),
         (lambda: make_schedule("zb-v", 2, 0), "micro-batches m=0; give"),
         (lambda: make_schedule("interleaved-zb", 2, 4, 0), "chunks per rank v=0; give"),

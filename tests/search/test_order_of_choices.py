@@ -6,8 +6,8 @@ from helpers.profile import NIGHTLY
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardlib.search.searching import Searching
 from shardlib.search.space import Choice
+from shardlib.search.verb import Searching
 
 CHOICES = [Choice((("data", 1),), number, 1) for number in range(1, 6)]
 

@@ -14,12 +14,12 @@ from shardlib.common import thresholds
 from shardlib.errors import ShardlibError
 from shardlib.models import gpt
 from shardlib.plan import Link, Machine
-from shardlib.plan.tiers.limits import Limits
+from shardlib.plan.limits import Limits
 from shardlib.search import Space
 from shardlib.search.model import Model
-from shardlib.search.searching import Searching
-from shardlib.search.space import choices
+from shardlib.search.space import choices, meshes
 from shardlib.search.value import Search
+from shardlib.search.verb import Searching
 
 CONFIG = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=2, sequence=16)
 RULES = gpt.slicing_rules(CONFIG, blocks=True)
@@ -69,7 +69,7 @@ def planned(choice):
 def everything():
     """Choice -> its plan, for all choices of the space that make one."""
     plans = {}
-    for choice in choices(SPACE, 4, 4, blocks=4, slices=True, experts=0, memories=frozenset({"host"})):
+    for choice in choices(SPACE, meshes(SPACE, 4, 4, True, 0), 4, frozenset({"host"})):
         try:
             plans[choice] = planned(choice)
         except ShardlibError:
@@ -130,7 +130,7 @@ def test_the_front_is_one_and_all_choices_are_counted(tmp_path):
     found = searched(replace(MACHINE, memory="600kB"))
     for quicker, smaller in itertools.pairwise(found.front):
         assert quicker.seconds <= smaller.seconds and quicker.bytes > smaller.bytes
-    everything_there = list(choices(SPACE, 4, 4, blocks=4, slices=True, experts=0, memories=frozenset({"host"})))
+    everything_there = list(choices(SPACE, meshes(SPACE, 4, 4, True, 0), 4, frozenset({"host"})))
     assert found.considered == len(everything_there) == len(set(everything_there))
     assert found.winner.code in str(found) and "known to be slower" in str(found)
     found.draw(tmp_path / "new" / "front.png")
@@ -165,7 +165,7 @@ def test_bounds_are_bounds():
 def test_bounds_of_other_choices():
     """Of some of those with offload, other stages and weight gradients apart, at random; by night of many."""
     space = Space(precisions=("bf16",))
-    found = list(choices(space, 4, 8, blocks=4, slices=True, experts=0, memories=frozenset({"host"})))
+    found = list(choices(space, meshes(space, 4, 4, True, 0), 8, frozenset({"host"})))
     some = random.Random(0).sample(found, 300 if NIGHTLY else 12)
     assert any(choice.split for choice in some) and {choice.offload for choice in some} == set(space.offloads)
     shares = [share for _, share in bounded(space, some, 8)]
@@ -180,7 +180,7 @@ def test_memory_of_deep_functions_is_bounded(layers):
     tree, loss = gpt.to_blocks(gpt.init(config, device="meta")), gpt.make_sequential(config)
     model = Model(loss, tree, batch(8), OPTIMIZER, gpt.slicing_rules(config, blocks=True))
     space = Space(precisions=("bf16",), largest={"model": 2})
-    found = list(choices(space, 4, 8, blocks=layers + 2, slices=True, experts=0, memories=frozenset({"host"})))
+    found = list(choices(space, meshes(space, 4, layers + 2, True, 0), 8, frozenset({"host"})))
     searching, shares = Searching(model, replace(MACHINE, memory="1TiB"), 4, found, 0.0), []
     for choice in random.Random(layers).sample(found, 150 if NIGHTLY else 10):
         held, holds = searching._bound(choice)[1], peak(model.exact(choice), choice)
@@ -195,7 +195,7 @@ def test_a_long_pipeline_is_bounded_nearly(latency, nearly):
     messages take longer than a walk, a stage waits for its micro-batches in flight to come back."""
     machine = replace(MACHINE, inside=Link(3e7, latency), between=Link(1e7, latency))
     space = Space(precisions=("bf16",), stages=(0, 1), offloads=(None,), largest={"data": 1, "model": 1})
-    found = list(choices(space, 4, 64, blocks=4, slices=True, experts=0, memories=frozenset()))
+    found = list(choices(space, meshes(space, 4, 4, True, 0), 64, frozenset()))
     model = Model(LOSS, params(), batch(64), OPTIMIZER, RULES)
     searching = Searching(model, machine, 4, found, 0.0)
     for choice in found:
@@ -206,7 +206,7 @@ def test_a_long_pipeline_is_bounded_nearly(latency, nearly):
 def test_many_micro_batches_are_timed_by_a_few():
     space = replace(SPACE, recompute=(None,), offloads=(None,), stages=(0,))
     model, few = Model(LOSS, params(), batch(256), OPTIMIZER, RULES), False
-    for choice in choices(space, 4, 256, blocks=4, slices=True, experts=0, memories=frozenset()):
+    for choice in choices(space, meshes(space, 4, 4, True, 0), 256, frozenset()):
         if choice.microbatches >= 64 and choice.size("model") < 4:
             whole = sl.report.predict_on(model.assembled(choice), MACHINE).total
             with thresholds.small(64):

@@ -108,7 +108,8 @@ def test_a_plain_tree_is_on_one_device():
         lambda: sl.make_eval_step(loss_fn, mixed),
     ):
         with pytest.raises(
-            TreeError, match=r"these are on (cpu, meta|meta, cpu): move all of them to one device, or pass sl.shard"
+            TreeError,
+            match=r"a plain pytree are on (cpu, meta|meta, cpu): move all of them to one device, or pass sl.shard",
         ):
             use()
     state, _ = sl.make_train_step(loss_fn, {"near": torch.ones(2, device="meta")}, sl.optim.adamw(0.1))

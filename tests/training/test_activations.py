@@ -17,8 +17,8 @@ from shardlib.execute.activations.host import FakeHostLink, HostBuffers
 from shardlib.execute.values.keeping import Between, Keeping, keep
 from shardlib.mesh.transfers import Transfers
 from shardlib.models import gpt
+from shardlib.plan.limits import Planner
 from shardlib.plan.recompute import fewest
-from shardlib.plan.tiers.remedies import Planner
 
 AT = torch.ops.aten
 CONFIG = gpt.GPTConfig(vocab=29, layers=2, width=8, heads=2, sequence=4)
@@ -194,7 +194,7 @@ def test_blocks_that_save_alike_take_four_calls(count, saving, budget):
 
 
 def test_a_plan_recomputes_as_few_blocks_as_fit(monkeypatch):
-    monkeypatch.setattr(Planner, "_advice", lambda *_: "")  # the search for a remedy, which test_tiers.py tests
+    monkeypatch.setattr(Planner, "_advice", lambda *_: "")  # the search for a remedy, which test_limits.py tests
     loss_fn, params = tiny_gpt(layers=3, width=8)
     (batch,) = token_batches(1, rows=8)
 

@@ -13,7 +13,7 @@ from helpers.trees import assert_same
 import shardlib as sl
 from shardlib.errors import IllegalComposition, NonFiniteError, RankFailure, StorageError
 from shardlib.execute.live import LiveBytes
-from shardlib.plan.payload import transfers
+from shardlib.plan.program import messages
 from shardlib.sharded.gradients_on_disk import FOLDER, LandingOnDisk, _Read
 
 PLANS = {
@@ -98,7 +98,7 @@ def test_bytes_are_the_plans(tmp_path, monkeypatch, microbatches, params):
     state = stepped(state, step, mesh, BATCHES[1:2])
     monkeypatch.undo()
     for way, call in (("read", "preadv"), ("written", "pwritev")):
-        planned = sum(sent.bytes for sent in transfers(plan) if (sent.what, sent.axis) == ("gradients", way))
+        planned = sum(sent.bytes for sent in messages(plan, moves=True) if (sent.what, sent.axis) == ("gradients", way))
         assert sum(moved[call]) == planned == microbatches * 3 * 4096
     assert re.search(r"gradients +written +whole blocks +each micro-batch", str(plan))
     assert re.search(r"gradients +read +whole blocks +before the update", str(plan))

@@ -229,7 +229,7 @@ def test_modes_that_do_not_go_together_are_refused(options, match):
 
 def test_modes_are_refused_where_they_cannot_run():
     params, mesh = {"w": torch.ones(4, 4)}, sl.make_mesh()
-    with pytest.raises(IllegalComposition, match=r"3 micro-batches up in host memory.* leave out gradients='host'"):
+    with pytest.raises(IllegalComposition, match=r"3 micro-batches in host memory.* leave out gradients='host'"):
         sl.shard(params, mesh, sl.chain(sl.accumulate(3), sl.offload(gradients="host", speculate=True)))
     for mode in ("speculate", "delay"):
         sharded = sl.shard(params, mesh, sl.offload(**{mode: True}))

@@ -16,7 +16,7 @@ import shardlib as sl
 from shardlib.common._compat import FakeTensor
 from shardlib.errors import DonatedStateError, IllegalComposition, RankFailure, StorageError
 from shardlib.execute.live import LiveBytes
-from shardlib.plan.payload import transfers
+from shardlib.plan.program import messages
 from shardlib.sharded.on_disk import FOLDER, ParamsOnDisk
 
 PLANS = {
@@ -119,7 +119,9 @@ def test_bytes_are_the_plans(tmp_path, monkeypatch, stage):
             found = {key: sum(sizes) for key, sizes in moved.items()}
         monkeypatch.undo()
         for way, call in (("read", "preadv"), ("written", "pwritev")):
-            of_params = [sent.bytes for sent in transfers(plan) if (sent.what, sent.axis) == ("parameters", way)]
+            of_params = [
+                sent.bytes for sent in messages(plan, moves=True) if (sent.what, sent.axis) == ("parameters", way)
+            ]
             assert found[call, True] == sum(of_params) > 0
             assert found[call, True] + found[call, False] == plan.transfers()[way]
         assert found["pwritev", True] == 4096 * len(plan.trained), "frozen parameters are never written"

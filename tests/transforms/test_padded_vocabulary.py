@@ -13,22 +13,14 @@ from helpers.models import TINY, tiny_gpt, token_batches
 from helpers.profile import NIGHTLY
 from helpers.trees import assert_close
 from oracle import one_device
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    logging,
-)
+from transforms.test_tensor_slicing import bert as masked
+from transforms.test_tensor_slicing import gpt2, llama, made, of_vocab, resumed
 
 import shardlib as sl
 from shardlib import checkpoint
 from shardlib.errors import IllegalComposition, SpecError
 from shardlib.models import bert, gpt, huggingface
 
-logging.set_verbosity_error()
 SIZES = {"width": 12, "heads": 4}
 STEPS, MAX_NORM = 4 if NIGHTLY else 2, 0.3
 VOCABS = {31: "a last rank with fewer", 5: "and, of four, one without any", 257: "a prime"}
@@ -58,10 +50,7 @@ def expected(vocab, steps, **changes):
 def check(mesh, vocab, *others, steps=STEPS, **changes):
     config, loss_fn, params, batches = model_and_batches(vocab, steps, **changes)
     got = training.simulate(mesh, loss_fn, params, batches, sliced(config, *others), training.optimizer(MAX_NORM))
-    losses, norms, final = expected(vocab, steps, **changes)
-    assert got[0] == pytest.approx(losses, rel=1e-10, abs=0)
-    assert got[1] == pytest.approx(norms, rel=1e-9, abs=0)
-    assert_close(got[2], final, 1e-10)
+    training.assert_same_training(got, expected(vocab, steps, **changes), norms=1e-9)
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -103,9 +92,7 @@ def test_through_stages(schedule, stage):
     got = training.simulate(
         {"data": 2, "pipe": 2, "model": 2}, loss_fn, params, batches, transform, training.optimizer(MAX_NORM)
     )
-    losses, norms, final = expected(31, 3, tie=True)
-    assert got[0] == pytest.approx(losses, rel=1e-10) and got[1] == pytest.approx(norms, rel=1e-9)
-    assert_close(gpt.from_blocks(got[2]), final, 1e-10)
+    training.assert_same_training((*got[:2], gpt.from_blocks(got[2])), expected(31, 3, tie=True), norms=1e-9)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -121,18 +108,12 @@ def test_with_masters_in_fp32(stage):
     assert got[1] == pytest.approx(alone[1], rel=2**-5)
 
 
-def on_real_processes(mesh, transform):
-    _, loss_fn, params, batches = model_and_batches(5, 4, tie=True)
-    return training.train(mesh, loss_fn, params, batches, transform, training.optimizer(MAX_NORM))
-
-
 @pytest.mark.parametrize(("mesh", "stage"), [({"model": 4}, 0), ({"data": 2, "model": 2}, 3)])
 def test_real_processes(pool, mesh, stage):
     transform = sliced(config_of(5), *([sl.zero(stage)] if "data" in mesh else []))
-    losses, norms, final = expected(5, 4, tie=True)
-    for got in pool.run(on_real_processes, transform, mesh=mesh):
-        assert got[0] == pytest.approx(losses, rel=1e-10) and got[1] == pytest.approx(norms, rel=1e-9)
-        assert_close(got[2], final, 1e-10)
+    _, *job = model_and_batches(5, 4, tie=True)
+    for got in pool.run(training.train, *job, transform, training.optimizer(MAX_NORM), mesh=mesh):
+        training.assert_same_training(got, expected(5, 4, tie=True), norms=1e-9)
 
 
 def test_the_librarys_bert():
@@ -148,73 +129,37 @@ def test_the_librarys_bert():
         total, weight = loss_fn(params, batch)
         return total / weight
 
-    losses, norms, final = one_device.train(mean, params, batches, max_norm=MAX_NORM)
+    wanted = one_device.train(mean, params, batches, max_norm=MAX_NORM)
     for stage in (0, 3):
         transform = sl.chain(sl.tensor_slicing(bert.slicing_rules(config)), sl.zero(stage))
-        got = training.simulate(
-            {"data": 2, "model": 4}, loss_fn, params, batches, transform, training.optimizer(MAX_NORM)
-        )
-        assert got[0] == pytest.approx(losses, rel=1e-10) and got[1] == pytest.approx(norms, rel=1e-9)
-        assert_close(got[2], final, 1e-10)
+        job = loss_fn, params, batches, transform, training.optimizer(MAX_NORM)
+        training.assert_same_training(training.simulate({"data": 2, "model": 4}, *job), wanted, norms=1e-9)
 
 
 # transformers, unmodified
 
-VOCAB = 49
-SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-TOKENS = torch.randint(0, VOCAB, (3, 8, 10), generator=torch.Generator().manual_seed(1))
-
-
-def llama(**changes):
-    config = LlamaConfig(
-        num_attention_heads=4, num_key_value_heads=4, bos_token_id=1, eos_token_id=2, **SMALL, **changes
-    )
-    return LlamaForCausalLM(config)
-
-
-def masked():
-    return BertForMaskedLM(
-        BertConfig(num_attention_heads=4, hidden_dropout_prob=0, attention_probs_dropout_prob=0, **SMALL)
-    )
-
-
-def gpt2(**changes):
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 10, "vocab_size": VOCAB, **changes}
-    return huggingface.sliceable(GPT2LMHeadModel(GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes)))
-
-
+SMALL = {"vocab_size": 49, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+TOKENS = torch.randint(0, 49, (3, 8, 10), generator=torch.Generator().manual_seed(1))
+small_llama = functools.partial(llama, num_key_value_heads=4, **SMALL)
+small_gpt2 = functools.partial(gpt2, n_embd=16, vocab_size=49)
 MODELS = {
-    "gpt2, tied": (gpt2, huggingface.slicing_rules),
-    "llama, its logits gathered": (llama, huggingface.slicing_rules),
-    "llama, its vocabulary too": (
-        llama, lambda module: huggingface.slicing_rules(module) | {"model/embed_tokens": "vocab"},
-    ),
-    "llama, tied": (lambda: llama(tie_word_embeddings=True), huggingface.slicing_rules),
-    "bert, and the bias of its output layer": (masked, huggingface.slicing_rules),
-}  # fmt: skip
-
-
-def made(make):
-    torch.manual_seed(0)
-    module = make().train()
-    with torch.no_grad():  # no bias at zero: softmax ignores a key's, which would then hold rounding noise alone
-        for parameter in module.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    apply, params = sl.from_module(module)
-    return module, lambda params, tokens: apply(params, input_ids=tokens, labels=tokens).loss, params
+    "gpt2, tied": (small_gpt2, huggingface.slicing_rules),
+    "llama, its logits gathered": (small_llama, huggingface.slicing_rules),
+    "llama, its vocabulary too": (small_llama, of_vocab),
+    "llama, tied": (functools.partial(small_llama, tie_word_embeddings=True), huggingface.slicing_rules),
+    "bert, and the bias of its output layer": (functools.partial(masked, **SMALL), huggingface.slicing_rules),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_unmodified_transformers(name):
     make, rules = MODELS[name]
     module, loss_fn, params = made(make)
-    losses, norms, final = one_device.train(loss_fn, params, list(TOKENS), max_norm=1.0)
+    wanted = one_device.train(loss_fn, params, list(TOKENS), max_norm=1.0)
     for mesh, others in (({"model": 4}, []), ({"data": 2, "model": 2}, [sl.zero(3)])):
         transform = sl.chain(sl.tensor_slicing(rules(module)), *others)
         got = training.simulate(mesh, loss_fn, params, list(TOKENS), transform, training.optimizer(1.0))
-        # In fp32: these models compute their own loss in it, whatever the dtype of the weights.
-        assert got[0] == pytest.approx(losses, rel=1e-5) and got[1] == pytest.approx(norms, rel=1e-5)
-        assert_close(got[2], final, 1e-5)
+        training.assert_same_training(got, wanted, 1e-5, norms=1e-5)
 
 
 def test_the_words_of_the_real_gpt2():
@@ -226,14 +171,13 @@ def test_the_words_of_the_real_gpt2():
     assert plan.placement_of["lm_head/weight"].param.spec == sl.P("model", padded=True)
     batches = [torch.randint(0, 50257, (2, 4), generator=torch.Generator().manual_seed(step)) for step in range(2)]
     batches[1][0, :2] = torch.tensor([50256, 25129])  # the last word, and the first of the second slice
-    losses, norms, final = one_device.train(loss_fn, params, batches, max_norm=1.0)
     got = training.simulate({"model": 2}, loss_fn, params, batches, sl.tensor_slicing(rules), training.optimizer(1.0))
-    assert got[0] == pytest.approx(losses, rel=1e-5) and got[1] == pytest.approx(norms, rel=1e-5)
-    assert_close(got[2], final, 1e-5)
+    wanted = one_device.train(loss_fn, params, batches, max_norm=1.0)
+    training.assert_same_training(got, wanted, 1e-5, norms=1e-5)
 
 
 def test_a_state_dict_has_the_true_shape():
-    module, _, params = made(gpt2)
+    module, _, params = made(small_gpt2)
 
     def run(mesh):
         return sl.models.state_dict(
@@ -388,28 +332,8 @@ def test_codecs_do_not_see_the_padding(name, tmp_path):
 @pytest.mark.parametrize("second", [({"data": 2, "model": 2}, 1), ({"data": 2, "model": 4}, 3), ({"data": 3}, 2)])
 def test_a_checkpoint_resumes_with_other_slices(first, second, tmp_path):
     """Saved in the true shape: vocabularies of 5 words over 2, 3 or 4 ranks, or whole."""
-    config, loss_fn, params, batches = model_and_batches(5, 4)
-
-    def start(mesh, stage):
-        slices = [sliced(config)] if "model" in mesh.shape else []
-        tx = sl.optim.chain(sl.optim.clip_by_global_norm(MAX_NORM), training.optimizer())
-        return sl.make_train_step(loss_fn, sl.shard(params, mesh, sl.chain(sl.zero(stage), *slices)), tx)
-
-    def save(mesh):
-        state, step = start(mesh, 3)
-        for batch in batches[:2]:
-            state, _ = step(state, training.share(batch, mesh.coords["data"], mesh.shape["data"]))
-        checkpoint.save(tmp_path, state)
-
-    def resume(mesh):
-        state, step = start(mesh, second[1])
-        state = checkpoint.restore(checkpoint.latest(tmp_path), state)
-        for batch in batches[2:]:
-            state, _ = step(state, training.share(batch, mesh.coords["data"], mesh.shape["data"]))
-        return sl.unshard(state.params)
-
-    sl.simulate(save, mesh=first)
-    for final in sl.simulate(resume, mesh=second[0]):
+    config, *job = model_and_batches(5, 4)
+    for final in resumed(tmp_path, *job, sliced(config), first, *second):
         assert_close(final, expected(5, 4)[2], 1e-10)
 
 

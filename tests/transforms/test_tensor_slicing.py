@@ -49,10 +49,7 @@ def check(dtype, mesh, transform, steps=6, **changes):
     loss_fn, params = tiny_gpt(dtype, **SIZES, **changes)
     batches = token_batches(steps, config=CONFIG)
     got = training.simulate(mesh, loss_fn, params, batches, transform, training.optimizer(MAX_NORM))
-    losses, norms, final = expected(dtype, steps, **changes)
-    assert got[0] == pytest.approx(losses, rel=TOLERANCE[dtype], abs=0)
-    assert got[1] == pytest.approx(norms, rel=TOLERANCE[dtype] * 10, abs=0)
-    assert_close(got[2], final, TOLERANCE[dtype])
+    training.assert_same_training(got, expected(dtype, steps, **changes), TOLERANCE[dtype], 10 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 20), (torch.float64, 6)])
@@ -149,21 +146,12 @@ def test_16_bit(stage):
     assert got[0] == pytest.approx(alone[0], rel=2**-7)
 
 
-def on_real_processes(mesh, transform):
-    loss_fn, params = tiny_gpt(torch.float64, **SIZES)
-    return training.train(
-        mesh, loss_fn, params, token_batches(4, config=CONFIG), transform, training.optimizer(MAX_NORM)
-    )
-
-
 @pytest.mark.parametrize(("mesh", "stage"), MESHES)
 def test_real_processes(pool, mesh, stage):
+    job = *tiny_gpt(torch.float64, **SIZES), token_batches(4, config=CONFIG)
     transform = sliced() if stage is None else sliced(sl.zero(stage))
-    losses, norms, final = expected(torch.float64, 4)
-    for got in pool.run(on_real_processes, transform, mesh=mesh):
-        assert got[0] == pytest.approx(losses, rel=1e-10)
-        assert got[1] == pytest.approx(norms, rel=1e-9)
-        assert_close(got[2], final, 1e-10)
+    for got in pool.run(training.train, *job, transform, training.optimizer(MAX_NORM), mesh=mesh):
+        training.assert_same_training(got, expected(torch.float64, 4), norms=1e-9)
 
 
 # transformers, unmodified
@@ -173,65 +161,60 @@ TOKENS = torch.randint(0, 48, (3, 8, 10), generator=torch.Generator().manual_see
 
 
 def llama(**changes):
-    config = LlamaConfig(
-        num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=2, **SMALL, **changes
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, **SMALL, **changes}
+    return LlamaForCausalLM(LlamaConfig(bos_token_id=1, eos_token_id=2, **sizes))
 
 
-def bert():
-    return BertForMaskedLM(
-        BertConfig(num_attention_heads=4, hidden_dropout_prob=0, attention_probs_dropout_prob=0, **SMALL)
-    )
+def bert(**changes):
+    sizes = {"num_attention_heads": 4, **SMALL, **changes}
+    return BertForMaskedLM(BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0, **sizes))
 
 
-def gpt2():
-    config = GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, n_positions=10, vocab_size=48, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    return huggingface.sliceable(GPT2LMHeadModel(config))
+def gpt2(**changes):
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 10, "vocab_size": 48, **changes}
+    return huggingface.sliceable(GPT2LMHeadModel(GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes)))
+
+
+def of_vocab(module):
+    return huggingface.slicing_rules(module) | {"model/embed_tokens": "vocab"}
 
 
 MODELS = {
     "llama": (llama, lambda module: module.config.base_model_tp_plan | {"lm_head": "colwise_gather_output"}),
-    "llama, its vocabulary too": (
-        llama,
-        lambda module: huggingface.slicing_rules(module) | {"model/embed_tokens": "vocab"},
-    ),
+    "llama, its vocabulary too": (llama, of_vocab),
     "llama, tied": (lambda: llama(tie_word_embeddings=True), huggingface.slicing_rules),
     "bert": (bert, huggingface.slicing_rules),
     "gpt2": (gpt2, huggingface.slicing_rules),
 }
 
 
-@functools.cache
-def transformer(name):
+def made(make):
+    """A module, with no bias at zero: softmax ignores a key's, which would then hold rounding noise alone."""
     torch.manual_seed(0)
-    make, rules = MODELS[name]
     module = make().train()
-    with torch.no_grad():  # no bias at zero: softmax ignores a key's, which would then hold rounding noise alone
+    with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     apply, params = sl.from_module(module)
+    return module, lambda params, tokens: apply(params, input_ids=tokens, labels=tokens).loss, params
 
-    def loss_fn(params, tokens):
-        return apply(params, input_ids=tokens, labels=tokens).loss
 
+@functools.cache
+def transformer(name):
+    make, rules = MODELS[name]
+    module, loss_fn, params = made(make)
     return loss_fn, params, rules(module), one_device.train(loss_fn, params, list(TOKENS), max_norm=1.0)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("mesh", "stage"), MESHES)
 def test_unmodified_transformers(name, mesh, stage):
-    loss_fn, params, rules, (losses, norms, final) = transformer(name)
+    """In fp32: these models compute their own loss in it, whatever the dtype of the weights."""
+    loss_fn, params, rules, wanted = transformer(name)
     transform = sliced(*([] if stage is None else [sl.zero(stage)]), rules=rules)
-    got = training.simulate(
-        mesh, loss_fn, copy.deepcopy(params), list(TOKENS), transform, training.optimizer(max_norm=1.0)
-    )
-    # In fp32: these models compute their own loss in it, whatever the dtype of the weights.
-    assert got[0] == pytest.approx(losses, rel=1e-5)
-    assert got[1] == pytest.approx(norms, rel=1e-5)
-    assert_close(got[2], final, 1e-5)
+    tx = training.optimizer(max_norm=1.0)
+    got = training.simulate(mesh, loss_fn, copy.deepcopy(params), list(TOKENS), transform, tx)
+    training.assert_same_training(got, wanted, 1e-5, norms=1e-5)
 
 
 def test_a_sliceable_gpt2_computes_the_same():
@@ -369,32 +352,36 @@ def test_the_librarys_loss_never_gathers_the_logits():
 # checkpoints
 
 
+def resumed(tmp_path, loss_fn, params, batches, slices, first, second, stage):
+    """The parameters of each rank after half of the batches on one mesh, and the others on another, from a checkpoint."""
+
+    def start(mesh, stage):
+        transform = sl.chain(sl.zero(stage), *([slices] if "model" in mesh.shape else []))
+        return sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), training.optimizer(MAX_NORM))
+
+    def trained(mesh, state, step, batches):
+        for batch in batches:
+            state, _ = step(state, training.share(batch, mesh.coords["data"], mesh.shape["data"]))
+        return state
+
+    def save(mesh):
+        checkpoint.save(tmp_path, trained(mesh, *start(mesh, 3), batches[: len(batches) // 2]))
+
+    def resume(mesh):
+        state, step = start(mesh, stage)
+        state = checkpoint.restore(checkpoint.latest(tmp_path), state)
+        return sl.unshard(trained(mesh, state, step, batches[len(batches) // 2 :]).params)
+
+    sl.simulate(save, mesh=first)
+    return sl.simulate(resume, mesh=second)
+
+
 @pytest.mark.parametrize(
     ("mesh", "stage"), [({"data": 2, "model": 2}, 3), ({"data": 1, "model": 4}, 1), ({"data": 3}, 2), ({"data": 1}, 0)]
 )
 def test_a_checkpoint_resumes_with_other_slices(mesh, stage, tmp_path):
-    loss_fn, params = tiny_gpt(torch.float64, **SIZES)
-    batches = token_batches(6, config=CONFIG)
-
-    def start(mesh, *transforms):
-        sharded = sl.shard(params, mesh, sl.chain(*transforms))
-        return sl.make_train_step(loss_fn, sharded, training.optimizer(MAX_NORM))
-
-    def save(mesh):
-        state, step = start(mesh, sliced(sl.zero(3)))
-        for batch in batches[:3]:
-            state, _ = step(state, training.share(batch, mesh.coords["data"], mesh.shape["data"]))
-        checkpoint.save(tmp_path, state)
-
-    def resume(mesh):
-        state, step = start(mesh, sl.zero(stage), *([sliced()] if "model" in mesh.shape else []))
-        state = checkpoint.restore(checkpoint.latest(tmp_path), state)
-        for batch in batches[3:]:
-            state, _ = step(state, training.share(batch, mesh.coords["data"], mesh.shape["data"]))
-        return sl.unshard(state.params)
-
-    sl.simulate(save, mesh={"data": 2, "model": 2})
-    for final in sl.simulate(resume, mesh=mesh):
+    job = *tiny_gpt(torch.float64, **SIZES), token_batches(6, config=CONFIG)
+    for final in resumed(tmp_path, *job, sliced(), {"data": 2, "model": 2}, mesh, stage):
         assert_close(final, expected(torch.float64, 6)[2], 1e-10)
 
 
@@ -585,12 +572,8 @@ def test_a_leaf_that_slices_use_whole():
         return F.linear(heads.flatten(-2).tanh(), params["down"]).square().mean()
 
     batches = [torch.randn(4, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
-    losses, norms, final = one_device.train(loss_fn, params, batches, max_norm=MAX_NORM)
+    wanted = one_device.train(loss_fn, params, batches, max_norm=MAX_NORM)
     rules = {"up": sl.column(heads=4), "norm": "replicated_with_grad_allreduce", "down": sl.row(heads=4)}
     for stage in range(4):
-        transform = sliced(sl.zero(stage), rules=rules)
-        got = training.simulate(
-            {"data": 2, "model": 2}, loss_fn, params, batches, transform, training.optimizer(MAX_NORM)
-        )
-        assert got[0] == pytest.approx(losses, rel=1e-10) and got[1] == pytest.approx(norms, rel=1e-9)
-        assert_close(got[2], final, 1e-10)
+        job = loss_fn, params, batches, sliced(sl.zero(stage), rules=rules), training.optimizer(MAX_NORM)
+        training.assert_same_training(training.simulate({"data": 2, "model": 2}, *job), wanted, norms=1e-9)

@@ -1,5 +1,7 @@
 """Leaves in tiles train as whole ones over stages, axes and transforms, and send what the plan says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,16 +46,21 @@ PLANS = {
 
 
 def whole(transforms):
-    return sl.chain(*(each for each in transforms if type(each) is not type(TILES)))
+    return [each for each in transforms if type(each) is not type(TILES)]
+
+
+def trained(mesh, transforms, blocks=False, compile=False, **changes):
+    """Losses, norms and parameters of the model, or of its blocks."""
+    config = replace(CONFIG, **changes)
+    loss_fn, params = tiny_gpt(**config.__dict__)
+    job = (gpt.make_sequential(config), gpt.to_blocks(params)) if blocks else (loss_fn, params)
+    return training.simulate(mesh, *job, BATCHES, sl.chain(*transforms), training.optimizer(1.0), compile=compile)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_model_in_tiles_trains_as_whole(name):
     transforms, mesh = PLANS[name]
-    loss_fn, params = tiny_gpt(**CONFIG.__dict__)
-    tx = training.optimizer(1.0)
-    found = training.simulate(mesh, loss_fn, params, BATCHES, sl.chain(*transforms), tx)
-    wanted = training.simulate(mesh, loss_fn, params, BATCHES, whole(transforms), tx)
+    found, wanted = trained(mesh, transforms), trained(mesh, whole(transforms))
     assert found[0] == pytest.approx(wanted[0], rel=1e-12) and found[1] == pytest.approx(wanted[1], rel=1e-10)
     assert_close(found[2], wanted[2], 1e-9)  # Adam divides by roots of second moments
     assert_close(found[2]["head"], wanted[2]["head"], 1e-12)
@@ -70,30 +77,23 @@ GRAPHS = PLANS | {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graphs_are_equal(name):
     transforms, mesh = GRAPHS[name]
-    loss_fn, params = tiny_gpt(**{**CONFIG.__dict__, "dtype": torch.float32})
-    found, wanted = (
-        training.simulate(
-            mesh, loss_fn, params, BATCHES, sl.chain(*transforms), training.optimizer(1.0), compile=compile
-        )
-        for compile in (True, False)
-    )
+    found, wanted = (trained(mesh, transforms, compile=compile, dtype=torch.float32) for compile in (True, False))
     assert found[:2] == wanted[:2]
     assert_same(found[2], wanted[2])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_graphs_of_stages_are_equal(schedule):
-    loss_fn, params = gpt.make_sequential(CONFIG), gpt.to_blocks(tiny_gpt(**CONFIG.__dict__)[1])
-    tiles = sl.tile(["*/mlp/*", "*/attn/*", "3/weight"], 2)
-    transform = sl.chain(sl.zero(3), sl.pipeline(schedule, microbatches=4), tiles)
-    found, wanted = (
-        training.simulate(
-            {"pipe": 2, "data": 2}, loss_fn, params, BATCHES, transform, training.optimizer(1.0), compile=compile
-        )
-        for compile in (True, False)
+def test_tiles_in_stages(schedule):
+    transforms = [sl.zero(3), sl.pipeline(schedule, microbatches=4), sl.tile(["*/mlp/*", "*/attn/*", "3/weight"], 2)]
+    mesh = {"pipe": 2, "data": 2}
+    found, wanted, graphs = (
+        trained(mesh, transforms, blocks=True),
+        trained(mesh, whole(transforms), blocks=True),
+        trained(mesh, transforms, blocks=True, compile=True),
     )
-    assert found[:2] == wanted[:2]
-    assert_same(found[2], wanted[2])
+    assert found[0] == pytest.approx(wanted[0], rel=1e-12) and found[1] == pytest.approx(wanted[1], rel=1e-10)
+    assert graphs[:2] == found[:2]
+    assert_same(graphs[2], found[2])
 
 
 @pytest.mark.parametrize("remat", [None, "full", "dots"])
@@ -128,36 +128,17 @@ def test_what_a_graph_holds_is_what_a_step_without_holds(remat):
     assert peak <= sl.simulate(run, False, mesh={"data": 2})[0][0]
 
 
-def test_a_tied_table_in_tiles_is_looked_up_and_scores():
-    loss_fn, params = tiny_gpt(**{**CONFIG.__dict__, "tie": True})
-    found, wanted = (
-        training.simulate({"data": 2}, loss_fn, params, BATCHES, transform, training.optimizer())
-        for transform in (sl.chain(sl.zero(3), sl.tile("embed/tokens", 4)), sl.zero(3))
-    )
-    assert found[0] == pytest.approx(wanted[0], rel=1e-12)
-
-
 @pytest.mark.parametrize(
-    ("quantized", "tolerance"), [(sl.quantize("int8"), 1e-3), (sl.quantize(gradients="int8", feedback=False), 1e-3)]
+    ("transforms", "changes", "tolerance"),
+    [
+        ([sl.tile("embed/tokens", 4)], {"tie": True}, 1e-12),  # a tied table is looked up and scores
+        ([sl.quantize("int8"), TILES], {"dtype": torch.float32}, 1e-3),
+        ([sl.quantize(gradients="int8", feedback=False), TILES], {"dtype": torch.float32}, 1e-3),
+    ],
 )
-def test_tiles_are_compressed(quantized, tolerance):
-    loss_fn, params = tiny_gpt(**{**CONFIG.__dict__, "dtype": torch.float32})
-    transforms = [sl.zero(3), quantized, TILES]
-    found = training.simulate({"data": 2}, loss_fn, params, BATCHES, sl.chain(*transforms), training.optimizer())
-    wanted = training.simulate({"data": 2}, loss_fn, params, BATCHES, whole(transforms), training.optimizer())
+def test_tied_tables_and_tiles_that_are_compressed(transforms, changes, tolerance):
+    found, wanted = (trained({"data": 2}, [sl.zero(3), *some], **changes) for some in (transforms, whole(transforms)))
     assert found[0] == pytest.approx(wanted[0], rel=tolerance)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_tiles_in_stages(schedule):
-    config = CONFIG
-    loss_fn, params = gpt.make_sequential(config), gpt.to_blocks(tiny_gpt(**config.__dict__)[1])
-    transforms = [sl.zero(3), sl.pipeline(schedule, microbatches=4), sl.tile(["*/mlp/*", "*/attn/*", "3/weight"], 2)]
-    found, wanted = (
-        training.simulate({"pipe": 2, "data": 2}, loss_fn, params, BATCHES, transform, training.optimizer(1.0))
-        for transform in (sl.chain(*transforms), whole(transforms))
-    )
-    assert found[0] == pytest.approx(wanted[0], rel=1e-12) and found[1] == pytest.approx(wanted[1], rel=1e-10)
 
 
 @pytest.mark.parametrize("name", ["stage 3", "four tiles", "hybrid", "slices", "recomputed", "accumulated", "ulysses"])

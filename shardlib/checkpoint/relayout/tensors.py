@@ -16,7 +16,7 @@ from shardlib.collectives.codecs.base import Kept
 from shardlib.common._compat import storage_id
 from shardlib.errors import IllegalComposition, listing
 from shardlib.plan.buckets import Bucket
-from shardlib.plan.channels import Channel
+from shardlib.plan.exchanges import Channel
 from shardlib.tree import named_leaves, path_name
 
 Coords = Mapping[str, int]

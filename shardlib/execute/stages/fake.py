@@ -20,11 +20,10 @@ from shardlib.execute.stages.walk import Walk
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
 from shardlib.nn.blocks import Sequential
+from shardlib.plan.deduplication import TraceCache, deduplicated, seen_in_traces
 from shardlib.plan.exchanges import Reductions
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
-from shardlib.plan.tiers.depth import short_form
-from shardlib.plan.tiers.known import KindTracer, seen_in_traces
 from shardlib.rng import Key
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
@@ -118,10 +117,10 @@ class Untraceable(Exception):
     """A loss of which no trace can be made; says why."""
 
 
-def traced_once(tracing: Tracing) -> KindTracer:
+def traced_once(tracing: Tracing) -> TraceCache:
     """Traces of plans, each kind once. A function that is a sequence of blocks shows in short forms all that it does: blocks
     that are left out are the same function of parameters that are treated alike, and get a carry of the same form."""
-    return KindTracer(tracing.traced, Shortly(tracing), sure=isinstance(tracing.loss_fn, Sequential))
+    return TraceCache(tracing.traced, Shortly(tracing), sure=isinstance(tracing.loss_fn, Sequential))
 
 
 class Shortly:
@@ -137,7 +136,7 @@ class Shortly:
         functions = loss_fn.functions if isinstance(loss_fn, Sequential) else None
         if plan.step.thins and tracing.step is not None:  # that step leaves out some layers, not others
             return None
-        short = short_form(plan, functions)
+        short = deduplicated(plan, functions)
         if short is None:
             return None
         if functions is not None:
@@ -148,7 +147,9 @@ class Shortly:
         for walk, stage in zip(walks, short.stages):
             if walk.blocks != stage.blocks or not all(walk.steady(n, stage.leaving[n]) for n in stage.repeats):
                 return None
-        return tuple(walk.trace(stage.first, stage.repeats, short.stands) for walk, stage in zip(walks, short.stages))
+        return tuple(
+            walk.trace(stage.first, stage.repeats, short.represents) for walk, stage in zip(walks, short.stages)
+        )
 
     def _seen(self, plan: Plan, tracing: Tracing) -> tuple[Walk, ...]:
         """What one micro-batch does in each stage; nothing if the function fails."""

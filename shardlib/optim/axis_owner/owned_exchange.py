@@ -9,7 +9,7 @@ import torch
 from shardlib.collectives.codecs.base import BoundCodec, Item, Residuals, SumsUnderWay
 from shardlib.common.thresholds import Threshold
 from shardlib.mesh.mesh import Mesh
-from shardlib.plan.channels import Channel
+from shardlib.plan.exchanges import Channel
 from shardlib.plan.plan import Plan
 from shardlib.sharded.reduction import compact
 

@@ -17,9 +17,9 @@ from shardlib.common.environment import within
 from shardlib.common.optional import figures
 from shardlib.execute.batches import as_tensors
 from shardlib.optim.train_state import TrainState
+from shardlib.plan.memory import memory_peaks
 from shardlib.plan.plan import Plan
 from shardlib.plan.tables import size, table
-from shardlib.plan.tiers.held import tiers_of
 from shardlib.report.profile.names import Change, Name, Names, leaves_of_state, tensors_of
 from shardlib.report.profile.picture import TEXT, WIDTH, saved
 from shardlib.report.profile.recording import StepRecorder, TrainStep, require_steps
@@ -165,8 +165,8 @@ def memory(train_step: TrainStep, state: TrainState, batch: Any, *, warm: int = 
 def _planned(plan: Plan | None, coords: Mapping[str, int], batch: Any) -> tuple[int, str] | None:
     if plan is None or plan.peak_bytes is None or plan.needs is None:
         return None
-    tier = tiers_of(plan.at(coords), sum(leaf.nbytes for _, leaf in tensors_of(batch)))["device"]
-    return tier.bytes, tier.when
+    peak = memory_peaks(plan.at(coords), sum(leaf.nbytes for _, leaf in tensors_of(batch)))["device"]
+    return peak.bytes, peak.when
 
 
 def _draw(found: Memory, path: str | Path) -> None:

@@ -22,8 +22,8 @@ from shardlib.errors import listing
 from shardlib.execute.phases import Phase, Phases, followed, made_of
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
+from shardlib.plan.bucketing import unit_names
 from shardlib.plan.plan import Plan
-from shardlib.plan.units import unit_names
 from shardlib.report.profile.exchanges import Heard, ProfiledExchange
 from shardlib.report.profile.timeline import Part, Span, StepTimeline
 from shardlib.tree import leaves_of, unflatten

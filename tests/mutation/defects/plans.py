@@ -7,7 +7,7 @@ _HYBRID = (f"{_SAME}::test_hybrid",)
 _PLAIN = f"{_SAME}::test_every_stage_and_number_of_ranks"
 _PIPELINE = "tests/training/test_pipeline.py"
 _SEQUENCE = "tests/training/test_sequence.py"
-_CHEAPEST = "tests/plan/test_tiers.py::test_the_cheapest_change_is_named_and_fits"
+_CHEAPEST = "tests/plan/test_limits.py::test_the_cheapest_change_is_named_and_fits"
 _BYTES = "tests/training/test_bytes.py"
 
 DEFECTS = (
@@ -50,7 +50,7 @@ DEFECTS = (
     Defect(
         "a search that ends at what it finds",
         "choice",
-        "search/searching.py",
+        "search/verb.py",
         "the search returns the first plan that fits, however many may be quicker",
         "if best is not None and least >= best.seconds * (1 - self._within):",
         "if best is not None:",
@@ -59,7 +59,7 @@ DEFECTS = (
     Defect(
         "a pipeline with one micro-batch more",
         "choice",
-        "search/times.py",
+        "search/bounds.py",
         "what is known of a long pipeline's time is more than it takes, and the quickest plan may be left",
         "busy = begin + count * (",
         "busy = begin + (count + 1) * (",
@@ -68,7 +68,7 @@ DEFECTS = (
     Defect(
         "a pipeline that waits once",
         "choice",
-        "search/times.py",
+        "search/bounds.py",
         "a pipeline whose messages take longer than its walks is planned exactly, whatever is quicker",
         "(in_turn + 1) * round_trip",
         "round_trip",
@@ -86,29 +86,29 @@ DEFECTS = (
     Defect(
         "gradients that stay in whole traces alone",
         "bytes",
-        "plan/tiers/depth.py",
+        "plan/deduplication.py",
         "blocks that are left out of a trace leave no gradients on the device while these wait for others",
         "not (_crowded(plan, way) or (several and way is _reduced))",
         "way is _reduced",
-        ("tests/plan/test_short_forms.py::test_gradients_that_leave_late_have_short_forms",),
+        ("tests/plan/test_deduplication.py::test_gradients_that_leave_late_have_short_forms",),
     ),
     Defect(
         "whole gradients that stay in whole traces alone",
         "bytes",
-        "plan/tiers/depth.py",
+        "plan/deduplication.py",
         "of several micro-batches each is said to leave its whole gradients to the next",
         " or (several and way is _reduced))",
         ")",
-        ("tests/plan/test_short_forms.py::test_whole_gradients_of_several_micro_batches_have_no_short_form",),
+        ("tests/plan/test_deduplication.py::test_whole_gradients_of_several_micro_batches_have_no_short_form",),
     ),
     Defect(
         "whole gradients that nobody waits for",
         "bytes",
-        "plan/tiers/depth.py",
+        "plan/deduplication.py",
         "deep plans with a large head are traced as a whole",
         "each.reduce_dtype.itemsize) for each in _buckets(of) if piles_up(each)]",
         "each.reduce_dtype.itemsize) for each in _buckets(of) if not each]",
-        ("tests/plan/test_short_forms.py::test_gradients_that_pile_up_have_short_forms",),
+        ("tests/plan/test_deduplication.py::test_gradients_that_pile_up_have_short_forms",),
     ),
     Defect(
         "a share that leaves in a buffer of the whole",
@@ -117,7 +117,7 @@ DEFECTS = (
         "gradients on their way to another memory hold as many bytes as whole ones",
         "compressed or self._landing(self._leaf_of[bucket.name])",
         "compressed",
-        ("tests/plan/test_short_forms.py::test_gradients_that_leave_hold_their_shares_alone",),
+        ("tests/plan/test_deduplication.py::test_gradients_that_leave_hold_their_shares_alone",),
     ),
     Defect(
         "what a layer got, kept after its block",
@@ -135,7 +135,7 @@ DEFECTS = (
         "a step's last backward is predicted without the exchanges that only it makes",
         "clock.again(one, lambda",
         "clock.again((one.stage, one.kind), lambda",
-        ("tests/plan/test_repeated_walks.py::test_steps_take_as_long",),
+        ("tests/plan/test_repeated_passes.py::test_steps_take_as_long",),
     ),
     Defect(
         "globs in the order of hashes",
@@ -176,7 +176,7 @@ DEFECTS = (
     Defect(
         "neighbours of two stages in one unit",
         "order",
-        "plan/units.py",
+        "plan/bucketing.py",
         "small elements of a list are merged across the stages of a pipeline",
         "(taken + size > most or here != stages)",
         "taken + size > most",
@@ -185,7 +185,7 @@ DEFECTS = (
     Defect(
         "a layer that cannot be left out",
         "order",
-        "plan/units.py",
+        "plan/bucketing.py",
         "layers that steps leave out are merged with others",
         "parted or elsewhere or resolved.step.layer_drop else",
         "parted or elsewhere else",
@@ -221,7 +221,7 @@ DEFECTS = (
     Defect(
         "a link does several things at once",
         "bytes",
-        "plan/program/clock.py",
+        "plan/ops.py",
         "the predicted time of a step has messages over one link go beside each other",
         "max(ready, self._free.get(line, 0.0)) + seconds",
         "ready + seconds",
@@ -230,16 +230,16 @@ DEFECTS = (
     Defect(
         "a host taken for one rank's",
         "bytes",
-        "plan/tiers/limits.py",
+        "plan/limits.py",
         "ranks that share a host's memory are each planned to have all of it",
         "sharing = min(ranks, self.ranks_per_host)",
         "sharing = 1",
-        ("tests/plan/test_tiers.py::test_every_memory_that_does_not_fit_is_named",),
+        ("tests/plan/test_limits.py::test_every_memory_that_does_not_fit_is_named",),
     ),
     Defect(
         "the first change that fits",
         "choice",
-        "plan/tiers/remedies.py",
+        "plan/limits.py",
         "a refusal names a change that fits, and not the cheapest",
         "return min(fitting, key=lambda candidate: candidate.seconds), True",
         "return max(fitting, key=lambda candidate: candidate.seconds), True",
@@ -248,11 +248,11 @@ DEFECTS = (
     Defect(
         "a short form too short for gradients on their way",
         "bytes",
-        "plan/tiers/depth.py",
+        "plan/deduplication.py",
         "what a deep plan holds is drawn on from where gradients still gather on the device",
         "if elements and _crowded(plan, way):",
         "if elements and way is _reduced:",
-        ("tests/plan/test_short_forms.py::test_traces_are_those_of_the_whole[states down]",),
+        ("tests/plan/test_deduplication.py::test_traces_are_those_of_the_whole[states down]",),
     ),
     Defect(
         "blocks alike by their parameters alone",
@@ -261,7 +261,7 @@ DEFECTS = (
         "a carry that counts blocks may change what they do where none is traced, and nobody notices",
         "if self.carries and self.carries[block - 1] != self.carries[block]:",
         "if False:",
-        ("tests/plan/test_short_forms.py::test_blocks_whose_carries_differ_have_no_short_form[True]",),
+        ("tests/plan/test_deduplication.py::test_blocks_whose_carries_differ_have_no_short_form[True]",),
     ),
     Defect(
         "weight gradients that come apart in forward",
@@ -284,7 +284,7 @@ DEFECTS = (
     Defect(
         "a search that ends early",
         "choice",
-        "plan/tiers/remedies.py",
+        "plan/limits.py",
         "no candidate is planned after one that fits, however little it may take",
         "least = least if candidate.excess else min(least, candidate.seconds)",
         "least = least if candidate.excess else 0.0",
@@ -293,7 +293,7 @@ DEFECTS = (
     Defect(
         "the first changes together that fit",
         "choice",
-        "plan/tiers/remedies.py",
+        "plan/limits.py",
         "a refusal names several changes that fit together, and not the cheapest",
         "if (edit.excess, edit.seconds) < best[:2] and",
         "if edit.excess < best.excess and",
@@ -302,7 +302,7 @@ DEFECTS = (
     Defect(
         "pairs only where nothing fits",
         "choice",
-        "plan/tiers/remedies.py",
+        "plan/limits.py",
         "two quick changes are not weighed against more after the one that holds least",
         "if (best.excess or edit.seconds < best.seconds) and",
         "if best.excess and",
@@ -331,7 +331,7 @@ DEFECTS = (
     Defect(
         "all blocks recomputed, untraced",
         "choice",
-        "plan/tiers/fitting.py",
+        "plan/limits.py",
         "the plan that recomputes all of its blocks has the traces of one that does not",
         "traces=everything.traces)}",
         "traces=plan.traces)}",
@@ -340,7 +340,7 @@ DEFECTS = (
     Defect(
         "activations of other plans",
         "choice",
-        "plan/tiers/known.py",
+        "plan/deduplication.py",
         "a change is taken to hold the activations of the plan without it, so that recompute is skipped where it fits",
         "Trace(None, {}, flops=",
         "Trace(None, {}, live=before.traces[0].live, peak=before.traces[0].peak, flops=",
@@ -362,7 +362,7 @@ DEFECTS = (
         "a trace without recompute has no blocks, and a search that begins there recomputes none",
         "phases.carries, phases.blocks,",
         "phases.carries, runner.executor.blocks.count,",
-        ("tests/plan/test_tiers.py::test_blocks_of_one_stage_are_counted_without_recompute",),
+        ("tests/plan/test_limits.py::test_blocks_are_counted_without_recompute",),
     ),
     Defect(
         "blocks of stages that nobody counts",
@@ -371,7 +371,7 @@ DEFECTS = (
         "a pipeline's trace without recompute has no blocks, and a search that begins there recomputes none",
         "self._phases.blocks,",
         "self.executor.blocks.count,",
-        ("tests/plan/test_tiers.py::test_blocks_of_stages_are_counted_without_recompute",),
+        ("tests/plan/test_limits.py::test_blocks_are_counted_without_recompute",),
     ),
     Defect(
         "an option that code leaves out",
@@ -385,7 +385,7 @@ DEFECTS = (
     Defect(
         "operators of forward alone",
         "time",
-        "plan/program/passes.py",
+        "plan/passes.py",
         "the fixed time of operators in backward is left out, so that small micro-batches seem to cost little",
         "trace.launches[not self._forward] * half",
         "trace.launches[not self._forward] * half * self._forward",
@@ -394,7 +394,7 @@ DEFECTS = (
     Defect(
         "a program in the order of paths",
         "order",
-        "plan/program/passes.py",
+        "plan/passes.py",
         "a plan says that gradients are reduced in the reverse order of the parameters' names, whatever the loss does",
         "self._trace.reduced if self._trace else ()",
         "()",
@@ -403,7 +403,7 @@ DEFECTS = (
     Defect(
         "a program that gathers late",
         "order",
-        "plan/program/passes.py",
+        "plan/passes.py",
         "a plan says that a unit is gathered when it is used, and not while the one before it computes",
         "if gathered == used < self._here:",
         "if False:",
@@ -412,7 +412,7 @@ DEFECTS = (
     Defect(
         "messages that no processor sends",
         "time",
-        "plan/program/ops.py",
+        "plan/ops.py",
         "a predicted step computes as fast while its messages are on their way, however few processors there are",
         "clock.compute(self.bytes * clock.rates.link(self.link, self.sums).processor)",
         "clock.compute(0.0)",
@@ -421,7 +421,7 @@ DEFECTS = (
     Defect(
         "a link for every axis",
         "time",
-        "plan/program/clock.py",
+        "plan/ops.py",
         "axes whose messages take one link are predicted as if each had its own",
         "self.rates.lines.get(link, link)\n        self._free[line]",
         "link\n        self._free[line]",
@@ -457,7 +457,7 @@ DEFECTS = (
     Defect(
         "a way up beside the way down",
         "time",
-        "plan/program/passes.py",
+        "plan/passes.py",
         "inputs of blocks are predicted to come back before they have left",
         "after = (NOW,) if number else (NOW, _inputs(unit))",
         "after = (NOW,)",
@@ -466,7 +466,7 @@ DEFECTS = (
     Defect(
         "parameters that no disk writes",
         "time",
-        "plan/program/update.py",
+        "plan/program.py",
         "a predicted step ends before new parameters are on disk",
         "        yield write\n",
         "",
@@ -511,7 +511,7 @@ DEFECTS = (
     Defect(
         "gradients summed in 16 bits",
         "numerics",
-        "plan/placing.py",
+        "plan/placement.py",
         "gradients of 16-bit parameters are added up in 16 bits",
         'resolved.everywhere("dtype") or torch.float32',
         'resolved.everywhere("dtype") or dtype',

@@ -49,7 +49,7 @@ DEFECTS = (
     Defect(
         "every group of ranks is the first",
         "axis",
-        "plan/channels.py",
+        "plan/exchanges.py",
         "on a hybrid mesh each node finishes the tree as if it had the first micro-batches",
         "group=rank_of(groups, coords),",
         "group=0,",

@@ -1,4 +1,4 @@
-"""Short forms of deep plans: of many blocks that are treated alike a few are traced, and stand for the others."""
+"""Traces that are made once: of layers that are alike a few are traced, and of plans that are alike one."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import optree
 
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
-from shardlib.plan.records import Shape
+from shardlib.plan.records import Shape, Trace
 from shardlib.plan.value import PlanValue
 from shardlib.tree import Tree, leaves_of, path_name, unflatten
 
-# Neighbours of one kind that a short form keeps, at the beginning and at the end. What is gathered ahead in forward, or
-# still on its way in backward, reaches a few blocks far; the last of the first ones, which stands for those that are left
-# out, is then like the next one.
+# Of many neighbouring blocks that are treated alike (their signatures are equal) the representatives are traced: these many
+# at the beginning and at the end. What is gathered ahead in forward, or still on its way in backward, reaches a few blocks
+# far; the last of the first ones, which stands for those that are left out, is then like the next one.
 _FIRST, _LAST = 3, 5
-# Neighbours after which as many gradients end their way as begin it, beyond those of two largest units: the one that is the
-# first to end another's, the next one, which does all that it does, and the one whose parameters are gathered ahead.
+# Blocks after which as many gradients end their way as begin it, beyond those of two largest units: the one that is the first
+# to end another's, the next one, which does all that it does, and the one whose parameters are gathered ahead.
 _SETTLED = 3
 
-Kinds = dict[int, list[Any]]  # number of a block in its list -> what a plan does with its parameters
+Signatures = dict[int, list[Any]]  # number of a block in its list -> what a plan does with its parameters
 
 
-class ShortStage(NamedTuple):
-    """A stage of a short form.
+class DedupStage(NamedTuple):
+    """A stage of a deduplicated plan.
 
     Attributes:
         first: number of blocks in the stages before it, in the whole plan.
@@ -43,24 +43,24 @@ class ShortStage(NamedTuple):
     leaving: dict[int, int]
 
 
-class Short(NamedTuple):
-    """A short form of a plan.
+class Deduplicated(NamedTuple):
+    """A plan of representatives alone.
 
     Attributes:
         plan: for parameters with fewer blocks.
         stages: of the plan.
-        stands: path of each block -> paths of the blocks that it is in the whole plan: one, or those that it stands for.
+        represents: path of each block -> paths of the blocks of the whole plan that it represents: its own, or more.
         kept: numbers of the elements that the list of blocks still has.
     """
 
     plan: Plan
-    stages: tuple[ShortStage, ...]
-    stands: dict[str, tuple[str, ...]]
+    stages: tuple[DedupStage, ...]
+    represents: dict[str, tuple[str, ...]]
     kept: tuple[int, ...]
 
 
-def short_form(plan: Plan, functions: Sequence[Any] | None = None) -> Short | None:
-    """The short form of a plan; None if it has none that is shorter.
+def deduplicated(plan: Plan, functions: Sequence[Any] | None = None) -> Deduplicated | None:
+    """The plan of representatives; None if there is none that is shorter.
 
     Args:
         functions: of blocks, where every element of the parameters, which are a list, is one: those before and after the
@@ -74,19 +74,19 @@ def short_form(plan: Plan, functions: Sequence[Any] | None = None) -> Short | No
     if functions is not None and (stack.at or len(functions) != stack.whole):
         return None
     paths = {number: path_name((*stack.at, number)) for number in stack.blocks}
-    kinds = _kinds(plan, paths)
-    if kinds is None:
+    signatures = _signatures(plan, paths)
+    if signatures is None:
         return None
     if functions is not None:
-        for number, kind in kinds.items():
-            kind.append(functions[number])
-    cuts = _cuts(plan, stack, kinds, (0, stack.whole) if functions else (stack.blocks.start, stack.blocks.stop))
-    stands = {n: group for cut in cuts for n, group in zip(cut.present(kinds), cut.groups, strict=True)}
+        for number, signature in signatures.items():
+            signature.append(functions[number])
+    cuts = _cuts(plan, stack, signatures, (0, stack.whole) if functions else (stack.blocks.start, stack.blocks.stop))
+    represented = {n: group for cut in cuts for n, group in zip(cut.present(signatures), cut.groups, strict=True)}
     again = _again(plan, cuts)
-    if len(stands) == len(paths) or again is None:
+    if len(represented) == len(paths) or again is None:
         return None
-    kept = tuple(number for number in range(stack.whole) if number in stands or number not in paths)
-    short = _without(plan, stack.at, kept, {path for number, path in paths.items() if number not in stands})
+    kept = tuple(number for number in range(stack.whole) if number in represented or number not in paths)
+    short = _without(plan, stack.at, kept, {path for number, path in paths.items() if number not in represented})
     if short is None:
         return None
     if plan.step.remat is not None and plan.step.remat.blocks is not None:
@@ -95,13 +95,13 @@ def short_form(plan: Plan, functions: Sequence[Any] | None = None) -> Short | No
         stops = list(itertools.accumulate(cut.blocks for cut in cuts))
         short = replace(short, stages=replace(short.stages, spans=tuple(zip([0, *stops], stops))))
     stages = tuple(
-        ShortStage(
-            cut.span.start if plan.stages.axes else 0, cut.blocks, cut.repeats, _left(plan.of_stage(n), cut, kinds)
+        DedupStage(
+            cut.span.start if plan.stages.axes else 0, cut.blocks, cut.repeats, _left(plan.of_stage(n), cut, signatures)
         )
         for n, cut in enumerate(cuts)
     )
-    named = {paths[number]: tuple(paths[n] for n in group) for number, group in stands.items()}
-    return Short(short, stages, named, kept)
+    named = {paths[number]: tuple(paths[n] for n in group) for number, group in represented.items()}
+    return Deduplicated(short, stages, named, kept)
 
 
 class _Cut(NamedTuple):
@@ -119,26 +119,26 @@ class _Cut(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks in the short form."""
+        """Number of blocks that are left."""
         return len(self.span) - len(self.inside) + len(self.groups)
 
     @property
-    def standing(self) -> dict[int, tuple[int, ...]]:
-        """Number of a block in the short form, from 1 -> its group, for those that stand for others."""
+    def representatives(self) -> dict[int, tuple[int, ...]]:
+        """Number of a block that is left, from 1 -> its group, for representatives."""
         return {n: group for n, group in enumerate(self.groups, 1 + self.before) if len(group) > 1}
 
     @property
     def repeats(self) -> dict[int, int]:
-        """As in `ShortStage`."""
-        return {n: len(group) - 1 for n, group in self.standing.items()}
+        """As in `DedupStage`."""
+        return {n: len(group) - 1 for n, group in self.representatives.items()}
 
-    def present(self, kinds: Kinds) -> Sequence[int]:
+    def present(self, signatures: Signatures) -> Sequence[int]:
         """The blocks that are left. Where only recompute differs, the first ones serve any number of recomputed ones."""
-        alike = all(kinds[number] == kinds[self.inside[0]] for number in self.inside)
+        alike = all(signatures[number] == signatures[self.inside[0]] for number in self.inside)
         return self.inside[: len(self.groups)] if alike else [group[0] for group in self.groups]
 
 
-def _cuts(plan: Plan, stack: _Stack, kinds: Kinds, whole: tuple[int, int]) -> list[_Cut]:
+def _cuts(plan: Plan, stack: _Stack, signatures: Signatures, whole: tuple[int, int]) -> list[_Cut]:
     """The stages.
 
     Args:
@@ -152,11 +152,11 @@ def _cuts(plan: Plan, stack: _Stack, kinds: Kinds, whole: tuple[int, int]) -> li
     ahead = max(cut.before for cut in cuts)
     for cut in cuts:
         recomputed = cut.span.start + _recomputed(plan, len(cut.span))
-        for _, run in itertools.groupby(cut.inside, key=lambda number: (number < recomputed, kinds[number])):
+        for _, run in itertools.groupby(cut.inside, key=lambda number: (number < recomputed, signatures[number])):
             numbers = list(run)
             # In all stages as many blocks are recomputed, whatever they have before those of the stack, or wait for.
             first = _FIRST + (ahead - cut.before if numbers[0] == cut.inside.start else 0)
-            last = max(_LAST, _leaving(plan, kinds[numbers[0]]))
+            last = max(_LAST, _leaving(plan, signatures[numbers[0]]))
             cut.groups.extend(_grouped(numbers, first, last))
     return cuts
 
@@ -168,7 +168,7 @@ def _recomputed(plan: Plan, blocks: int) -> int:
 
 
 def _again(plan: Plan, cuts: list[_Cut]) -> int | None:
-    """How many blocks of each stage of the short form are recomputed; None if no number is right for all of them."""
+    """How many blocks of each stage that are left are recomputed; None if no number is right for all of them."""
     numbers = []
     for cut in cuts:
         recomputed = _recomputed(plan, len(cut.span))
@@ -180,32 +180,32 @@ def _again(plan: Plan, cuts: list[_Cut]) -> int | None:
 
 
 def _grouped(run: list[int], first: int, last: int) -> list[tuple[int, ...]]:
-    """Neighbours of one kind, each alone; or one of them, the last of the ``first`` ones, with those that it stands for: all
-    but the ``last`` ones."""
+    """Neighbours of one signature, each alone; or the last of the ``first`` ones with those that it represents, all but the
+    ``last`` ones."""
     if len(run) <= first + last:
         return [(number,) for number in run]
     before, middle, after = run[: first - 1], run[first - 1 : -last], run[-last:]
     return [*((number,) for number in before), tuple(middle), *((number,) for number in after)]
 
 
-def _leaving(plan: PlanValue, kind: list[Any]) -> int:
+def _leaving(plan: PlanValue, signature: list[Any]) -> int:
     """How many blocks of a stage it takes in backward until as many gradients end their way as begin it; 0 if none must.
 
     Up to there each block's gradients come on top of those that are on their way.
     """
     steady = 0
     for way in _WAYS:
-        elements, _ = way(plan, kind)
+        elements, _ = way(plan, signature)
         if elements and _crowded(plan, way):
             steady = max(steady, plan.most_in_flight // elements + _SETTLED)
     return steady
 
 
-def _left(plan: PlanValue, cut: _Cut, kinds: Kinds) -> dict[int, int]:
-    """See `ShortStage.leaving`."""
+def _left(plan: PlanValue, cut: _Cut, signatures: Signatures) -> dict[int, int]:
+    """See `DedupStage.leaving`."""
     several = plan.step.microbatches > 1 and not plan.stages.axes  # then what the first ones leave goes before the last
     ways = [way for way in _WAYS if not (_crowded(plan, way) or (several and way is _reduced))]
-    return {n: sum(way(plan, kinds[group[0]])[1] for way in ways) for n, group in cut.standing.items()}
+    return {n: sum(way(plan, signatures[group[0]])[1] for way in ways) for n, group in cut.representatives.items()}
 
 
 def _crowded(plan: PlanValue, way: _Way) -> bool:
@@ -269,7 +269,7 @@ def _stacks(node: Any, at: tuple[Any, ...]) -> Iterator[_Stack]:
         yield from _stacks(child, (*at, entry))
 
 
-def _kinds(plan: Plan, blocks: Mapping[int, str]) -> Kinds | None:
+def _signatures(plan: Plan, blocks: Mapping[int, str]) -> Signatures | None:
     """What a plan does with each block's parameters, without names; None if one is tied to another block's, or in a bucket
     with it.
 
@@ -278,7 +278,7 @@ def _kinds(plan: Plan, blocks: Mapping[int, str]) -> Kinds | None:
     """
     number = {path: number for number, path in blocks.items()}
     depth = next(iter(number)).count("/") + 1
-    kinds: Kinds = {block: [] for block in blocks}  # where parameters are stored follows from their buckets
+    signatures: Signatures = {block: [] for block in blocks}  # where parameters are stored follows from their buckets
 
     def local(path: str) -> tuple[int | None, str]:
         """The block that a path lies in, and the path within it."""
@@ -292,19 +292,21 @@ def _kinds(plan: Plan, blocks: Mapping[int, str]) -> Kinds | None:
             return None
         if block is not None:
             home = None if bucket.home is None else local(bucket.home)[1]
-            kinds[block].append(replace(bucket, name="", unit=unit, paths=tuple(path for _, path in paths), home=home))
+            signatures[block].append(
+                replace(bucket, name="", unit=unit, paths=tuple(path for _, path in paths), home=home)
+            )
     for placement in plan.placements:
         block, path = local(placement.path)
         if any(local(alias)[0] != block for alias in placement.aliases):
             return None
         if block is not None:
             leaf, aliases = replace(placement.compute, path=path), [local(alias)[1] for alias in placement.aliases]
-            kinds[block].append((leaf, aliases, placement.style, placement.dealt, placement.scaled))
+            signatures[block].append((leaf, aliases, placement.style, placement.dealt, placement.scaled))
     for module, tiles in plan.step.module_tiles.items():
         block, path = local(module)
         if block is not None:
-            kinds[block].append((path, tiles))
-    return kinds
+            signatures[block].append((path, tiles))
+    return signatures
 
 
 def _without(plan: Plan, at: tuple[Any, ...], kept: tuple[int, ...], gone: set[str]) -> Plan | None:
@@ -338,3 +340,94 @@ def _with(node: Any, at: tuple[Any, ...], kept: tuple[int, ...]) -> Tree:
     children, how, entries, build = optree.tree_flatten_one_level(node)
     index = list(entries).index(at[0])
     return build(how, [_with(child, at[1:], kept) if n == index else child for n, child in enumerate(children)])
+
+
+# Traces that are known: plans that differ only in what no micro-batch sees share one.
+
+
+class TraceCache:
+    """Traces plans, each kind once: optimizers, their states' files and how these are updated show in no trace.
+
+    Plans of deep functions are traced by representatives. Unless these surely show what the whole would, the first plan is
+    traced as a whole, and the next ones by representatives if those of the first one give the same.
+
+    Args:
+        trace: returns a plan with its traces.
+        shortly: returns the traces of a plan by representatives; None where none show them.
+        sure: whether representatives that show any traces show those of the whole.
+    """
+
+    def __init__(
+        self, trace: Callable[[Plan], Plan], shortly: Callable[[Plan], tuple[Trace, ...] | None], sure: bool = False
+    ) -> None:
+        self._trace, self._shortly, self._sure = trace, shortly, sure
+        self._known: list[tuple[Plan, tuple[Trace, ...], bool]] = []  # and whether they are of the whole function
+        self._trusts: bool | None = sure or None  # None before representatives were held against a whole
+
+    def __call__(self, plan: Plan) -> Plan:
+        """The plan with its traces."""
+        seen = seen_in_traces(plan)
+        traces = next((traces for known, traces, _ in self._known if known == seen), None)
+        if traces is None:
+            if self._trusts is None and self._known:
+                first, wanted, _ = self._known[-1]
+                short = self._shortly(first)
+                self._trusts = None if short is None else short == wanted
+            traces = self._shortly(plan) if self._trusts else None
+            whole = traces is None
+            if traces is None:
+                found = self._trace(plan)
+                if found.traces is None:
+                    return found
+                traces = found.traces
+            self._known.append((seen, traces, whole))
+        return replace(plan, traces=traces)
+
+    def holds(self, plan: Plan) -> bool:
+        """Whether a plan's traces are those of the whole function. If not, representatives are not trusted from now on."""
+        seen = seen_in_traces(plan)
+        if self._sure or any(whole and known == seen for known, _, whole in self._known):
+            return True
+        found = self._trace(plan).traces
+        right = found == plan.traces
+        self._trusts = self._trusts if right else False
+        self._known = [each for each in self._known if each[0] != seen and (right or each[2])]
+        if found is not None:
+            self._known.append((seen, found, True))
+        return right
+
+
+def seen_in_traces(plan: Plan) -> Plan:
+    """What of a plan a micro-batch sees."""
+    step, how = plan.step, plan.step.remat
+    if how is not None and how.blocks == 0 and not how.save:
+        step = replace(step, remat=None)
+    placements, other = plan.placements, "host"
+    if plan.stages.axes:  # gradients leave for the states' memory after all micro-batches
+        placements, other = tuple(replace(placement, optimizer=None) for placement in placements), "device"
+    buckets = tuple(
+        replace(bucket, memory=bucket.memory._replace(optimizer=other))
+        if bucket.memory.optimizer != "device"
+        else bucket
+        for bucket in plan.buckets
+    )
+    return replace(plan, step=step, placements=placements, buckets=buckets, needs=None, traces=None)
+
+
+def assumed(before: Plan, after: Plan) -> tuple[Trace, ...] | None:
+    """At most what a trace of ``after`` would find, from the traces of a plan with one transform less or other.
+
+    A step has the same operations in forward, and no fewer in backward, but for what ``before`` recomputes. Smaller
+    micro-batches have their share of the elements, as each row is computed alone, and all of the launches. Nobody knows how
+    little activations may take.
+    """
+    if before.traces is None or len(before.traces) != after.stages.count:
+        return None
+    share = before.step.microbatches / after.step.microbatches
+    again = before.step.remat is not None
+
+    def least(of: tuple[int, int], share: float) -> tuple[int, int]:
+        forward, backward = of
+        return int(share * forward), int(share * max(0, backward - again * forward))
+
+    return tuple(Trace(None, {}, flops=least(t.flops, share), launches=least(t.launches, 1.0)) for t in before.traces)

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.plan.program.clock import VirtualClock
-from shardlib.plan.program.ops import Overhead
+from shardlib.plan.ops import Overhead, VirtualClock
 
 PARAMS = [{"w": torch.empty(size, device="meta")} for size in (40, 1000, 1000, 1000, 1000, 300)]
 

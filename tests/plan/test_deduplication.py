@@ -15,8 +15,7 @@ from shardlib.execute.stages.fake import Shortly, Tracing
 from shardlib.models import gpt
 from shardlib.optim.base import GradientTransformation
 from shardlib.plan.build import build_plan
-from shardlib.plan.tiers.depth import short_form
-from shardlib.plan.tiers.known import KindTracer, seen_in_traces
+from shardlib.plan.deduplication import TraceCache, deduplicated, seen_in_traces
 
 CONFIG = gpt.GPTConfig(vocab=256, layers=20, width=32, heads=2, sequence=16)
 TOKENS = torch.zeros(4, 16, dtype=torch.int64)
@@ -53,9 +52,11 @@ def tracing(loss_fn):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n in AT_NIGHT else n for n in CHAINS])
 def test_traces_are_those_of_the_whole(name):
     whole, plan = tracing(gpt.make_loss(CONFIG)), plan_of(CONFIG, *CHAINS[name])
-    short = short_form(plan)
+    short = deduplicated(plan)
     assert short is not None and len(short.plan.buckets) < len(plan.buckets)
-    assert sorted(path for paths in short.stands.values() for path in paths) == sorted(f"blocks/{n}" for n in range(20))
+    assert sorted(path for paths in short.represents.values() for path in paths) == sorted(
+        f"blocks/{n}" for n in range(20)
+    )
     assert Shortly(whole)(plan) == whole.traced(plan).traces
 
 
@@ -64,13 +65,13 @@ def test_blocks_that_are_merged_have_no_short_form(most, shorter):
     """A short form leaves out single blocks; units of several are traced as they are."""
     with merging(most):
         plan, whole = plan_of(CONFIG, sl.zero(3), sl.remat()), tracing(gpt.make_loss(CONFIG))
-        assert (short_form(plan) is not None) == shorter
+        assert (deduplicated(plan) is not None) == shorter
         assert ("blocks/0…1" in plan.units) != shorter
         assert (Shortly(whole)(plan) or whole.traced(plan).traces) == whole.traced(plan).traces
 
 
 def test_units_that_fit_into_bytes_have_no_short_form():
-    assert short_form(plan_of(CONFIG, sl.zero(3, keep="1MB"))) is None
+    assert deduplicated(plan_of(CONFIG, sl.zero(3, keep="1MB"))) is None
 
 
 # While the head's whole gradient is waited for those of blocks pile up; or it is as large as all of these, and none is waited
@@ -278,18 +279,18 @@ def test_one_short_form_serves_any_number_of_recomputed_blocks(monkeypatch):
 
 def test_what_has_no_short_form():
     few = replace(CONFIG, layers=8)
-    assert short_form(plan_of(few, sl.zero(1))) is None
+    assert deduplicated(plan_of(few, sl.zero(1))) is None
     staged = build_plan(gpt.to_blocks(gpt.init(CONFIG)), sl.abstract_mesh(pipe=4), sl.pipeline(microbatches=4))
-    assert short_form(staged, gpt.make_sequential(CONFIG).functions) is None  # its stages have five blocks
+    assert deduplicated(staged, gpt.make_sequential(CONFIG).functions) is None  # its stages have five blocks
     tied = gpt.init(CONFIG, device="meta")
     tied["blocks"][12]["ln1"] = tied["blocks"][3]["ln1"]
-    assert short_form(plan_of(CONFIG, sl.zero(1), tree=tied)) is None
-    frozen = short_form(plan_of(CONFIG, sl.zero(0), sl.freeze("blocks/1[2-9]/*")))  # of two kinds, one has many
-    assert frozen is not None and len(frozen.stands) == 16
+    assert deduplicated(plan_of(CONFIG, sl.zero(1), tree=tied)) is None
+    frozen = deduplicated(plan_of(CONFIG, sl.zero(0), sl.freeze("blocks/1[2-9]/*")))  # of two kinds, one has many
+    assert frozen is not None and len(frozen.represents) == 16
     wide = gpt.init(CONFIG, device="meta")
     wide["blocks"][10]["mlp"]["up"]["weight"] = torch.empty(256, 32, device="meta")
-    other = short_form(plan_of(CONFIG, sl.zero(1), tree=wide))
-    assert other is None or "blocks/10" in other.stands
+    other = deduplicated(plan_of(CONFIG, sl.zero(1), tree=wide))
+    assert other is None or "blocks/10" in other.represents
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -338,10 +339,10 @@ def test_blocks_that_differ_unseen_are_found_out(every):
     params, loss_fn = uneven(every)
     whole = tracing(loss_fn)
     first, second = (plan_of(None, sl.zero(stage), tree=params) for stage in (0, 3))
-    known = KindTracer(whole.traced, Shortly(whole))
+    known = TraceCache(whole.traced, Shortly(whole))
     assert known(first).traces == whole.traced(first).traces
     assert known(second).traces == whole.traced(second).traces
-    trusting = KindTracer(whole.traced, lambda plan: whole.traced(first).traces)
+    trusting = TraceCache(whole.traced, lambda plan: whole.traced(first).traces)
     trusting(first)
     wrong = trusting(second)
     assert wrong.traces != whole.traced(second).traces and not trusting.holds(wrong)

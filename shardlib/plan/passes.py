@@ -11,8 +11,7 @@ from shardlib.common.dtypes import dtype_name
 from shardlib.mesh.memories import AHEAD, MEMORIES
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Collective, Exchange, unowned
-from shardlib.plan.program.clock import NOW
-from shardlib.plan.program.ops import Compute, Hold, Limit, Op, Overhead, ReadAhead, Send, Timestamp, Wait
+from shardlib.plan.ops import NOW, Compute, Hold, Limit, Op, Overhead, ReadAhead, Send, Timestamp, Wait
 from shardlib.plan.value import PlanValue
 from shardlib.schedules import Kind
 
@@ -62,9 +61,9 @@ def along(
         after = (f"{name}, {number}",)
 
 
-def part(whole: int, number: int, of: int) -> int:
-    """One of ``of`` equal parts of ``whole`` bytes. All parts together are the whole."""
-    return whole * (number + 1) // of - whole * number // of
+def part(whole: int, start: int, stop: int, of: int) -> int:
+    """The bytes of ``whole`` from one of ``of`` equal parts to another. All parts together are the whole."""
+    return whole * stop // of - whole * start // of
 
 
 def ops_of(plan: PlanValue, one: Pass, owned: bool) -> tuple[Op, ...]:
@@ -191,7 +190,7 @@ class _Ops:
         for axis, sent in trace.activations.items():
             half = sent // 2 if self._forward else sent - sent // 2
             calls, name = trace.collectives.get(axis, 0) / 2 / count, f"activations over {axis}"
-            here, unit = part(half, number, count), self._visits[number][0]
+            here, unit = part(half, number, number + 1, count), self._visits[number][0]
             form = "as computed"
             yield Send("activations", axis, _EACH, form, here, unit, name, (NOW,), calls, rounds=calls, sums=True)
             yield Wait((name,))
@@ -199,13 +198,13 @@ class _Ops:
     def _down(self, number: int) -> Iterator[Send]:
         """Inputs of blocks, of which units have equal parts, go down in forward."""
         if self._stores and self._trace:
-            sent, unit = part(self._trace.down, number, len(self._visits)), self._visits[number][0]
+            sent, unit = part(self._trace.down, number, number + 1, len(self._visits)), self._visits[number][0]
             yield Send("inputs of blocks", "down", _EACH, "as computed", sent, unit, _inputs(unit))
 
     def _up(self, number: int) -> Iterator[Send]:
         """Inputs of blocks come up in backward, for one visit ahead; for the first one when they are down."""
         if self._stores and self._trace and not self._forward and number < len(self._visits):
-            sent, unit = part(self._trace.up, number, len(self._visits)), self._visits[number][0]
+            sent, unit = part(self._trace.up, number, number + 1, len(self._visits)), self._visits[number][0]
             after = (NOW,) if number else (NOW, _inputs(unit))
             yield Send("inputs of blocks", "up", _EACH, "as computed", sent, unit, _inputs(unit), after)
 

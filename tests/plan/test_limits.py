@@ -13,10 +13,10 @@ import shardlib as sl
 from shardlib.errors import IllegalComposition
 from shardlib.execute.stages.fake import Tracing
 from shardlib.execute.stages.walk import Peak
+from shardlib.plan.limits import Limits
+from shardlib.plan.memory import memory_peaks
 from shardlib.plan.prediction import nominal_seconds
 from shardlib.plan.tables import parse_size
-from shardlib.plan.tiers.held import tiers_of
-from shardlib.plan.tiers.limits import Limits
 from shardlib.transforms.changes import changes
 
 ADAM = sl.optim.adamw(1e-3)
@@ -74,14 +74,14 @@ def test_a_device_by_hand():
     plan = planned([16, 8, 32])
     weights = 4 * (16 * 8 + 8 * 32)
     rows = 4 * 4  # bytes of a column of the batch
-    (tier,) = tiers_of(plan, batch=rows * 16).values()
+    (peak,) = memory_peaks(plan, batch=rows * 16).values()
     # After the second block the first output is kept for backward. The gradient of the second output, one number that is
     # expanded, then makes the second weight's gradient and the first output's.
-    parts = dict(tier.parts)
+    parts = dict(peak.parts)
     step = parts.pop("gradients, activations and gathered parameters")
     assert parts == {"parameters": weights, "optimizer": 2 * weights, "batch": rows * 16}
     assert weights < step <= weights + rows * (8 + 32) + 64
-    assert tier.bytes == plan.peak_bytes + rows * 16 and tier.memory == "device"
+    assert peak.bytes == plan.peak_bytes + rows * 16 and peak.memory == "device"
 
 
 def test_host_and_disk_by_hand():
@@ -90,17 +90,17 @@ def test_host_and_disk_by_hand():
     plan = planned(
         widths, sl.zero(2), sl.precision("bf16", reduce_dtype="bf16"), sl.offload("disk", folder="states"), ranks=2
     )
-    tiers = tiers_of(plan)
+    peaks = memory_peaks(plan)
     halves = [count // 2 for count in weights]
     states = sum(3 * 4 * half for half in halves)  # masters and two moments, all multiples of 4,096 bytes
-    assert tiers["disk"].parts == {"optimizer": 2 * states} and tiers["disk"].when == "at all times"
-    assert tiers["host"].parts == {
+    assert peaks["disk"].parts == {"optimizer": 2 * states} and peaks["disk"].when == "at all times"
+    assert peaks["host"].parts == {
         "gradients": sum(2 * half for half in halves),
         "optimizer": states,
         "parameters on their way": sum(2 * half for half in halves),  # two slots, for two buckets
     }
-    assert re.fullmatch(r"in the update of bucket [01]/bfloat16", tiers["host"].when)
-    assert tiers["device"].parts["parameters"] == 2 * sum(weights) and "optimizer" not in tiers["device"].parts
+    assert re.fullmatch(r"in the update of bucket [01]/bfloat16", peaks["host"].when)
+    assert peaks["device"].parts["parameters"] == 2 * sum(weights) and "optimizer" not in peaks["device"].parts
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_host_and_disk_by_hand():
     ],
 )
 def test_the_phase_of_the_peak(widths, when):
-    assert tiers_of(planned(widths, sl.remat()))["device"].when == when
+    assert memory_peaks(planned(widths, sl.remat()))["device"].when == when
 
 
 def test_phases_without_blocks():
     params = {"w": torch.zeros(256, 256, device="meta")}
     loss_fn = lambda p, x: (x @ p["w"]).square().mean()  # noqa: E731
     plan = sl.make_plan(params, sl.abstract_mesh(data=1), loss_fn=loss_fn, batch=torch.empty(2, 256), optimizer=ADAM)
-    assert tiers_of(plan)["device"].when == "in backward"
+    assert memory_peaks(plan)["device"].when == "in backward"
 
 
 def test_operations_are_counted():
@@ -243,7 +243,7 @@ def test_ranks_of_a_host_share_its_memory():
         )
 
     made = plan()
-    first, second = (tiers_of(view)["host"].bytes for view in made.views)
+    first, second = (memory_peaks(view)["host"].bytes for view in made.views)
     assert first != second
     for ranks, held in ((1, max(first, second)), (2, first + second), (4, 2 * (first + second))):
         (use,) = Limits({"host": held}, ranks, 0).uses(made)
@@ -254,29 +254,23 @@ def test_ranks_of_a_host_share_its_memory():
     assert plan(host_memory=2 * (first + second)) == made  # without ranks, all are on one host
 
 
-def test_blocks_of_stages_are_counted_without_recompute():
+@pytest.mark.parametrize(
+    ("mesh", "parallel"),
+    [
+        ({"pipe": 2}, sl.pipeline("1f1b", 2)),
+        ({"data": 1}, sl.zero(0)),
+        ({"data": 1}, sl.accumulate(2)),
+    ],
+)
+def test_blocks_are_counted_without_recompute(mesh, parallel):
     loss_fn, params = tiny_blocks()
+    job = {"loss_fn": loss_fn, "batch": token_batches(1, rows=4)[0], "optimizer": ADAM}
 
     def blocks(*transforms):
-        parallel = sl.chain(sl.pipeline("1f1b", 2), *transforms)
-        mesh, batch = sl.abstract_mesh(pipe=2), token_batches(1, rows=4)[0]
-        plan = sl.make_plan(params, mesh, parallel, loss_fn=loss_fn, batch=batch, optimizer=ADAM)
+        plan = sl.make_plan(params, sl.abstract_mesh(**mesh), sl.chain(parallel, *transforms), **job)
         return [trace.blocks for trace in plan.traces]
 
     assert blocks() == blocks(sl.remat()) and sum(blocks()) == len(params)
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_blocks_of_one_stage_are_counted_without_recompute(microbatches):
-    loss_fn, params = tiny_blocks()
-
-    def blocks(*transforms):
-        parallel = sl.chain(sl.zero(0), sl.accumulate(microbatches), *transforms)
-        mesh, batch = sl.abstract_mesh(data=1), token_batches(1, rows=4)[0]
-        plan = sl.make_plan(params, mesh, parallel, loss_fn=loss_fn, batch=batch, optimizer=ADAM)
-        return [trace.blocks for trace in plan.traces]
-
-    assert blocks() == blocks(sl.remat()) == [len(params)]
 
 
 def test_limits_need_a_whole_step():
@@ -373,7 +367,7 @@ def make_plan_edits(tx):
 def test_a_host_that_is_too_small_is_given_less(moved):
     plan, _ = waves(ranks=1)
     parallel = sl.chain(sl.zero(0), sl.offload(**moved))
-    limits = {"device_memory": "1GB", "host_memory": int(0.9 * tiers_of(plan(parallel))["host"].bytes)}
+    limits = {"device_memory": "1GB", "host_memory": int(0.9 * memory_peaks(plan(parallel))["host"].bytes)}
     with pytest.raises(IllegalComposition, match=r"The cheapest change that fits") as refused:
         plan(parallel, **limits)
     assert plan(edited(str(refused.value), parallel), **limits).traces
@@ -385,7 +379,7 @@ def test_states_on_disk_may_take_parameters_along_without_a_limit_of_the_disk():
     both, host = (
         planned(widths, *rest, sl.offload("disk", params=params, folder="f"), rows=1) for params in ("disk", "host")
     )
-    held = [tiers_of(plan)["host"].bytes for plan in (both, host)]
+    held = [memory_peaks(plan)["host"].bytes for plan in (both, host)]
     assert held[0] < held[1]
     limits = {
         "device_memory": int(0.8 * planned(widths, *rest, states, rows=1).peak_bytes),

@@ -1,1 +1,0 @@
-"""What every memory holds at its peak, and whether that fits."""
