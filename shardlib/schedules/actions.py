@@ -262,7 +262,7 @@ def check(schedule: Schedule) -> None:
     if problems:
         raise ScheduleError(
             f"schedule {schedule.name!r} cannot run:\n{listing(problems)}\n"
-            "Give every stage and micro-batch one F, then one B or one I and one W, on the stage's rank, without cycles of waiting."
+            "Give every stage and micro-batch one F, then one B or one I and one W, on its rank, without cycles of waiting."
         )
 
 

@@ -189,7 +189,7 @@ def test_a_rank_can_wait_for_itself():
 def test_what_cannot_run_is_named(rows, message):
     result = refused(from_orders(orders(*rows)))
     assert re.search(f"  - {message}", result), result
-    assert result.endswith("on the stage's rank, without cycles of waiting.")
+    assert result.endswith("on its rank, without cycles of waiting.")
 
 
 def test_all_failures_are_listed():
