@@ -44,8 +44,8 @@ def require_whole_leaves(resolved: Resolved, axis: str, codec: object) -> None:
     split = sorted({axis for role in ROLES for axis in resolved.location(role).axes})
     if split:
         raise IllegalComposition(
-            f"gradients cannot travel over axis {axis!r} in {codec}, made of whole leaves: zero splits the state over "
-            f"{axes_named(split)}. Use zero(stage=0), or sl.onebit() or sl.quantize() for shards"
+            f"gradients are to travel over axis {axis!r} in {codec}, of whole leaves, and zero splits the state over "
+            f"{axes_named(split)}: use zero(stage=0), or sl.onebit() or sl.quantize() for shards"
         )
 
 

@@ -599,7 +599,7 @@ def plan(transform, params=None, **mesh):
             IllegalComposition, r"stage 1 \(blocks 1 to 1\)(.|\n)*fewer stages",
         ),
         (lambda: plan(sl.pipeline(CSV, 3)), ScheduleError, "4 micro-batches, and 3 are wanted"),
-        (lambda: plan(sl.pipeline("1f2b", 3)), ScheduleError, "no schedule: neither a name"),
+        (lambda: plan(sl.pipeline("1f2b", 3)), ScheduleError, "no schedule's name"),
         (lambda: plan(sl.pipeline("1f1b", 2, chunks=2)), ScheduleError, "1 stage per rank"),
         (lambda: plan(sl.pipeline(partition=[1, 2])), IllegalComposition, "2 costs for 8 blocks"),
         (lambda: sl.pipeline(partition="size"), IllegalComposition, "'parameters', 'count', one cost per block"),
