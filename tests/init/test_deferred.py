@@ -141,9 +141,7 @@ def test_parameters_that_nothing_writes_are_named():
 
     with torch.device("meta"):
         hollow = Bare()
-    with pytest.raises(
-        TreeError, match=r"(?s)neither reset_parameters.*:\n  - shift: Bare\nAdd a reset_parameters"
-    ):
+    with pytest.raises(TreeError, match=r"(?s)neither reset_parameters.*:\n  - shift: Bare\nAdd a reset_parameters"):
         sl.from_module(hollow)[1]()
     with torch.device("meta"):
         hollow.register_buffer("table", torch.ones(3))
