@@ -14,9 +14,8 @@ from shardlib.collectives import primitives
 from shardlib.collectives.primitives import sum_over
 from shardlib.common.boundaries import untransformed
 from shardlib.errors import BatchError, LossError, TreeError, axes_named, listing
-from shardlib.execute.agreement import Agreement, agree
+from shardlib.execute.agreement import Agreement, Inputs, agree, taken_together
 from shardlib.execute.batches import arriving
-from shardlib.execute.inputs import Inputs, taken_together
 from shardlib.execute.losses import Results, is_mean, means, quotients, require_function, sum_means
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.values.around import Around

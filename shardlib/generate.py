@@ -11,8 +11,8 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.collectives.primitives import sum_over
 from shardlib.errors import IllegalComposition, NonFiniteError
-from shardlib.execute.inputs import taken_together
-from shardlib.execute.local import LocalRunner
+from shardlib.execute.agreement import taken_together
+from shardlib.execute.context import LocalRunner
 from shardlib.execute.stages.runner import runner_of
 from shardlib.mesh.mesh import rank_of
 from shardlib.models.decoding import Decoder, Sampling, decode, decoder_of

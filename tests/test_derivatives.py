@@ -23,8 +23,8 @@ from shardlib.collectives.sequence.ring import Ring
 from shardlib.collectives.sequence.ulysses import Ulysses
 from shardlib.collectives.tokens import Direct, TwoHops
 from shardlib.errors import HandleError, LossError
-from shardlib.execute.meeting import _MeetInBackward
-from shardlib.execute.thinning import _ignoring
+from shardlib.execute.context import _MeetInBackward
+from shardlib.execute.layer_dropping import _ignoring
 from shardlib.kernels.common import operators
 from shardlib.kernels.grouped_matmul import grouped_matmul
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy

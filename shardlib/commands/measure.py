@@ -16,7 +16,7 @@ import torch
 
 from shardlib import optim
 from shardlib.collectives import primitives
-from shardlib.execute.phases import WorkCount
+from shardlib.execute.counting import WorkCount
 from shardlib.make_plan import make_plan
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt

@@ -26,7 +26,7 @@ class Environment:
         names: what is done with values that are named; see `shardlib.nn.blocks`.
         decides: how decisions are made that recomputation takes over; see `shardlib.common.once`.
         reads: how a sharded tree is read; see `shardlib.sharded.tree`.
-        keeper: of the inputs of checkpoints that a model makes itself; see `shardlib.execute.activations.keeper`.
+        keeper: of the inputs of checkpoints that a model makes itself; see `shardlib.execute.activation_offload`.
         follows: who follows modules by their names; see `shardlib.nn.blocks.Follow`.
         clock: of a measured step; see `shardlib.common.clock`.
         phases, phases_of: of the micro-batch, and what makes them; see `shardlib.execute.phases`.

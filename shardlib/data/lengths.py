@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shardlib.errors import BatchError, listing
-from shardlib.execute.uncut import hidden_in, uncut
+from shardlib.execute.batches import hidden_in, uncut
 from shardlib.tree import flatten, tree_map
 
 _SIGNED = frozenset({torch.bool, torch.int8, torch.int16, torch.int32, torch.int64})

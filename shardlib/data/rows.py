@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from shardlib.errors import BatchError, listing
-from shardlib.execute.batches import as_tensors
-from shardlib.execute.uncut import by_row, hidden_in
+from shardlib.execute.batches import as_tensors, by_row, hidden_in
 from shardlib.tree import flatten, tree_map
 
 Fetch = Callable[[np.ndarray], Any]

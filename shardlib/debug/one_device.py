@@ -14,9 +14,9 @@ from shardlib.common.environment import within
 from shardlib.debug.notes import NotedRun, copied
 from shardlib.debug.watching import LossWatch
 from shardlib.errors import BatchError, LossError, ShardlibError
+from shardlib.execute.context import casting
+from shardlib.execute.layer_dropping import Layers
 from shardlib.execute.losses import read_loss, wants
-from shardlib.execute.surroundings import casting
-from shardlib.execute.thinning import Layers
 from shardlib.optim.base import GradientTransformation
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, seeding_torch

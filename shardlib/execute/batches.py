@@ -2,24 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
 import optree
 import torch
-import torch.nn.functional as F
 
-from shardlib.collectives import pairs, primitives
 from shardlib.common._compat import transformed
 from shardlib.common.alignment import aligned
-from shardlib.errors import BatchError, LossError, listing
-from shardlib.execute.meeting import meeting_in_backward
-from shardlib.execute.uncut import uncut
+from shardlib.common.hidden import TENSORS, held, hides
+from shardlib.errors import BatchError, listing
 from shardlib.mesh.mesh import Mesh, rank_of
-from shardlib.mesh.transport.activity import naming
 from shardlib.plan.plan import Plan
-from shardlib.tree import Tree, adopt, flatten, tree_map, unflatten
+from shardlib.tree import Tree, adopt, flatten, leaves_of, path_name, tree_map, unflatten
+
+# Leaves of a batch that belong to its rows and are not cut with them: lists by row, arrays of objects, hidden tensors.
+
+
+def uncut(batch: Tree, rows: int) -> list[str]:
+    """What is to be said of each of these leaves, with a remedy.
+
+    >>> print(*uncut({"x": torch.ones(2, 3), "words": [["a"], ["b", "c"]], "size": (3,)}, 2))
+    words: a list with list for each of 2 rows; make it a tensor, leave it out, or close over it in the loss function if it \
+does not belong to rows
+    """
+    failures = []
+    paths, leaves, _ = optree.tree_flatten_with_path(batch, is_leaf=lambda value: by_row(value, rows))
+    for path, leaf in zip(paths, leaves, strict=True):
+        name = path_name(path) or "batch"
+        if isinstance(leaf, np.ndarray):
+            if leaf.ndim and len(leaf) == rows:
+                failures.append(
+                    f"{name}: a NumPy array of {leaf.dtype}, which no tensor holds, with {rows} rows; leave it out, or "
+                    "close over it in the loss function if it does not belong to rows"
+                )
+        elif by_row(leaf, rows):
+            entry = type(leaf[0]).__name__ if isinstance(leaf, (list, tuple, deque)) else "an entry"
+            failures.append(
+                f"{name}: a {type(leaf).__name__} with {entry} for each of {rows} rows; make it "
+                "a tensor, leave it out, or close over it in the loss function if it does not belong to rows"
+            )
+        elif hides(leaf) or (_is_record(leaf) and any(by_row(value, rows) for value in held(leaf))):
+            failures.append(_hidden(name, leaf))
+    return failures
+
+
+def by_row(value: Any, rows: int) -> bool:
+    """Whether a value is a list, or like one, with an entry for each row, of which nothing is cut."""
+    if rows == 0:
+        return False
+    if type(value) in (list, tuple, deque):
+        if len(value) != rows:
+            return False
+        leaves = leaves_of(list(value))
+        return bool(leaves) and not any(isinstance(leaf, TENSORS) and leaf.ndim for leaf in leaves)
+    if isinstance(value, (str, bytes, tuple, type, Mapping, *TENSORS)):
+        return False
+    if not hasattr(value, "__getitem__") or not hasattr(value, "__len__"):
+        return False
+    return optree.tree_is_leaf(value) and len(value) == rows
+
+
+def _is_record(leaf: Any) -> bool:
+    return isinstance(leaf, Mapping) or is_dataclass(leaf)
+
+
+def hidden_in(batch: Tree) -> list[str]:
+    """What is to be said of the leaves that hide tensors, with a remedy."""
+    paths, leaves, _ = flatten(batch)
+    return [_hidden(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if hides(leaf)]
+
+
+def _hidden(path: str, leaf: Any) -> str:
+    if isinstance(leaf, Mapping):
+        remedy = "pass dict(...) of it"
+    elif any(isinstance(value, TENSORS) for value in getattr(leaf, "__dict__", {}).values()):
+        remedy = "pass vars(...) of it"
+    else:
+        remedy = "pass a dict of the tensors in it"
+    return f"{path or 'batch'}: {type(leaf).__name__} is not a pytree, so what is in it cannot be cut; {remedy}"
 
 
 def as_tensors(tree: Tree, device: torch.device) -> Tree:
@@ -149,55 +213,3 @@ def _require_rows(batch: Tree, tensors: list[tuple[str, torch.Tensor]], n: int, 
         raise BatchError(
             f"rank {mesh.rank}'s batch cannot be cut into {n} micro-batches, row by row:\n{listing(failures)}"
         )
-
-
-# The rows of all ranks that have different shares of the batch, for losses that compare rows with each other.
-
-
-class WholeBatch:
-    """The rows of all ranks, as `shardlib.nn.gather_batch` takes them.
-
-    Args:
-        trained: whether micro-batches are those of a step.
-        meet: brings the ranks together before an exchange; see `Meeting`.
-
-    Attributes:
-        axes: axes over which the batch varies, major to minor.
-    """
-
-    def __init__(self, plan: Plan, mesh: Mesh, trained: bool, meet: Callable[[], None]) -> None:
-        self.axes = plan.batch_axes
-        self._mesh, self._meet = mesh, meet
-        self._microbatches = (plan.step.total_microbatches or plan.step.microbatches) if trained else 1
-
-    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        if self._microbatches > 1:
-            raise LossError(
-                f"gather_batch in a plan with {self._microbatches} micro-batches, each of which would be compared with its "
-                "own rows alone. Leave out accumulate() (pipeline(), reproducible()), and encode the rows in tiles, which "
-                "takes as little memory: sl.nn.tiled(encode, rows, n, dim=0)"
-            )
-        axes = [axis for axis in reversed(self.axes) if self._mesh.shape[axis] > 1]
-        if not axes:
-            return x
-        self._meet()
-        dim %= x.dim()
-        for axis in axes:
-            x = self._along(axis, x, dim)
-        return meeting_in_backward(x, self._meet)
-
-    def _along(self, axis: str, x: torch.Tensor, dim: int) -> torch.Tensor:
-        ranks, rows = self._mesh.shape[axis], x.shape[dim]
-        counts = [rows] * ranks
-        if not self._mesh.abstract:
-            of_ranks = torch.empty(ranks, dtype=torch.int64, device=x.device)
-            own = torch.full((1,), rows, device=x.device)
-            with self._mesh.traffic.by_the_loss(), naming("the numbers of rows that ranks gather"):
-                primitives.all_gather(self._mesh, axis, of_ranks, own, scalars=True).wait()
-            counts = of_ranks.tolist()
-        most = max(counts)
-        padded = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, most - rows)) if rows < most else x
-        whole = pairs.all_gather(padded, axis, dim=dim, mesh=self._mesh)
-        if min(counts) == most:
-            return whole
-        return torch.cat([part.narrow(dim, 0, n) for part, n in zip(whole.chunk(ranks, dim), counts)], dim)

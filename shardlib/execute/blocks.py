@@ -11,16 +11,13 @@ import torch
 
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import is_compiled, without_modes
-from shardlib.execute.activations.checkpointing import checkpointed
-from shardlib.execute.activations.names import RECOMPUTE_MODES
-from shardlib.execute.activations.statistics import Draws
-from shardlib.execute.products import readable_twice
-from shardlib.execute.record import Record
-from shardlib.execute.scaled import refuse_scaled
+from shardlib.execute.context import Surroundings, refuse_scaled
+from shardlib.execute.gathering import Record
+from shardlib.execute.layer_dropping import Layers
+from shardlib.execute.recompute import RECOMPUTE_MODES, Draws, checkpointed
 from shardlib.execute.slicing import gathered, refuse_slices
-from shardlib.execute.surroundings import Surroundings
-from shardlib.execute.thinning import Layers
 from shardlib.execute.tiles import refuse_tiles
+from shardlib.execute.zero_bubble import readable_twice
 from shardlib.plan.plan import Plan
 
 _log = logging.getLogger("shardlib.execute")

@@ -13,31 +13,31 @@ from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import grad, storage_id, without_func
 from shardlib.common.environment import environment, within
 from shardlib.common.writes import has_place, place_of
-from shardlib.execute.activations.host import HostBuffers, host_memory
-from shardlib.execute.activations.keeper import ActivationKeeper
-from shardlib.execute.activations.names import require_known
-from shardlib.execute.activations.shards import store_of
-from shardlib.execute.batches import WholeBatch
+from shardlib.execute.activation_offload import ActivationKeeper, HostBuffers, host_memory, store_of
 from shardlib.execute.beside import Beside, unit_beside
 from shardlib.execute.blocks import Blocks
-from shardlib.execute.dealing import DealtHandle
-from shardlib.execute.gathering import Gathering
+from shardlib.execute.context import Meeting, ScaledProducts, Surroundings, WholeBatch, modules_of
+from shardlib.execute.gathering import Gathering, Record
 from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
-from shardlib.execute.halves import Halves
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints
-from shardlib.execute.meeting import Meeting
-from shardlib.execute.opaque import outside, storages_of
 from shardlib.execute.phases import Phases
-from shardlib.execute.record import Record
-from shardlib.execute.refusals import explain, refuse_autocast, refused_for_hooks, require_unwritten
+from shardlib.execute.recompute import require_known
+from shardlib.execute.refusals import (
+    explain,
+    outside,
+    refuse_autocast,
+    refused_for_hooks,
+    require_unwritten,
+    storages_of,
+)
 from shardlib.execute.saving import SavedTensors
-from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
-from shardlib.execute.surroundings import Surroundings, modules_of
+from shardlib.execute.shard_tracking import FirstRun
+from shardlib.execute.slicing import DealtHandle
 from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.units import BucketState, UnitState
-from shardlib.execute.watch import FirstRun
+from shardlib.execute.zero_bubble import Halves
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.plan.thinning import Thinned

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common._compat import OperatorMode, graph_task, watch_checkpoints
+from shardlib.common._compat import graph_task, watch_checkpoints
 from shardlib.common.environment import environment, within
-from shardlib.execute.flops import flops_of
 from shardlib.execute.handles import Handle
 from shardlib.nn.blocks import Runner
 from shardlib.tree import leaves_of
@@ -183,92 +181,3 @@ def _noted(fn: Callable[..., Any], args: Sequence[Any], _: bool) -> tuple[Callab
 
 
 watch_checkpoints(_noted)
-
-
-class WorkCount(OperatorMode):
-    """A mode that counts work by the phase in which it is done.
-
-    Args:
-        phase: returns the phase that runs, or what else work is counted by; by default forward or backward of all.
-        others: returns numbers that grow beside the work, by name. Their growth within the mode is counted by phase too.
-
-    Attributes:
-        done: phase -> "flops", floating-point operations of matrix products (`shardlib.execute.flops`), and "again", how many
-            of these fused attention computes again; "launches", operators that compute tensors: neither views nor memory
-            without values; "streamed", bytes that those which are no products read and write; and the others.
-    """
-
-    def __init__(
-        self, phase: Callable[[], Hashable] | None = None, others: Callable[[], Mapping[Any, int]] = dict[Any, int]
-    ) -> None:
-        super().__init__()
-        self._phase, self._others = phase or _way, others
-        self.done: dict[Any, Counter[Any]] = {}
-
-    @property
-    def flops(self) -> tuple[int, int]:
-        """Floating-point operations: of forward; of backward, with what it recomputes."""
-        return self.both("flops")
-
-    @property
-    def streamed(self) -> tuple[int, int]:
-        """Bytes that other operators read and write: of forward; of backward, with what it recomputes."""
-        return self.both("streamed")
-
-    @property
-    def launches(self) -> tuple[int, int]:
-        """Operators that compute: of forward; of backward, with what it recomputes."""
-        return self.both("launches")
-
-    def both(self, name: Any) -> tuple[int, int]:
-        """What was done by one name in forward, and in backward."""
-        forward, backward = (
-            sum(done[name] for phase, done in self.done.items() if phase.backward == way) for way in (False, True)
-        )
-        return forward, backward
-
-    def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = self._run(func, args, kwargs)
-        done = self._now()
-        count = flops_of(func, args, kwargs, result)
-        if count:
-            done["flops"] += count.done
-            done["again"] += count.again
-        if not (func.is_view or func.overloadpacket in _WITHOUT_VALUES):
-            made = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
-            done["launches"] += bool(made)
-            if made and not count:
-                read = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-                done["streamed"] += sum(leaf.nbytes for leaf in (*read, *made))
-        return result
-
-    def _run(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operator."""
-        return operator(*args, **kwargs)
-
-    def __enter__(self) -> Self:
-        self._before = dict(self._others())
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._now()
-
-    def _now(self) -> Counter[Any]:
-        """What is done in the phase that runs. The others' growth since the last operator belongs to it."""
-        done = self.done.setdefault(self._phase(), Counter())
-        others = dict(self._others())
-        if others != self._before:
-            done.update({name: number - self._before.get(name, 0) for name, number in others.items()})
-            self._before = others
-        return done
-
-
-def _way() -> Phase:
-    return Phase(graph_task() != -1)
-
-
-_WITHOUT_VALUES = {
-    getattr(torch.ops.aten, name)
-    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
-}

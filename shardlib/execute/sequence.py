@@ -24,12 +24,13 @@ class SequenceParts:
             leaves one out is wrong: see `require_whole_loss`.
 
     Attributes:
+        size: how many parts there are.
         busy: whether one of these functions runs, which know that a part is one.
     """
 
     def __init__(self, kind: SequenceKind, mesh: Mesh, done: set[str]) -> None:
         self.kind, self._mesh = kind, mesh
-        self._axis, self._size, self._rank = kind.axis, mesh.shape[kind.axis], mesh.coords[kind.axis]
+        self._axis, self.size, self._rank = kind.axis, mesh.shape[kind.axis], mesh.coords[kind.axis]
         self._done = done
         # Batch and length of whole sequences of which this rank took its part.
         self._entered: list[tuple[int, int]] = []
@@ -62,17 +63,17 @@ class SequenceParts:
             self.busy = before
 
     def chunks(self, length: int) -> list[tuple[int, int]]:
-        return self.kind.chunks(self._rank, self._size, length)
+        return self.kind.chunks(self._rank, self.size, length)
 
     def is_part(self, x: torch.Tensor, dim: int) -> bool:
         """Whether ``x`` (batch, ...) has the length of a part of a sequence along ``dim``, and of no whole one."""
         batch, length = x.shape[0], x.shape[dim]
-        return (batch, length * self._size) in self._entered and (batch, length) not in self._entered
+        return (batch, length * self.size) in self._entered and (batch, length) not in self._entered
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         self.note("leave")
         whole = pairs.all_gather(x, self._axis, dim=dim, dst="invariant", mesh=self._mesh)
-        chunks = [chunk for rank in range(self._size) for chunk in self.kind.chunks(rank, self._size, whole.shape[dim])]
+        chunks = [chunk for rank in range(self.size) for chunk in self.kind.chunks(rank, self.size, whole.shape[dim])]
         if chunks == sorted(chunks):
             return whole
         tensors = whole.split([length for _, length in chunks], dim)
@@ -100,11 +101,11 @@ class SequenceParts:
         Args:
             part: ``part(targets, reduction)`` gives the loss of this rank's positions.
         """
-        if targets.dim() < 2 or x.shape[:-1] != (targets.shape[0], targets.shape[1] // self._size, *targets.shape[2:]):
+        if targets.dim() < 2 or x.shape[:-1] != (targets.shape[0], targets.shape[1] // self.size, *targets.shape[2:]):
             raise SpecError(
                 f"linear_cross_entropy under {self.kind}: targets of shape {tuple(targets.shape)} must be whole and have "
                 f"dimensions (batch, sequence), and x of shape {tuple(x.shape)} this rank's part of the sequence, 1 of "
-                f"{self._size}; pass targets that are not sharded, and x as (batch, sequence, width)"
+                f"{self.size}; pass targets that are not sharded, and x as (batch, sequence, width)"
             )
         with self._inside():
             local_targets = self.shard(targets, 1)
@@ -115,7 +116,7 @@ class SequenceParts:
 
     def positions(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         """The position in the whole sequence of each element of dimension 1 of ``x``, and the whole sequence's length."""
-        whole = x.shape[1] * self._size
+        whole = x.shape[1] * self.size
         return torch.cat(
             [torch.arange(start, start + length, device=x.device) for start, length in self.chunks(whole)]
         ), whole

@@ -12,14 +12,11 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.errors import BatchError, IllegalComposition, LossError, NonFiniteError, TreeError, listing
+from shardlib.execute.agreement import Inputs, Shares, require_alike
 from shardlib.execute.batches import as_tensors, empty_leaves, rows_of, split_batch
 from shardlib.execute.buffers import BufferKinds
-from shardlib.execute.copies import require_alike
 from shardlib.execute.gradients import ReductionOptions
-from shardlib.execute.inputs import Inputs
 from shardlib.execute.losses import (
-    Weighing,
-    alike,
     needs,
     quotients,
     require_function,
@@ -27,10 +24,9 @@ from shardlib.execute.losses import (
     sum_means,
     wants,
 )
-from shardlib.execute.shares import Shares
 from shardlib.execute.stages.base import Runner, StepInputs, keys_of
 from shardlib.execute.stages.runner import runner_of
-from shardlib.execute.totals import Sums, Totals
+from shardlib.execute.totals import Sums, Totals, Weighing, alike
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan

@@ -18,8 +18,8 @@ from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import pytree, transformed, without_modes
 from shardlib.common.environment import environment
 from shardlib.errors import HandleError
-from shardlib.execute.activations.names import RECOMPUTE_MODES
 from shardlib.execute.handles import Handle, Source, layers, materialise
+from shardlib.execute.recompute import RECOMPUTE_MODES
 from shardlib.execute.slicing import SlicedHandle, refuse_operands, require_whole_layer
 from shardlib.kernels.common.operators import autocast_as_a_product
 from shardlib.kernels.common.saved import recomputed

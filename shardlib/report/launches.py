@@ -8,7 +8,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from shardlib.execute.phases import WorkCount
+from shardlib.execute.counting import WorkCount
 
 _LAYERS = 64
 _ROUNDS = 7

@@ -9,7 +9,7 @@ import torch
 
 import shardlib as sl
 from shardlib.errors import BatchError, IllegalComposition, LossError, NonFiniteError
-from shardlib.execute import thinning
+from shardlib.execute import layer_dropping
 from shardlib.plan.thinning import LayerDrop
 
 from .cases import CASES, data, found, matrices, perceptron, rules, transformer
@@ -336,7 +336,7 @@ def drawn_elsewhere(monkeypatch, of, name, other):
 
 def test_ranks_that_draw_other_tokens_are_found(monkeypatch):
     loss_fn, params, batch = transformer(layers=3)
-    drawn_elsewhere(monkeypatch, thinning, "drawn_tokens", lambda right: lambda *args: right(*args).flip(0))
+    drawn_elsewhere(monkeypatch, layer_dropping, "drawn_tokens", lambda right: lambda *args: right(*args).flip(0))
     result = sl.debug.bisect(loss_fn, params, None, ({"data": 2}, sl.chain(sl.zero(1), sl.random_ltd(four))), batch)
     assert (result.finding.phase, result.finding.step, result.finding.block) == ("forward", 0, "blocks/1"), result
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 import shardlib as sl
-from shardlib.execute.activations.statistics import Draws
+from shardlib.execute.recompute import Draws
 
 
 def test_a_block_draws_in_backward_what_it_drew_in_forward():

@@ -24,6 +24,7 @@ from shardlib.common._compat import FUSED_ATTENTIONS
 from shardlib.common.thresholds import Threshold
 from shardlib.errors import IllegalComposition
 from shardlib.execute.batches import batch_index
+from shardlib.execute.counting import LiveBytes
 from shardlib.execute.graph import fuse, merge
 from shardlib.execute.graph.alive import alive, kind_of, peak_of_wholes
 from shardlib.execute.graph.land import landed
@@ -32,7 +33,6 @@ from shardlib.execute.graph.passes import PASSES
 from shardlib.execute.graph.pipe import GraphPipe
 from shardlib.execute.graph.runner import GraphStage
 from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
-from shardlib.execute.live import LiveBytes
 from shardlib.execute.stages.runner import runner_of
 from shardlib.execute.step import LossStep
 from shardlib.execute.values.keeping import arrived

@@ -9,7 +9,7 @@ from helpers.models import TINY, mlp, regression_batch, tiny_gpt, token_batches
 
 import shardlib as sl
 from shardlib.errors import RankMismatch
-from shardlib.execute.inputs import EVERY
+from shardlib.execute.agreement import EVERY
 from shardlib.models import gpt
 from shardlib.plan.loss_scale import LossScale
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
-from shardlib.execute import halves
+from shardlib.execute import zero_bubble
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Turn, default_options
 from shardlib.models import gpt
@@ -107,14 +107,14 @@ def model(way):
 def test_every_use_of_a_weight(name, stage, monkeypatch):
     way, later = WAYS[name]
     loss_fn, params, batches = model(way)
-    found, real = [], halves.divide
+    found, real = [], zero_bubble.divide
 
     def divide(outputs, inputs):
         division = real(outputs, inputs)
         found.append(len(division.later))
         return division
 
-    monkeypatch.setattr(halves, "divide", divide)
+    monkeypatch.setattr(zero_bubble, "divide", divide)
     transform = sl.chain(sl.zero(stage), sl.pipeline("zb-h1", 2, partition="count"))
     got = training.simulate({"pipe": 3, "data": 2}, loss_fn, params, batches, transform, training.optimizer())
 

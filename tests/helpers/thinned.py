@@ -6,7 +6,7 @@ import torch
 
 import shardlib as sl
 from helpers.measure import SCALARS, count_payload
-from shardlib.execute.subset import drawn_tokens
+from shardlib.execute.token_subset import drawn_tokens
 from shardlib.models import bert, gpt
 
 GPT = gpt.GPTConfig(vocab=32, layers=4, width=16, heads=2, sequence=8, dtype=torch.float64)

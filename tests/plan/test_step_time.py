@@ -145,7 +145,7 @@ def test_operators_take_a_fixed_time_in_every_microbatch():
 
 
 def test_views_and_memory_without_values_are_no_operators():
-    from shardlib.execute.phases import WorkCount
+    from shardlib.execute.counting import WorkCount
 
     with WorkCount() as work:
         x = torch.empty(4, 4).fill_(1.0).requires_grad_()

@@ -7,8 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardlib as sl
-from shardlib.execute.flops import flops_of
-from shardlib.execute.phases import WorkCount
+from shardlib.execute.counting import WorkCount, flops_of
 from shardlib.models import bert, gpt
 from shardlib.report.profile.operators import operators_of
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.errors import HandleError, IllegalComposition
-from shardlib.execute.activations.host import FakeHostLink, HostBuffers
+from shardlib.execute.activation_offload import FakeHostLink, HostBuffers
 from shardlib.execute.values.keeping import Between, Keeping, keep
 from shardlib.mesh.transfers import Transfers
 from shardlib.models import gpt

@@ -64,7 +64,7 @@ def test_transformers_attention(eager):
 
     with pytest.raises(LossError, match=r"layers/0/self_attn/q_proj/weight\n(.|\n)*v_proj/weight\nSlice them"):
         of_transformers(whole_attention, eager)
-    with pytest.raises(LossError, match="Code that takes the sequence's length from the input of a sliced layer"):
+    with pytest.raises(LossError, match="Take the sequence's length from a sliced layer's output"):
         of_transformers(dict, eager)
 
 

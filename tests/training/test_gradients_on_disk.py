@@ -12,7 +12,7 @@ from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition, NonFiniteError, RankFailure, StorageError
-from shardlib.execute.live import LiveBytes
+from shardlib.execute.counting import LiveBytes
 from shardlib.plan.program import messages
 from shardlib.sharded.gradients_on_disk import FOLDER, LandingOnDisk, _Read
 

@@ -15,7 +15,7 @@ from helpers.trees import assert_same
 import shardlib as sl
 from shardlib.common._compat import FakeTensor
 from shardlib.errors import DonatedStateError, IllegalComposition, RankFailure, StorageError
-from shardlib.execute.live import LiveBytes
+from shardlib.execute.counting import LiveBytes
 from shardlib.plan.program import messages
 from shardlib.sharded.on_disk import FOLDER, ParamsOnDisk
 

@@ -27,7 +27,7 @@ from helpers.trees import assert_close
 
 import shardlib as sl
 from shardlib.errors import BatchError, IllegalComposition, LossError
-from shardlib.execute.subset import Subset, drawn_tokens
+from shardlib.execute.token_subset import Subset, drawn_tokens
 from shardlib.models import bert, gpt
 from shardlib.plan.thinning import LayerDrop, TokenDrop
 

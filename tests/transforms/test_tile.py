@@ -13,8 +13,8 @@ from helpers.trees import assert_close, assert_same
 import shardlib as sl
 from shardlib.errors import HandleError, IllegalComposition
 from shardlib.execute.batches import batch_index
+from shardlib.execute.counting import LiveBytes
 from shardlib.execute.graph.alive import peak_of_wholes
-from shardlib.execute.live import LiveBytes
 from shardlib.models import gpt
 from shardlib.plan.memory import live_bytes
 

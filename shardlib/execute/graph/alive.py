@@ -14,7 +14,7 @@ from shardlib.collectives.buffers import GATHER, SCATTER, SUM, start_gather, sta
 from shardlib.execute.graph.nodes import RELAID, given, lies_in, link_at, nbytes, positions, sent, value_of
 from shardlib.execute.graph.overlap import wait
 from shardlib.execute.values.keeping import arrived, keeping_of
-from shardlib.execute.values.routes import FETCH, REDUCE, start_fetch, start_reduce
+from shardlib.execute.values.wholes import FETCH, REDUCE, start_fetch, start_reduce
 
 _KINDS: dict[Any, str] = {
     GATHER: "gather", start_gather: "gather", SCATTER: "reduce-scatter", start_scatter: "reduce-scatter",

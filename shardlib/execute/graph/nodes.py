@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, AxisLink, link_of
 from shardlib.common._compat import arguments_of, estimated, is_operator, to_copy, unsafe_view
 from shardlib.common.writes import targets
-from shardlib.execute.values.routes import FETCH, REDUCE
+from shardlib.execute.values.wholes import FETCH, REDUCE
 
 GATHERS, REDUCTIONS = (GATHER, FETCH), (SCATTER, SUM, REDUCE)
 EXCHANGES = (*GATHERS, *REDUCTIONS)

@@ -26,7 +26,7 @@ from shardlib.execute.graph.nodes import (
     positions,
 )
 from shardlib.execute.graph.store import move_beside
-from shardlib.execute.values.routes import FETCH, REDUCE, Fetching, Reducing, announce, start_fetch, start_reduce
+from shardlib.execute.values.wholes import FETCH, REDUCE, Fetching, Reducing, announce, start_fetch, start_reduce
 from shardlib.mesh.memories import AHEAD
 from shardlib.sharded.gather import Gather
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardlib.execute.context import Surroundings
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.closed import closed_over
 from shardlib.execute.graph.forms import Graphs, Trial, form_of
@@ -18,11 +19,10 @@ from shardlib.execute.graph.lengths import Lengths
 from shardlib.execute.graph.stage import Carry, StageGraph, StageRun, StageSums, shards_of, trace_stage
 from shardlib.execute.graph.text import described
 from shardlib.execute.losses import Outcome
-from shardlib.execute.opaque import storages_of
+from shardlib.execute.refusals import storages_of
 from shardlib.execute.stages.base import StepInputs
 from shardlib.execute.stages.interpreter import Compute, Interpreter, Run, differentiable
 from shardlib.execute.stages.pipe import Pipe
-from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.totals import Totals
 from shardlib.execute.values.around import require_graph
 from shardlib.execute.values.function import Function

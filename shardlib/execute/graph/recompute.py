@@ -15,7 +15,6 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from shardlib.common._compat import is_operator
-from shardlib.execute.activations.checkpointing import policy_of
 from shardlib.execute.graph.nodes import (
     EXCHANGES,
     changes,
@@ -29,6 +28,7 @@ from shardlib.execute.graph.nodes import (
     writes_of,
 )
 from shardlib.execute.graph.trace import BACKWARD, BLOCK, DECIDED, FORWARD, NAMES, PHASE
+from shardlib.execute.recompute import policy_of
 from shardlib.plan.recompute import Recompute
 
 _SAVES = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)

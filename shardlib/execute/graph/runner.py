@@ -10,6 +10,7 @@ import torch
 
 from shardlib.collectives.tree_sum import Node, TreeSum, joined
 from shardlib.execute.batches import batch_index
+from shardlib.execute.gathering import Record
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.alive import order_of
 from shardlib.execute.graph.closed import closed_over
@@ -22,8 +23,7 @@ from shardlib.execute.graph.stage import StageGraph, StageSums, shards_of, trace
 from shardlib.execute.graph.text import described
 from shardlib.execute.graph.trace import Form, Traced, tensors_of, trace
 from shardlib.execute.losses import Outcome, wants
-from shardlib.execute.opaque import storages_of
-from shardlib.execute.record import Record
+from shardlib.execute.refusals import storages_of
 from shardlib.execute.stages.base import StepInputs
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.totals import Totals

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from shardlib.execute.context import Surroundings
 from shardlib.execute.graph.alive import order_of
 from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.keys import Stands
@@ -22,8 +23,7 @@ from shardlib.execute.graph.passes import optimise
 from shardlib.execute.graph.trace import Form, Given, Spans, form_of_tree, recorded, require_one_mean, tensors_of
 from shardlib.execute.handles import materialise
 from shardlib.execute.losses import read_loss, require_gradient
-from shardlib.execute.opaque import require_open
-from shardlib.execute.surroundings import Surroundings
+from shardlib.execute.refusals import require_open
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.execute.values.keeping import Between
 from shardlib.nn.blocks import Runner

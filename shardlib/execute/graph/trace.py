@@ -16,7 +16,8 @@ from shardlib.common._compat import next_number, number_of_derivative, pytree, s
 from shardlib.common.environment import within
 from shardlib.common.once import Decision
 from shardlib.errors import IllegalComposition
-from shardlib.execute.activations.keeper import may_move
+from shardlib.execute.activation_offload import may_move
+from shardlib.execute.context import Surroundings
 from shardlib.execute.graph.closed import CallsDiffer, Repeated, without_random_numbers
 from shardlib.execute.graph.keys import Stands
 from shardlib.execute.graph.lengths import Lengths
@@ -24,7 +25,6 @@ from shardlib.execute.graph.nodes import draws, roots_of
 from shardlib.execute.graph.recorder import Fakes, Recorder, as_traced
 from shardlib.execute.losses import Outcome, require_gradient
 from shardlib.execute.stages.base import detached
-from shardlib.execute.surroundings import Surroundings
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.nn.blocks import Runner
 from shardlib.nn.functional import Mean
@@ -161,7 +161,7 @@ class Spans:
         return run
 
     def keep(self, fn: Callable[..., Any], args: Sequence[Any], has_context: bool) -> tuple[Any, Sequence[Any]]:
-        """See `shardlib.execute.activations.keeper.ActivationKeeper`: checkpoints of the model's own."""
+        """See `shardlib.execute.activation_offload.ActivationKeeper`: checkpoints of the model's own."""
         if not self._depth and torch.is_grad_enabled():
             self._note(args, None)
         return fn, args

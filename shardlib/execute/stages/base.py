@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from shardlib.execute.batches import batch_index, rows_of
+from shardlib.execute.gathering import Record
 from shardlib.execute.gradients import ReductionOptions
-from shardlib.execute.losses import Outcome, Weighing
-from shardlib.execute.opaque import outside
-from shardlib.execute.record import Record
-from shardlib.execute.totals import Sums, Totals
+from shardlib.execute.losses import Outcome
+from shardlib.execute.refusals import outside
+from shardlib.execute.totals import Sums, Totals, Weighing
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from shardlib.execute.activations.host import host_memory
+from shardlib.execute.activation_offload import host_memory
 from shardlib.execute.executor import Executor
+from shardlib.execute.gathering import Record
 from shardlib.execute.gradients import Gradients, Turn
 from shardlib.execute.handles import materialise
 from shardlib.execute.losses import refuse_reentrant_checkpoints
-from shardlib.execute.record import Record
 from shardlib.execute.stages.entry import entered
 from shardlib.execute.stages.messages import (
     TAGS,

@@ -10,9 +10,9 @@ import torch
 from shardlib.common._compat import is_compiled
 from shardlib.errors import HandleError
 from shardlib.execute.executor import Executor
+from shardlib.execute.gathering import Record
 from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.losses import Outcome, read_loss, require_gradient, wants
-from shardlib.execute.record import Record
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.base import StepInputs, detached
 from shardlib.execute.totals import Sums, Totals

@@ -9,12 +9,12 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.errors import BatchError, IllegalComposition, TreeError
-from shardlib.execute.activations.names import require_known
 from shardlib.execute.batches import rows_of
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, ReductionOptions
 from shardlib.execute.losses import Outcome, read_loss, require_gradient
-from shardlib.execute.opaque import outside, require_open
+from shardlib.execute.recompute import require_known
+from shardlib.execute.refusals import outside, require_open
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.base import StepInputs, detached
 from shardlib.execute.stages.interpreter import Compute, Interpreter, Position, Stage

@@ -7,15 +7,15 @@ from weakref import ref
 
 import torch
 
-from shardlib.execute.activations.names import require_known
 from shardlib.execute.batches import split_batch
+from shardlib.execute.counting import LiveBytes, Stretch, WorkCount
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Turn, default_options
 from shardlib.execute.handles import Handle, materialise
-from shardlib.execute.live import LiveBytes, Stretch
-from shardlib.execute.losses import Weighing, read_loss
-from shardlib.execute.opaque import require_open
-from shardlib.execute.phases import Phases, WorkCount, followed
+from shardlib.execute.losses import read_loss
+from shardlib.execute.phases import Phases, followed
+from shardlib.execute.recompute import require_known
+from shardlib.execute.refusals import require_open
 from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.stages.base import StepInputs, keys_of
 from shardlib.execute.stages.entry import entered
@@ -23,6 +23,7 @@ from shardlib.execute.stages.interpreter import Run, differentiable, fresh_leaf
 from shardlib.execute.stages.one import OneStage
 from shardlib.execute.stages.pipe import require_blocks
 from shardlib.execute.stages.walk import Called, SentBytes, Walk, as_another, kinds_of
+from shardlib.execute.totals import Weighing
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Sequential
 from shardlib.plan.plan import Plan

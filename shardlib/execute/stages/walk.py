@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from shardlib.execute.live import Stretch
+from shardlib.execute.counting import Stretch
 from shardlib.execute.phases import Phase
 from shardlib.nn.blocks import Sequential
 from shardlib.plan.plan import Plan

@@ -13,18 +13,15 @@ from shardlib.common._compat import without_derivatives
 from shardlib.common.environment import within
 from shardlib.common.writes import has_place, owner_of
 from shardlib.errors import HandleError
-from shardlib.execute.batches import WholeBatch
-from shardlib.execute.dealing import as_used
+from shardlib.execute.context import ScaledProducts, Surroundings, WholeBatch, modules_of
 from shardlib.execute.handles import Present
+from shardlib.execute.layer_dropping import Layers
 from shardlib.execute.losses import Outcome, read_loss, wants
-from shardlib.execute.scaled import ScaledProducts
 from shardlib.execute.sequence import SequenceParts
-from shardlib.execute.surroundings import Surroundings, modules_of
-from shardlib.execute.thinning import Layers
+from shardlib.execute.shard_tracking import watched
+from shardlib.execute.slicing import as_used
 from shardlib.execute.tiles import TiledLeaf
-from shardlib.execute.values.routes import UnitSums, unit_sums
-from shardlib.execute.values.wholes import Wholes
-from shardlib.execute.watch import watched
+from shardlib.execute.values.wholes import UnitSums, Wholes, unit_sums
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner
 from shardlib.plan.plan import Plan

@@ -1,6 +1,6 @@
 """What forward leaves for backward in a store, as calls that a graph has as nodes.
 
-`keep` puts a tensor into a store, in host memory or divided over an axis (`shardlib.execute.activations`), and `bring` has it
+`keep` puts a tensor into a store, in host memory or divided over an axis, and `bring` has it
 back. Each is two calls where other work goes on meanwhile: the first starts to move the tensor, the second waits.
 """
 
@@ -14,12 +14,9 @@ import torch
 from shardlib.collectives.buffers import AxisLink, link_of
 from shardlib.common._compat import estimated
 from shardlib.common.environment import within
-from shardlib.execute.activations.checkpointing import checkpointed
-from shardlib.execute.activations.host import HostBuffers
-from shardlib.execute.activations.keeper import ActivationStore, StoredActivation
-from shardlib.execute.activations.shards import store_of
-from shardlib.execute.activations.statistics import Draws
-from shardlib.execute.surroundings import Surroundings
+from shardlib.execute.activation_offload import ActivationStore, HostBuffers, StoredActivation, store_of
+from shardlib.execute.context import Surroundings
+from shardlib.execute.recompute import Draws, checkpointed
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner
 from shardlib.plan.plan import Plan

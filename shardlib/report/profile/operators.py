@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from shardlib.execute.flops import attends, flops_of
-from shardlib.execute.phases import WorkCount
+from shardlib.execute.counting import WorkCount, attends, flops_of
 from shardlib.report.profile.recording import StepRecorder, TrainStep
 from shardlib.report.profile.timeline import Part, StepTimeline
 

@@ -31,7 +31,7 @@ DEFECTS = (
     Defect(
         "a recomputed block routes anew",
         "stale",
-        "execute/activations/checkpointing.py",
+        "execute/recompute.py",
         "decisions of a block's first run are not kept for its recomputation",
         "decided_once(updated_once(draws.repeated(fn), updates), RECOMPUTE_MODES)",
         "draws.repeated(fn)",

@@ -322,7 +322,7 @@ DEFECTS = (
     Defect(
         "backward under autocast",
         "numerics",
-        "execute/surroundings.py",
+        "execute/context.py",
         "backward's own operations are cast too",
         "casting(self.autocast if casts else None, self.mesh.device)",
         "casting(self.autocast, self.mesh.device)",
@@ -448,7 +448,7 @@ DEFECTS = (
     Defect(
         "views that take time",
         "time",
-        "execute/phases.py",
+        "execute/counting.py",
         "views of tensors count as operators that compute",
         "not (func.is_view or func.overloadpacket in _WITHOUT_VALUES)",
         "func.overloadpacket not in _WITHOUT_VALUES",

@@ -8,7 +8,7 @@ DEFECTS = (
     Defect(
         "scores that are nobody's",
         "count",
-        "execute/flops.py",
+        "execute/counting.py",
         "the scores that fused attention computes again in backward are taken for operations of the model",
         "_scores_again(operator, args, done) if attends",
         "0 if attends",
@@ -53,7 +53,7 @@ DEFECTS = (
     Defect(
         "a group's weight for all of it",
         "count",
-        "execute/flops.py",
+        "execute/counting.py",
         "a convolution's backward is counted for each of its groups as for all of them",
         "math.prod(positions) * weight.numel()",
         "math.prod(positions) * weight.numel() * more[6]",

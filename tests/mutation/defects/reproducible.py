@@ -112,7 +112,7 @@ DEFECTS = (
     Defect(
         "gradients of a weight in halves' own order",
         "order",
-        "execute/products.py",
+        "execute/zero_bubble.py",
         "the second half of a backward adds what products hand over before what comes by way of other nodes",
         "if not handed.isdisjoint(_beneath(product.edge.node, after))",
         "if handed.isdisjoint(handed) and not handed.isdisjoint(_beneath(product.edge.node, after))",

@@ -86,7 +86,7 @@ DEFECTS = (
     Defect(
         "experts that anything may use in a graph",
         "spec",
-        "execute/dealing.py",
+        "execute/slicing.py",
         "a function of values gets this rank's experts as if they were all",
         "if placement.dealt else leaf",
         "if False else leaf",
@@ -167,7 +167,7 @@ DEFECTS = (
     Defect(
         "residuals that a graph forgets",
         "residual",
-        "execute/values/routes.py",
+        "execute/values/wholes.py",
         "what a compressed exchange of a graph leaves out is not in the state that follows",
         "kept |= zip(links.kept, after, strict=True)",
         "kept |= zip(links.kept, [kept[name] for name in links.kept], strict=True)",
@@ -293,7 +293,7 @@ DEFECTS = (
     Defect(
         "running statistics of two passes",
         "accumulation",
-        "execute/activations/checkpointing.py",
+        "execute/recompute.py",
         "a block that backward computes again updates the statistics of its batch_norm twice",
         "updated_once(draws.repeated(fn), updates)",
         "draws.repeated(fn)",
@@ -302,7 +302,7 @@ DEFECTS = (
     Defect(
         "compiled code in a block, compiled twice",
         "time",
-        "execute/activations/statistics.py",
+        "execute/recompute.py",
         "what a block calls that is compiled is compiled once more for backward",
         "if called and updates:",
         "if called:",

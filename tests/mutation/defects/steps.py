@@ -235,7 +235,7 @@ DEFECTS = (
     Defect(
         "weights' gradients twice",
         "accumulation",
-        "execute/halves.py",
+        "execute/zero_bubble.py",
         "the second half of a backward multiplies every product twice",
         "_by_bucket(self._gradients)",
         "_by_bucket(self._gradients * 2)",
@@ -280,7 +280,7 @@ DEFECTS = (
     Defect(
         "products computed anew, all else kept",
         "bytes",
-        "execute/activations/checkpointing.py",
+        "execute/recompute.py",
         "remat('dots') keeps what it is to compute again",
         "CheckpointPolicy.MUST_SAVE if op in DOTS",
         "CheckpointPolicy.MUST_SAVE if op not in _DOTS",
@@ -298,7 +298,7 @@ DEFECTS = (
     Defect(
         "a loss of slices is not refused",
         "agreement",
-        "execute/copies.py",
+        "execute/agreement.py",
         "ranks of one batch may find different losses",
         "if any(_far(first, other) for first, *others in columns for other in others):",
         "if not columns:",
@@ -307,7 +307,7 @@ DEFECTS = (
     Defect(
         "gradients of copies are not compared",
         "agreement",
-        "execute/copies.py",
+        "execute/agreement.py",
         "a whole parameter that is used on slices trains by each rank's own part",
         "for of_rank in of_ranks[1:])",
         "for of_rank in of_ranks[:1])",
@@ -325,7 +325,7 @@ DEFECTS = (
     Defect(
         "the first rank's share",
         "activations",
-        "execute/activations/shards.py",
+        "execute/activation_offload.py",
         "every rank keeps the first share of a block's input",
         "flat[mesh.coords[axis] * width :]",
         "flat[0 * width :]",
@@ -334,7 +334,7 @@ DEFECTS = (
     Defect(
         "gathers of inputs that nobody counts",
         "bytes",
-        "execute/activations/shards.py",
+        "execute/activation_offload.py",
         "the plan leaves out the gathers of blocks' inputs",
         ", self._mesh.traffic.by_the_loss():",
         ":",
@@ -343,7 +343,7 @@ DEFECTS = (
     Defect(
         "rows that objects hide",
         "data",
-        "execute/uncut.py",
+        "execute/batches.py",
         "an object's tensors reach every micro-batch whole",
         "elif hides(leaf) or (",
         "elif (",
@@ -388,7 +388,7 @@ DEFECTS = (
     Defect(
         "unequal shares that nobody notices",
         "key",
-        "execute/shares.py",
+        "execute/agreement.py",
         "ranks with more rows than others draw from the same numbers as these",
         "float(few * (self._ranks * (self._index == 0) - 1))",
         "0.0 * few",
@@ -397,7 +397,7 @@ DEFECTS = (
     Defect(
         "one weight for all terms of a loss",
         "factor",
-        "execute/losses.py",
+        "execute/totals.py",
         "every mean of a sum is divided by the weight of all of them",
         "1 / self._weights)",
         "1 / self._weights.sum())",

@@ -28,7 +28,7 @@ DEFECTS = (
     Defect(
         "reductions of the trace counted with those left out",
         "order",
-        "execute/record.py",
+        "execute/gathering.py",
         "a step that leaves out units counts their reductions where it follows the trace",
         "count - gone[count]",
         "count",
@@ -55,7 +55,7 @@ DEFECTS = (
     Defect(
         "tokens drawn by the row in the micro-batch",
         "key",
-        "execute/subset.py",
+        "execute/token_subset.py",
         "a sequence draws its tokens by its place in the micro-batch",
         "seed, first = key.stretch(rows)",
         "seed, first = key.seed, 0",
@@ -73,7 +73,7 @@ DEFECTS = (
     Defect(
         "tokens in the order of their numbers",
         "order",
-        "execute/subset.py",
+        "execute/token_subset.py",
         "the tokens that a layer sees are in the order in which they were drawn",
         ".indices.sort(dim=1).values",
         ".indices",
@@ -109,7 +109,7 @@ DEFECTS = (
     Defect(
         "a sequence's vector cut like its tokens",
         "shape",
-        "execute/subset.py",
+        "execute/token_subset.py",
         "a layer that sees some tokens is given as many elements of a vector for each sequence that is as long",
         " or (leaf.dim() == 2 and leaf.is_floating_point()):",
         ":",
@@ -127,7 +127,7 @@ DEFECTS = (
     Defect(
         "layers that always run",
         "mask",
-        "execute/layer_blocks.py",
+        "execute/layer_dropping.py",
         "layers that are no blocks are never left out, without a word",
         "if missing:\n",
         "if missing == order:\n",
@@ -136,7 +136,7 @@ DEFECTS = (
     Defect(
         "another argument for the stream",
         "choice",
-        "execute/thinning.py",
+        "execute/layer_dropping.py",
         "of two arguments of one form the first is handed on by a layer that is left out",
         "if any(value is not stream for _, value in alike):",
         "if any(value is None for _, value in alike):",

@@ -1,0 +1,158 @@
+"""What functions of torch do along one dimension of a tensor: show some of it, put it elsewhere, or take it together.
+
+Dimensions are counted from the end, from −1 on. Functions are known by name, as torch has each in several places. What a view
+shows is read off a view of a tensor without memory, in which the dimension alone, and what follows it, has strides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.common._compat import estimated, no_modes, pytree, storage_id, without_func
+
+_Args = Sequence[Any]
+_Kwargs = Mapping[str, Any]
+
+# Functions that make each number of their result of one number of each argument.
+POINTWISE = {
+    "add", "sub", "rsub", "subtract", "mul", "multiply", "div", "rdiv", "divide", "true_divide", "pow", "rpow", "neg", "abs",
+    "exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "square", "reciprocal", "erf", "sin", "cos", "tanh", "sigmoid", "relu",
+    "relu6", "leaky_relu", "prelu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign", "hardswish",
+    "hardtanh", "hardsigmoid", "logsigmoid", "clamp", "clip", "maximum", "minimum", "where", "masked_fill", "dropout",
+    "alpha_dropout", "nan_to_num", "lerp", "addcmul", "clone", "contiguous", "to", "type", "type_as", "float", "double",
+    "half", "bfloat16",
+}  # fmt: skip
+PRODUCTS = {"matmul", "mm", "bmm", "linear"}  # with another matrix: they keep all dimensions but the last
+CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
+_LAST = {*PRODUCTS, "cdist", "scaled_dot_product_attention"}
+# The place of their dimensions among the arguments after the tensor, and what these are by default: None for all.
+_DIMS: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys((
+        "sum", "mean", "prod", "std", "var", "logsumexp", "cumsum", "cumprod", "logcumsumexp", "softmax", "log_softmax",
+        "max", "min", "amax", "amin", "argmax", "argmin",
+    ), (0, None)),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "roll"), (1, None)),
+    **dict.fromkeys(("normalize", "cosine_similarity"), (1, 1)),
+    **dict.fromkeys(("sort", "argsort"), (0, -1)),
+    "topk": (1, -1),
+}  # fmt: skip
+_VIEWS = {
+    "chunk", "tensor_split", "split", "narrow", "select", "unbind", "getitem", "transpose", "swapaxes", "swapdims", "permute",
+    "unsqueeze", "view", "reshape", "flatten", "unflatten", "glu",
+}  # fmt: skip
+_TRANSPOSED = {torch.Tensor.mT.__get__, torch.Tensor.T.__get__}  # type: ignore[attr-defined]
+
+
+def name_of(func: Any) -> str:
+    """The name of a function, or of an operator or a method in place."""
+    return getattr(func, "__name__", "").strip("_")
+
+
+def together(func: Any, x: torch.Tensor, args: _Args, kwargs: _Kwargs) -> frozenset[int]:
+    """The dimensions of a call's first argument whose numbers it takes together; none of a function that is not known."""
+    name = name_of(func)
+    if name in _LAST:
+        return frozenset((-1,))
+    if name in ("layer_norm", "rms_norm"):
+        return frozenset(range(-len(args[0] if args else kwargs["normalized_shape"]), 0))
+    if name == "group_norm":
+        return frozenset(range(1 - x.dim(), 0))
+    if name in CONVOLUTIONS:  # of each channel, where it has a group of its own
+        groups = kwargs.get("groups", args[5] if len(args) > 5 else 1)
+        return frozenset(range(2 - x.dim() if groups == x.shape[1] else 1 - x.dim(), 0))
+    if name == "flip":
+        return _from_end(x, kwargs.get("dims", args[0] if args and isinstance(args[0], (tuple, list)) else args))
+    if name not in _DIMS:
+        return frozenset()
+    place, default = _DIMS[name]
+    dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
+    return frozenset() if isinstance(dims, torch.Tensor) else _from_end(x, dims)  # the larger of two tensors
+
+
+def _from_end(x: torch.Tensor, dims: Any) -> frozenset[int]:
+    """Some dimensions; all for None, and for the flag that `torch.std` takes in their place."""
+    several: Iterable[Any] = (
+        dims if isinstance(dims, (tuple, list)) else () if dims is None or dims is True else (dims,)
+    )
+    several = [dim for dim in several if isinstance(dim, int) and not isinstance(dim, bool)]
+    return frozenset(dim % x.dim() - x.dim() for dim in several or range(x.dim()))
+
+
+def summed(equation: str, place: int, dim: int) -> bool:
+    """Whether an equation of `torch.einsum` sums over a dimension of an argument."""
+    arguments, arrow, result = equation.replace(" ", "").partition("->")
+    letters = arguments.split(",")[place].rpartition("...")[2]
+    if -dim > len(letters):
+        return False
+    letter = letters[dim]
+    return letter not in result if arrow else arguments.count(letter) > 1
+
+
+class DimView(NamedTuple):
+    """What a view shows of a dimension.
+
+    Attributes:
+        shape: of the view.
+        dims: where the dimension is, the major one first: several where it is split, none where one index is left of it.
+        start, size: the stretch that is shown.
+        step: from one index to the next.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    start: int
+    size: int
+    step: int
+
+
+def views(func: Any, x: torch.Tensor, dim: int, args: _Args, kwargs: _Kwargs, times: int = 1) -> list[DimView] | None:
+    """What a call shows of a dimension of its first argument, in each of its results.
+
+    None for a function that shows none, or mixes it with the dimensions before it, and for a call that is refused.
+
+    Args:
+        times: of a tensor whose dimension is so many times as long.
+    """
+    if (name_of(func) not in _VIEWS and func not in _TRANSPOSED) or _has_tensors((args, kwargs)):
+        return None
+    args, kwargs = pytree.tree_map(_in_numbers, (args, kwargs))
+    if name_of(func) == "glu":
+        func, args, kwargs = torch.chunk, (2, *args), {"dim": -1, **kwargs} if not args else kwargs
+    shape = [*map(estimated, x.shape)]
+    shape[dim] *= times
+    inner = math.prod(shape[x.dim() + dim + 1 :])
+    with no_modes(), without_func():
+        after = torch.empty(shape[dim:], device="meta")
+        probe = after.as_strided(shape, [0] * (x.dim() + dim) + list(after.stride()))
+        try:
+            result = func(probe, *args, **kwargs)
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return None
+        results = [result] if isinstance(result, torch.Tensor) else result
+        if any(storage_id(each.untyped_storage()) != storage_id(after.untyped_storage()) for each in results):
+            return None
+        return [_seen(each, inner) for each in results]
+
+
+def _has_tensors(given: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(given))
+
+
+def _in_numbers(value: Any) -> Any:
+    """An argument, with what sizes are likely to be where they are known in a run alone."""
+    if isinstance(value, slice):
+        return slice(*map(_in_numbers, (value.start, value.stop, value.step)))
+    return estimated(value) if isinstance(value, torch.SymInt) else value
+
+
+def _seen(view: torch.Tensor, inner: int) -> DimView:
+    """What a view of a tensor shows, of whose elements ``inner`` after each other have one index."""
+    reach = {dim: view.stride(dim) * (view.shape[dim] - 1) for dim in range(-view.dim(), 0)}
+    dims = tuple(dim for dim, last in reach.items() if last >= inner)
+    size = (sum(reach[dim] for dim in dims) // inner + 1) if view.numel() else 0
+    step = max(view.stride(dims[0]) // inner, 1) if len(dims) == 1 else 1
+    return DimView(tuple(view.shape), dims, view.storage_offset() // inner, -(-size // step), step)

@@ -1,0 +1,485 @@
+"""A look at a loss function's first run, for what trains and is wrong: writes to parameters that no version counts, and uses
+of a rank's share of activations, as all shapes fit.
+
+Two kinds of shares are tracked through the functions that keep them: a sliced layer's outputs, and the positions of a
+sequence's part. Each is a tag of one dimension of a tensor; `shardlib.execute.dim_rules` has what functions do along it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardlib.collectives.sequence.base import SequenceKind
+from shardlib.collectives.styles.base import Style
+from shardlib.collectives.styles.slices import Slices
+from shardlib.common._compat import estimated
+from shardlib.common.originals import differentiated
+from shardlib.common.writes import Observer, owner_of, place_for, written
+from shardlib.errors import HandleError, LossError, listing
+from shardlib.execute.dim_rules import CONVOLUTIONS, POINTWISE, PRODUCTS, DimView, name_of, summed, together, views
+from shardlib.execute.handles import Handle
+from shardlib.execute.sequence import SequenceParts
+from shardlib.execute.slicing import SlicedHandle
+from shardlib.execute.units import BucketState
+from shardlib.nn.functional import embedding
+
+
+@contextmanager
+def watched(
+    leaves: Mapping[str, torch.Tensor],
+    path_of: Callable[[torch.Tensor], str | None],
+    styles: Mapping[str, Style],
+    slices: Slices,
+    parts: SequenceParts | None,
+    updates: set[str],
+) -> Iterator[None]:
+    """A context for a call that is looked at.
+
+    Args:
+        leaves: path -> what the function is given for each parameter.
+        path_of: the path of the parameter in whose memory a tensor lies, or None.
+        styles, slices, parts: see `ShardTracker`.
+        updates: is added the names of the operators that update running statistics.
+
+    Raises:
+        HandleError, LossError: a write to a parameter, or what `ShardTracker` refuses.
+    """
+
+    def look(tensor: torch.Tensor, operator: str) -> None:
+        if operator.endswith("batch_norm"):
+            updates.add(operator)
+        if (path := path_of(tensor)) is not None:
+            raise written(operator, path)
+
+    with Observer(look), ShardTracker(leaves, styles, slices, parts) if styles or parts else nullcontext():
+        yield
+
+
+class FirstRun:
+    """The context of a function's calls. All of the first one's operations are looked at, and all calls for assignments to
+    ``.data``.
+
+    Args:
+        states: the buckets of the parameters.
+        around: ``styles, slices, parts, updates`` of `watched`.
+    """
+
+    def __init__(self, states: Sequence[BucketState], *around: Any) -> None:
+        self._states, self._around = states, around
+        self._over = self._looked = False
+
+    @contextmanager
+    def call(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """A context for one call. ``leaves``: path -> what the function is given for each parameter.
+
+        Raises:
+            HandleError: the function writes to a parameter; names it.
+        """
+        plain = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, Handle)}
+        place = place_for(next(iter(plain.values()), None))
+        before = [*map(place, plain.values())]
+        with nullcontext() if self._over else watched(leaves, self._path_of, *self._around):
+            yield
+        self._over = True
+        after = [*map(place, plain.values())]
+        if after != before:
+            assigned = [path for path, was, now in zip(plain, before, after) if was != now]
+            raise written("an assignment to .data", *assigned)
+
+    def require_own(self, result: Any) -> None:
+        """Refuse a function whose result is differentiated to the parameters of a module that from_module copied.
+
+        Raises:
+            LossError: see above.
+        """
+        if found := [] if self._looked else differentiated(result):
+            raise LossError(
+                f"parameters of a module itself, in whose place the function is given others, are differentiated:\n"
+                f"{listing(found)}\nCall apply(params, ...), and read params; where the module is to stay as it is (as a "
+                "teacher), call it in torch.no_grad()"
+            )
+        self._looked = True
+
+    def _path_of(self, tensor: torch.Tensor) -> str | None:
+        """The path of the parameter in whose memory, as the function sees it, a tensor lies."""
+        if isinstance(tensor, Handle):
+            return tensor._path
+        for state in self._states:
+            if state.whole is not None and owner_of(tensor, [("", state.whole)]) is not None:
+                return owner_of(tensor, zip(state.bucket.paths, state.bucket.leaves(state.whole)))
+        return None
+
+
+class ShardTracker(TorchFunctionMode):
+    """A mode that refuses attention within this rank's part of the sequence, and what `_OutputShares` and `_PositionParts`
+    refuse.
+
+    In such attention no position ever sees those of other ranks. It is known by the shapes of queries and keys: the batch and
+    the part of a sequence that entered.
+
+    Args:
+        leaves: path -> what the function is given for each parameter.
+        styles: path -> style of each sliced leaf.
+        parts: None if sequences are whole.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[str, torch.Tensor],
+        styles: Mapping[str, Style],
+        slices: Slices,
+        parts: SequenceParts | None,
+    ) -> None:
+        super().__init__()
+        self._parts = parts
+        self._tags: list[_Tags] = [_OutputShares(styles, slices), *([_PositionParts(parts)] if parts else [])]
+        self._paths = {id(leaf): path for path, leaf in leaves.items()}
+        self._layers: list[str] = []  # the paths of the last layers that are not sliced, since the last attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._parts is not None:
+            self._look_for_attention(self._parts, func, [*args, *kwargs.values()])
+        follows = [follow for tags in self._tags if (follow := tags.look(func, args, kwargs))]
+        result = func(*args, **kwargs)
+        for follow in follows:
+            follow(result)
+        return result
+
+    def _look_for_attention(self, parts: SequenceParts, func: Any, given: list[Any]) -> None:
+        name = name_of(func)
+        if name in ("linear", "matmul", "addmm"):
+            matrices = (x for x in given if id(x) in self._paths and not isinstance(x, SlicedHandle) and x.dim() > 1)
+            self._layers += [self._paths[id(x)] for x in matrices]
+        elif func is F.scaled_dot_product_attention:
+            if all(isinstance(x, torch.Tensor) and x.dim() == 4 and parts.is_part(x, 2) for x in given[:2]):
+                _refuse_attention(parts.kind, self._layers)
+            self._layers.clear()
+        elif name == "softmax" and given[0].dim() == 4 and all(parts.is_part(given[0], dim) for dim in (2, 3)):
+            _refuse_attention(parts.kind, self._layers)
+
+
+def _refuse_attention(kind: SequenceKind, layers: list[str]) -> NoReturn:
+    if not kind.gathers_for_slices:
+        remedy = "Call sl.nn.attention for it, or take sequence(...) out of the plan"
+    elif layers:
+        remedy = (
+            f"Slice them ('column', with heads=) and the layer after ('row') in tensor_slicing(rules, axis={kind.axis!r}), "
+            "or use kind='ulysses' or 'ring' with sl.nn.attention"
+        )
+    else:
+        remedy = (
+            "Take the sequence's length from a sliced layer's output, not its input (transformers' modules cannot be used "
+            "here), or take sequence(...) out of the plan"
+        )
+    made = f", made by layers that are whole on every rank:\n{listing(layers)}\n" if layers else ". "
+    raise LossError(
+        f"attention has queries and keys of this rank's part of the sequence only ({kind}): positions of different ranks "
+        f"would never see each other{made}{remedy}."
+    )
+
+
+class DimTag(NamedTuple):
+    """What a dimension of a tensor is.
+
+    Attributes:
+        of: what this rank has a share of along it: a sliced layer, by its weight's path, or positions.
+        dim: counted from the end.
+        groups: whether it counts groups, such as heads, and what follows it the elements of each.
+    """
+
+    of: str
+    dim: int = -1
+    groups: bool = False
+
+
+class _Tags(ABC):
+    """Tags of tensors, and of what activations, views, products and the like make of them. A subclass says where tags come
+    from, and what is refused."""
+
+    def __init__(self) -> None:
+        self._known: MutableMapping[torch.Tensor, DimTag] = WeakTensorKeyDictionary()
+
+    @abstractmethod
+    def _origin(self, x: torch.Tensor) -> DimTag | None:
+        """The tag of a tensor that no function was seen to make of tagged ones."""
+
+    @abstractmethod
+    def _ways(self, tag: DimTag) -> int:
+        """How many ranks have a share."""
+
+    @abstractmethod
+    def _refuse(self, tag: DimTag, call: _TaggedCall) -> None:
+        """Raise if a call with a tagged tensor as its first argument is wrong."""
+
+    def of(self, x: Any) -> DimTag | None:
+        """The tag of a tensor, if it has one. One without elements has none."""
+        if not isinstance(x, torch.Tensor) or not estimated(x.numel()):
+            return None
+        return self._known.get(x) or self._origin(x)
+
+    def look(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
+        """Look at a call before it is made; returns what is to be given its result, if anything.
+
+        Raises:
+            ShardlibError: it is refused.
+        """
+        given, name = (*args, *kwargs.values()), name_of(func)
+        tags = [tag for x in given if (tag := self.of(x))]
+        if not tags or (name in PRODUCTS and any(isinstance(x, SlicedHandle) for x in given)):
+            return None  # or a sliced layer, which takes a part up
+        found, call = tags[0], None
+        if (first := self.of(args[0]) if args else None) is not None:
+            call = _TaggedCall.of(first, self._ways(first), func, args, kwargs)
+            self._refuse(first, call)
+
+        def follow(result: Any) -> None:
+            if isinstance(result, torch.Tensor) and not isinstance(result, SlicedHandle):
+                tag = found if name in POINTWISE else None if call is None else call.kept(found, result)
+                if tag is not None and tag.dim >= -result.dim():
+                    self._known[result] = tag
+
+        return follow
+
+
+class _TaggedCall(NamedTuple):
+    """A call whose first argument is tagged.
+
+    Attributes:
+        args: what follows that one.
+        size: of the tagged dimension.
+        ways: how many ranks have a share of it.
+        shown: what the call's results show of it; see `views`.
+        whole: the same, of all ranks' shares together; None where such a call is refused.
+        takes: the dimensions that the call takes together.
+    """
+
+    func: Any
+    x: torch.Tensor
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    size: int
+    ways: int
+    shown: list[DimView]
+    whole: list[DimView] | None
+    takes: frozenset[int]
+
+    @classmethod
+    def of(cls, tag: DimTag, ways: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _TaggedCall:
+        x, rest = args[0], args[1:]
+        shown = views(func, x, tag.dim, rest, kwargs)
+        whole = views(func, x, tag.dim, rest, kwargs, ways) if shown else None
+        takes = together(func, x, rest, kwargs)
+        return cls(func, x, rest, kwargs, estimated(x.shape[tag.dim]), ways, shown or [], whole, takes)
+
+    @property
+    def fixed(self) -> bool | None:
+        """Whether a view keeps the number of what the dimension is put into where it is larger, rather than their size; None
+        where that cannot be told."""
+        if not self.whole or not self.whole[0].dims:
+            return None
+        first, whole = self.whole[0].dims[0], self.whole[0].shape
+        return whole[first] != self.ways * self.shown[0].shape[first]
+
+    def kept(self, tag: DimTag, result: torch.Tensor) -> DimTag | None:
+        """The tag of the call's result."""
+        if len(self.shown) == 1:
+            return self._in_view(tag, self.shown[0])
+        if name_of(self.func) in PRODUCTS:
+            return tag if tag.dim < -1 else None
+        if self.func is F.embedding:
+            return tag._replace(dim=tag.dim - 1)
+        return tag if self.takes and result.shape == self.x.shape else None  # it takes other dimensions together
+
+    def _in_view(self, tag: DimTag, view: DimView) -> DimTag | None:
+        dims = view.dims
+        if self.whole and self.fixed is False:
+            dims = self.whole[0].dims
+        elif self.whole is None and view.shape.count(1) > self.x.shape.count(1):
+            return None  # a dimension of size 1 may be the groups, or a new one
+        if not dims:
+            return None
+        return DimTag(tag.of, dims[0], len(dims) > 1 or (tag.groups and view.shape[dims[0]] == self.size))
+
+
+class _OutputShares(_Tags):
+    """Shares of sliced layers' outputs.
+
+    Args:
+        styles: path -> style of each sliced leaf.
+    """
+
+    def __init__(self, styles: Mapping[str, Style], slices: Slices) -> None:
+        super().__init__()
+        self._styles, self._slices = styles, slices
+
+    def look(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
+        if func is torch.einsum and isinstance(args[0], str):
+            for place, x in enumerate(args[1:]):
+                tag = self.of(x)
+                if tag is not None and summed(args[0], place, tag.dim):
+                    self._refuse_sum(tag, f"einsum({args[0]!r})", x.shape[tag.dim])
+        return super().look(func, args, kwargs)
+
+    def _origin(self, x: torch.Tensor) -> DimTag | None:
+        path = self._slices.layer_of(x)
+        return DimTag(path) if path and self._ways(DimTag(path)) > 1 else None
+
+    def _ways(self, tag: DimTag) -> int:
+        return self._slices.mesh.shape[self._styles[tag.of].axis]
+
+    def _refuse(self, tag: DimTag, call: _TaggedCall) -> None:
+        """Raise if a call takes together, or apart, what this rank has only some of."""
+        if tag.dim in call.takes:
+            self._refuse_sum(tag, name_of(call.func), call.size)
+        if tag.groups or not call.shown:
+            return
+        if len(call.shown) == 1 and len(call.shown[0].dims) > 1:
+            self._require_heads(tag, call, call.shown[0])
+        else:
+            self._require_whole(tag, call.size, [view for view in call.shown if view.step == 1])
+
+    def _refuse_sum(self, tag: DimTag, name: str, size: int) -> NoReturn:
+        what = "heads or other groups of outputs" if tag.groups else "outputs"
+        raise HandleError(
+            f"{name} takes all {what} of {tag.of} together, and this rank has {size} of them ({self._sliced(tag)}). "
+            f"{_GATHER}; a number to look at can be taken of the share's detach()"
+        )
+
+    def _require_whole(self, tag: DimTag, size: int, pieces: Sequence[DimView]) -> None:
+        """Raise if pieces of a share are neither all of it nor its heads."""
+        heads = self._heads(tag)
+        each = size // heads if heads else 0
+        if all(piece.size in (0, size) or (piece.size == each and piece.start % each == 0) for piece in pieces):
+            return
+        one = pieces[0]
+        taken = f"{size} outputs on this rank in {len(pieces)} parts"
+        if len(pieces) == 1:
+            taken = f"outputs {one.start} to {one.start + one.size - 1} of the {size} on this rank"
+        raise HandleError(
+            f"{tag.of} is sliced ({self._sliced(tag)}), and the model takes its {taken}: of a layer that is several in one "
+            f"(gate and up) these are parts of others. Make them leaves of their own, or {_GATHER[0].lower()}{_GATHER[1:]}; "
+            "where they are heads, give their number, sl.column(heads=...)"
+        )
+
+    def _require_heads(self, tag: DimTag, call: _TaggedCall, view: DimView) -> None:
+        """Raise if the outputs are put in as many groups as all ranks together have."""
+        heads, count, size = self._heads(tag), view.shape[view.dims[0]], call.size
+        each = size // count
+        if call.fixed is False or (heads and each == size // heads):
+            return
+        if call.fixed or (heads and each % (size // heads)):
+            raise HandleError(
+                f"{tag.of} is sliced ({self._sliced(tag)}), and the model puts its {size} outputs on this rank in {count} "
+                f"groups of {each}: ranks have fewer heads, not smaller ones. Leave their number open, as in "
+                f"view(..., -1, {size // heads if heads else each * call.ways}), or give it if {count} is this rank's, "
+                f"sl.column(heads={count * call.ways}); for query, key and value in one give 'replicated', and "
+                "sl.row(split=True) for the layer after it"
+            )
+
+    def _heads(self, tag: DimTag) -> int:
+        """On this rank; 0 where the style gives none."""
+        return getattr(self._styles[tag.of], "heads", 0) // self._ways(tag)
+
+    def _sliced(self, tag: DimTag) -> str:
+        style = self._styles[tag.of]
+        return f"{style} over axis {style.axis!r}"
+
+
+_GATHER = "Give sl.column(gather=True) for it and sl.row(split=True) for the layer after it, or 'replicated' for both"
+
+
+class _PositionParts(_Tags):
+    """Positions of a sequence's part. Sums over a part are right as summands of `sl.nn.sum_sequence`, and wrong beside the
+    positions themselves."""
+
+    def __init__(self, parts: SequenceParts) -> None:
+        super().__init__()
+        self._parts = parts
+        self._sums: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()  # with the name of what summed
+
+    def look(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
+        if self._parts.busy:  # the library's own code
+            return None
+        given, name = (*args, *kwargs.values()), name_of(func)
+        by = next((self._sums[x] for x in given if isinstance(x, torch.Tensor) and x in self._sums), None)
+        elementwise = name in POINTWISE
+        if elementwise and by and any(map(self.of, given)):
+            self._fail(f"{by} over positions, whose result is used beside them,")
+        follow = super().look(func, args, kwargs)
+        tag = self.of(args[0]) if args else None
+        sums = name if tag and tag.dim in together(func, args[0], args[1:], kwargs) else by if elementwise else None
+
+        def followed(result: Any) -> None:
+            if follow is not None:
+                follow(result)
+            if func is embedding:
+                self._known[result] = DimTag("positions", -2)
+            if sums and isinstance(result, torch.Tensor):
+                self._sums[result] = sums
+
+        return followed if follow or sums or func is embedding else None
+
+    def _origin(self, x: torch.Tensor) -> DimTag | None:
+        dim = self._parts.dim_of(x)
+        return None if dim is None else DimTag("positions", dim)
+
+    def _ways(self, tag: DimTag) -> int:
+        return self._parts.size
+
+    def _refuse(self, tag: DimTag, call: _TaggedCall) -> None:
+        name = name_of(call.func)
+        if name in _MIXING and tag.dim in call.takes:
+            self._fail(f"{name} over positions")
+        if call.func is F.pad and any(_padding(*call.args, **call.kwargs)[-2 - 2 * tag.dim : -2 * tag.dim]):
+            self._fail("F.pad along positions")
+        ends = call.shown and not call.shown[0].dims if name == "select" else False
+        if name == "getitem":
+            ends = _leaves_out_an_end(_item(call.args[0], call.x.dim(), tag.dim))
+        if ends and call.size > 1:
+            self._fail(
+                "an index that leaves out positions at an end of the part",
+                "Shift or cut the batch before sl.nn.shard_sequence; sl.nn.gather_sequence is for what has no parameters",
+            )
+
+    def _fail(self, what: str, remedy: str = "") -> NoReturn:
+        remedy = remedy or "Mix positions by sl.nn.attention alone, or take sequence(...) out of the plan"
+        raise LossError(f"{what} sees this rank's part of the sequence only ({self._parts.kind}). {remedy}")
+
+
+def _padding(pad: Sequence[int], *args: Any, **options: Any) -> Sequence[int]:
+    return pad
+
+
+def _item(index: Any, dims: int, dim: int) -> Any:
+    """What an index has for a dimension: a number or a slice; None where it has no plain ones."""
+    items = [item for item in (index if isinstance(index, tuple) else (index,)) if item is not None]
+    if not all(item is Ellipsis or type(item) in (int, slice) for item in items):
+        return None
+    place = items.index(Ellipsis) if Ellipsis in items else len(items)
+    items[place : place + 1] = [slice(None)] * (dims - sum(item is not Ellipsis for item in items))
+    return items[dim]
+
+
+def _leaves_out_an_end(item: Any) -> bool:
+    """Whether an index is one number, or a slice that is open at one end alone, as shifts are; pieces of a loop have both."""
+    if not isinstance(item, slice):
+        return isinstance(item, int)
+    return item.step in (None, 1) and (
+        (item.start is None and bool(item.stop)) or (item.stop is None and bool(item.start))
+    )
+
+
+# Functions that mix what they take together into results for each of it.
+_MIXING = {
+    *("softmax", "log_softmax", "normalize", "layer_norm", "rms_norm", "group_norm", *CONVOLUTIONS),
+    *("cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "roll", "flip"),
+}
