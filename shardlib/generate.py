@@ -91,8 +91,7 @@ def generate(
         new = decode(decoder, lambda step: step(ready), texts, range(len(texts)), max_new, sampling, ends, device)
     if bad := [f"prompt {number}" for number, tokens in enumerate(new) if None in tokens]:
         raise NonFiniteError(
-            f"generate: the logits after {', '.join(bad)} are not finite; look for NaN in the parameters, or compute in a "
-            "wider dtype"
+            f"generate: the logits after {', '.join(bad)} are not finite; look for NaN in the parameters"
         )
     return [torch.tensor(tokens, dtype=torch.int64) for tokens in new]
 

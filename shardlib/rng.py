@@ -46,7 +46,7 @@ class Key:
             raise TypeError(f"Key({self.seed!r}): a seed is an integer; use sl.Key(0).fold_in(name)") from None
         if not -(2**63) <= seed < 2**64:
             raise ValueError(
-                f"Key: a seed of {seed.bit_length()} bits, and 64 are the most; sl.Key(0).fold_in(seed) takes any integer"
+                f"Key: a seed of {seed.bit_length()} bits, and 64 are the most; use sl.Key(0).fold_in(seed)"
             )
         if not isinstance(self.slot, Rational) or self.slot < 0:
             raise ValueError(f"Key: slot={self.slot!r} is no share of a batch: use an integer or a Fraction, 0 or more")

@@ -35,11 +35,7 @@ def flatten(tree: Tree) -> tuple[list[str], list[Any], TreeDef]:
 
 
 def path_names(paths: Sequence[tuple[Any, ...]]) -> list[str]:
-    """`path_name` of the path of each leaf of a tree.
-
-    Raises:
-        TreeError: as for `flatten`.
-    """
+    """`path_name` of the path of each leaf of a tree. Raises `TreeError`: as for `flatten`."""
     names = [path_name(path) for path in paths]
     if len(set(names)) < len(names):
         keys: dict[str, list[str]] = {}

@@ -238,18 +238,11 @@ class Placeholder(torch.Tensor):
         super().__init__()
 
     def present(self) -> torch.Tensor:
-        """The tensor that the module has now.
-
-        Raises:
-            TreeError: the module is in no call that has it.
-        """
+        """The tensor that the module has now. Raises `TreeError`: the module is in no call that has it."""
         name = self._path.rpartition(".")[2]
         held = own_parameters(self._owner).get(name, own_buffers(self._owner).get(name))
         if held is None or held is self:
-            raise TreeError(
-                f"{self._path} is used outside of a call that has it: after the call, or by another block. Use it inside of "
-                "apply(params, ...)"
-            )
+            raise TreeError(f"{self._path} is used outside of a call that has it. Use it inside of apply(params, ...)")
         if not torch.is_grad_enabled() and _in_function():
             raise TreeError(
                 f"{self._path} was given to an autograd.Function by what is no module (a closure, a list), and would get no "
@@ -267,10 +260,8 @@ class Placeholder(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         paths = {value._path for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Placeholder)}
-        raise TreeError(
-            f"{', '.join(sorted(paths))}: read below torch's functions through what is no module (a closure, a list). Read "
-            "the module's own attribute"
-        )
+        names = ", ".join(sorted(paths))
+        raise TreeError(f"{names}: read below torch's functions by what is no module. Read the module's attribute")
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -310,11 +301,7 @@ def copy_with_placeholders(module: nn.Module) -> Copied:
 
 
 def copied_or_refused(module: nn.Module, copy_of: Callable[[nn.Module], T]) -> T:
-    """A copy of a module.
-
-    Raises:
-        TreeError: the module has attributes that cannot be copied.
-    """
+    """A copy of a module. Raises `TreeError`: the module has attributes that cannot be copied."""
     try:
         return copy_of(module)
     except Exception:
@@ -323,11 +310,8 @@ def copied_or_refused(module: nn.Module, copy_of: Callable[[nn.Module], T]) -> T
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device, tied ones still tied.
-
-    Raises:
-        TreeError: the module has attributes that cannot be copied.
-    """
+    """A copy whose parameters are on the meta device, tied ones still tied. Raises `TreeError`: the module has attributes
+    that cannot be copied."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
     return copied_or_refused(module, Copy(module.modules(), dict(module.named_parameters()), memo))
 

@@ -99,14 +99,9 @@ class FunctionalModule:
         method: str = "__call__",
     ) -> Any:
         """The output of the module's ``method`` with ``parameters`` and the buffers it has; with copies of ``buffers``, if
-        they are given, the output and the buffers after the call.
-
-        Args:
-            training: whether the module runs in train mode; by default as `mode_of_modules` says.
-
-        Raises:
-            TreeError: the call changed a buffer without ``buffers``, or a parameter, or the parameters have other names.
-        """
+        they are given, the output and the buffers after the call. Raises `TreeError`: the call changed a buffer without
+        ``buffers``, or a parameter, or the parameters have other names. ``training``: whether the module runs in train mode;
+        by default as `mode_of_modules` says."""
         call = _Call(self, parameters, buffers, training)
         if buffers is not None:
             return call.run(method, args, kwargs), call.after
@@ -137,10 +132,7 @@ class FunctionalModule:
     @contextmanager
     def holding(self, parameters: Parameters, buffers: Buffers) -> Iterator[None]:
         """A context in which the module holds these tensors; afterwards it holds the previous ones, even after an error.
-
-        Raises:
-            TreeError: a parameter was replaced.
-        """
+        Raises `TreeError`: a parameter was replaced."""
         before = [(owner, leaf, own_parameters(owner)[leaf]) for owner, leaf in self._parameters.values()]
         kept = [(owner, dict(own_buffers(owner))) for owner in self._modules.values()]
         replaced: list[str] = []
@@ -290,11 +282,8 @@ def _places(buffers: Buffers) -> dict[str, Any]:
 
 @contextmanager
 def _explained(module: nn.Module) -> Iterator[None]:
-    """A context for a module's call in which torch's errors about what no pure function does say what to do instead.
-
-    Raises:
-        TreeError: the module has no forward, sets ``requires_grad`` of a parameter, or computes with an earlier call's.
-    """
+    """A context for a module's call in which torch's errors about what no pure function does say what to do instead. Raises
+    `TreeError`: the module has no forward, sets ``requires_grad`` of a parameter, or computes with an earlier call's."""
     try:
         yield
     except NotImplementedError as error:
@@ -347,11 +336,8 @@ watch_checkpoints(_lasting, _refuse_reentrant)
 
 
 class FunctionalCopies:
-    """A module's copies without weights: one per thread and device, since a call puts tensors into the module itself.
-
-    Raises:
-        TreeError: the module has attributes that cannot be copied, or hooks that cannot run.
-    """
+    """A module's copies without weights: one per thread and device, since a call puts tensors into the module itself. Raises
+    `TreeError`: the module has attributes that cannot be copied, or hooks that cannot run."""
 
     def __init__(self, module: nn.Module, buffers: Buffers) -> None:
         # Never called, so that a thread can copy it while another one is in a call.

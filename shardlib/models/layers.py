@@ -53,8 +53,7 @@ def self_attention(params: Params, x: Tensor, size: int, attend: Callable[[Tenso
     """Self-attention with parameters ``{"qkv", "out"}``: (B, S, W) -> (B, S, W).
 
     The rows of qkv are (heads, 3, size), so that a slice has whole heads, as many as its shape says. ``attend`` takes q, k
-    and v, (B, heads, S, size).
-    """
+    and v, (B, heads, S, size)."""
     q, k, v = linear(params["qkv"], x).unflatten(-1, (-1, 3, size)).permute(3, 0, 2, 1, 4)
     return linear(params["out"], attend(q, k, v).transpose(1, 2).flatten(2))
 
@@ -62,8 +61,7 @@ def self_attention(params: Params, x: Tensor, size: int, attend: Callable[[Tenso
 def layer_rules(prefix: str, heads: int) -> dict[str, Any]:
     """Rules for `shardlib.tensor_slicing` of layers ``{"attn": {"qkv", "out"}, "mlp": {"up", "down"}}``.
 
-    Attention is sliced by heads, the MLP by its inner width. The layers' paths begin with the glob ``prefix``.
-    """
+    Attention is sliced by heads, the MLP by its inner width. The layers' paths begin with the glob ``prefix``."""
     return {
         f"{prefix}attn/qkv": column(heads=heads),
         f"{prefix}attn/out": row(heads=heads),
@@ -73,11 +71,7 @@ def layer_rules(prefix: str, heads: int) -> dict[str, Any]:
 
 
 def drop(p: float, x: Tensor, rng: Key | None, name: str) -> Tensor:
-    """Dropout of ``x`` by the key ``rng`` folded with ``name``; ``x`` itself if ``p`` is 0.
-
-    Raises:
-        ValueError: ``p`` is not 0, and there is no ``rng``.
-    """
+    """Dropout of ``x`` by the key ``rng`` folded with ``name``, which it needs unless ``p`` is 0."""
     if p == 0:
         return x
     if rng is None:
@@ -86,12 +80,9 @@ def drop(p: float, x: Tensor, rng: Key | None, name: str) -> Tensor:
 
 
 def check_sizes(config: Any, *names: str) -> None:
-    """Checks the sizes ``names`` of a model's configuration, and the options that all models share.
-
-    Raises:
-        ValueError: a size is below 1, ``heads`` does not divide ``width``, ``dropout`` is not in [0, 1), or the layout has
-            another number of heads.
-    """
+    """Checks the sizes ``names`` of a model's configuration, and the options that all models share. Raises `ValueError`: a
+    size is below 1, ``heads`` does not divide ``width``, ``dropout`` is not in [0, 1), or the layout has another number of
+    heads."""
     kind = type(config).__name__
     for name in names:
         if getattr(config, name) < 1:

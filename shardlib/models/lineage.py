@@ -23,10 +23,7 @@ class Lineage(OperatorMode):
 
     New tensors that have values keep them: moving them to the device of the model's weights, the meta device, only copies
     them. Of tensors on the meta device it is noted which are copies of the model's own, and which are computed from these.
-
-    Args:
-        module: the model, before the change.
-    """
+    ``module``: the model, before the change."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -56,11 +53,8 @@ class Lineage(OperatorMode):
         return out
 
     def sources(self, module: nn.Module) -> dict[str, list[str]]:
-        """Name in the changed model -> the names that the tensor which it is, or is a copy of, had before.
-
-        Raises:
-            TreeError: parameters or buffers are parts of the model's, or computed from them; lists them.
-        """
+        """Name in the changed model -> the names that the tensor which it is, or is a copy of, had before. Raises
+        `TreeError`: parameters or buffers are parts of the model's, or computed from them; lists them."""
         found: dict[str, list[str]] = {}
         used: dict[int, int] = {}
         failures = []

@@ -121,10 +121,8 @@ def pad_to_multiple(
 def _config(module: nn.Module) -> Any:
     config = getattr(module, "config", None)
     if getattr(config, "model_type", None) not in _KNOWN:
-        raise TreeError(
-            f"{type(module).__name__} is none of transformers' {', '.join(_KNOWN)}: call sl.nn.attention(q, k, v, "
-            "layout=...) in its code"
-        )
+        kind = type(module).__name__
+        raise TreeError(f"{kind} is none of {', '.join(_KNOWN)}: call sl.nn.attention(q, k, v, layout=...) in its code")
     return config
 
 
@@ -148,10 +146,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Sparse attention as transformers calls it: heads are dimension 1 of the inputs and dimension 2 of the output."""
     if key.shape[2] != query.shape[2]:
-        raise BatchError(
-            f"sparse attention of {query.shape[2]} queries and {key.shape[2]} keys; pass use_cache=False, and no encoder's "
-            "states"
-        )
+        raise BatchError("a sparse layout is for one whole sequence; pass use_cache=False, and no encoder's states")
     layout: Any = module.sparse_layout
     out = sparse_attention(
         query,

@@ -34,15 +34,9 @@ def sharing(module: nn.Module) -> nn.Module:
 
 def initialised(given: nn.Module, key: Key, names: Collection[str] | None = None) -> nn.Module:
     """A copy of a meta module with values, set by each submodule's ``reset_parameters`` and by ``_init_weights``. Parameters
-    that have values are the same tensors.
-
-    Args:
-        names: of the parameters that get values; by default all on the meta device.
-
-    Raises:
-        TreeError: neither of them writes some of these, or they are peft's, which starts its adapters in another way; lists
-            all of them.
-    """
+    that have values are the same tensors. Raises `TreeError`: neither of them writes some of these, or they are peft's, which
+    starts its adapters in another way; lists all of them. ``names``: of the parameters that get values; by default all on the
+    meta device."""
     real = {name: leaf for name, leaf in given.named_parameters(remove_duplicate=False) if not leaf.is_meta}
     with no_modes():  # the copy is not to be recorded; and initialisers write to what they find
         module = copy.deepcopy(
@@ -72,14 +66,8 @@ def initialised(given: nn.Module, key: Key, names: Collection[str] | None = None
 
 
 def reset_buffers(module: nn.Module, filled_later: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """Real values for a meta module's buffers, submodule by submodule.
-
-    Args:
-        filled_later: names of buffers that need memory only.
-
-    Raises:
-        TreeError: neither ``reset_parameters`` nor ``_init_weights`` writes some buffers; lists all of these.
-    """
+    """Real values for a meta module's buffers, submodule by submodule. Raises `TreeError`: neither ``reset_parameters`` nor
+    ``_init_weights`` writes some buffers; lists all of these. ``filled_later``: names of buffers that need memory only."""
     starts = {id(owner): start for owner, start in _owners(module)}
     values = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta}
     failures = []
@@ -145,8 +133,7 @@ class CountedDraws(OperatorMode):
     """A mode in which in-place draws from normal and uniform distributions use counter-based keys.
 
     So a rank that records an initialiser (see `shardlib.init.deferred`) draws only its shard of a parameter. The mode also
-    notes which tensors are written to.
-    """
+    notes which tensors are written to."""
 
     def __init__(self, key: Key) -> None:
         super().__init__()

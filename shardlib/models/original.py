@@ -71,11 +71,8 @@ class Original:
         return again
 
     def follow(self) -> dict[str, torch.Tensor | None]:
-        """Carry over to the copy what was done to the module since; returns the buffers that changed, by name.
-
-        Raises:
-            TreeError: submodules, parameters, their ``requires_grad`` or their hooks changed.
-        """
+        """Carry over to the copy what was done to the module since; returns the buffers that changed, by name. Raises
+        `TreeError`: submodules, parameters, their ``requires_grad`` or their hooks changed."""
         self.calls += 1
         living = self._living()
         changed = [(value, each) for value, each in living if each.seen.differs(value)]
@@ -247,11 +244,7 @@ Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class ParameterHooks:
-    """The hooks of a module's parameters.
-
-    Args:
-        hooks: by the parameters' names.
-    """
+    """The hooks of a module's parameters. ``hooks``: by the parameters' names."""
 
     def __init__(self, hooks: Mapping[str, Sequence[Hook]]) -> None:
         self._hooks = hooks
@@ -263,12 +256,8 @@ class ParameterHooks:
         return ParameterHooks({key.removeprefix(f"{name}."): self._hooks[key] for key in inside})
 
     def on(self, parameters: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The parameters of a call, those with hooks as views on which these run.
-
-        Raises:
-            HandleError: this rank has a slice of one alone.
-            TreeError: in backward: a hook is not linear.
-        """
+        """The parameters of a call, those with hooks as views on which these run. Raises `HandleError`: this rank has a slice
+        of one alone; `TreeError`, in backward: a hook is not linear."""
         if not self._hooks or not torch.is_grad_enabled():
             return parameters
         views: dict[int, torch.Tensor] = {}  # by the parameter's identity, so that tied ones stay one
@@ -288,14 +277,8 @@ class ParameterHooks:
 
 
 def hooks_of(module: nn.Module, copier: Copy) -> ParameterHooks:
-    """The hooks of a module's parameters, in which placeholders stand for its tensors.
-
-    Args:
-        copier: what copied the module.
-
-    Raises:
-        TreeError: hooks that run after a gradient was accumulated; lists the parameters.
-    """
+    """The hooks of a module's parameters, in which placeholders stand for its tensors. Raises `TreeError`: hooks that run
+    after a gradient was accumulated; lists the parameters. ``copier``: what copied the module."""
     named = dict(module.named_parameters(remove_duplicate=False))
     if after := [name for name, leaf in named.items() if post_accumulate_hooks(leaf)]:
         raise TreeError(
@@ -341,12 +324,9 @@ class FirstCalls:
     def call(
         self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor | None], written: set[str]
     ) -> AbstractContextManager[None]:
-        """A context for one call, which adds to ``written`` the names of buffers that it writes to.
-
-        Raises:
-            HandleError: the call writes to a parameter; names it.
-            TreeError: the call reads a parameter of the original; names it, and the function that does.
-        """
+        """A context for one call, which adds to ``written`` the names of buffers that it writes to. Raises `HandleError`: the
+        call writes to a parameter; names it. TreeError: the call reads a parameter of the original; names it, and the
+        function that does."""
         if torch.compiler.is_compiling():
             return nullcontext()
         mode = tuple(module.training for module in self._modules)

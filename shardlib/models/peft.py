@@ -23,14 +23,8 @@ _ACTIVATE = "_activate_lora"  # peft's context in which a wrapper calls the modu
 
 
 def require_no_adapters(module: nn.Module, names: Collection[str]) -> None:
-    """Refuse to draw adapters as other modules are drawn: an adapter starts by its own rule, most as no change.
-
-    Args:
-        names: of the parameters that are to be drawn.
-
-    Raises:
-        TreeError: some are adapters; lists them.
-    """
+    """Refuse to draw adapters as other modules are drawn: an adapter starts by its own rule, most as no change. Raises
+    `TreeError`: some are adapters; lists them. ``names``: of the parameters that are to be drawn."""
     inside = [
         f"{joined(path, part)}."
         for path, owner in module.named_modules()

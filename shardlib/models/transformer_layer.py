@@ -134,18 +134,14 @@ def transformer_layer(
 
 
 def _layer(config: LayerConfig, params: Params, x: Tensor, rng: Key | None, lengths: Tensor | None) -> Tensor:
-    if config.norm == "pre":
-        normed, keep = _norm(config, params["ln1"], x)
-        with keep:
-            qkv = F.linear(normed, params["attn"]["qkv"]["weight"], params["attn"]["qkv"]["bias"])
-        x = _add(config, params["attn"]["out"], _attention(config, params, qkv, rng, lengths), x, rng, "attn")
-        normed, keep = _norm(config, params["ln2"], x)
-        return _mlp(config, params["mlp"], normed, keep, x, rng)
-    qkv = F.linear(x, params["attn"]["qkv"]["weight"], params["attn"]["qkv"]["bias"])
+    pre = config.norm == "pre"
+    normed, keep = _norm(config, params["ln1"], x) if pre else (x, contextlib.nullcontext())
+    with keep:
+        qkv = F.linear(normed, params["attn"]["qkv"]["weight"], params["attn"]["qkv"]["bias"])
     x = _add(config, params["attn"]["out"], _attention(config, params, qkv, rng, lengths), x, rng, "attn")
-    normed, keep = _norm(config, params["ln1"], x)
-    x = _mlp(config, params["mlp"], normed, keep, normed, rng)
-    return layer_norm(x, params["ln2"]["weight"], params["ln2"]["bias"], eps=config.eps)
+    normed, keep = _norm(config, params["ln2" if pre else "ln1"], x)
+    x = _mlp(config, params["mlp"], normed, keep, x if pre else normed, rng)
+    return x if pre else layer_norm(x, params["ln2"]["weight"], params["ln2"]["bias"], eps=config.eps)
 
 
 Keep = contextlib.AbstractContextManager[None]

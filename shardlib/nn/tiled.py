@@ -99,11 +99,8 @@ class _Take(torch.autograd.Function):
 
 
 class Join:
-    """A tensor that is made of tiles, each of which can be freed when it is in its place.
-
-    Args:
-        out: memory for the whole tensor.
-    """
+    """A tensor that is made of tiles, each of which can be freed when it is in its place. ``out``: memory for the whole
+    tensor."""
 
     def __init__(self, out: torch.Tensor, view: View) -> None:
         self.out, self.view = out, view
@@ -215,11 +212,7 @@ def tiled(fn: Callable[..., Any], x: torch.Tensor | tuple[torch.Tensor, ...], n:
 
 
 class _Result:
-    """An output of all tiles: joined, or added up if it has no dimensions.
-
-    Args:
-        first: the output of the first tile.
-    """
+    """An output of all tiles: joined, or added up if it has no dimensions. ``first``: the output of the first tile."""
 
     def __init__(self, first: torch.Tensor, dim: int, length: int, view: View) -> None:
         self._dim, self._total = dim, None  # type: int, torch.Tensor | None
@@ -242,11 +235,8 @@ class _Result:
 
 
 class _Tile:
-    """One tile of the tokens, as `shardlib.execute.sequence.SequenceParts` for what runs in it.
-
-    Args:
-        around: the parts of the caller.
-    """
+    """One tile of the tokens, as `shardlib.execute.sequence.SequenceParts` for what runs in it. ``around``: the parts of the
+    caller."""
 
     def __init__(self, around: Any, dim: int, start: int, stop: int, length: int) -> None:
         self._around, self._dim, self._start, self._stop, self._length = around, dim, start, stop, length
@@ -315,19 +305,14 @@ class TiledModules:
 
     def __init__(self, tiles: Mapping[str, int], paths: Collection[str]) -> None:
         self._tiles, self._paths = dict(tiles), frozenset(paths)
-        self._ran = False
+        self.ran = False  # whether one of them ran in tiles
         self._known: dict[tuple[str, ...], str] = {}  # names of a tree's parameters -> where the tree is in the plan's
 
     @contextmanager
     def installed(self, modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> Iterator[None]:
-        """A context in which those of ``modules`` (path -> module) that the plan names run in tiles.
-
-        Args:
-            names: the paths of the modules' parameters, which may be a part of a larger tree.
-
-        Raises:
-            LossError: the plan has several such trees, whose modules run in other numbers of tiles.
-        """
+        """A context in which those of ``modules`` (path -> module) that the plan names run in tiles. Raises `LossError`: the
+        plan has several such trees, whose modules run in other numbers of tiles. ``names``: the paths of the modules'
+        parameters, which may be a part of a larger tree."""
         place = self._place(names, modules)
         before = []
         try:
@@ -359,17 +344,9 @@ class TiledModules:
             self._known[names] = places[0] if places else "/"  # which begins no path
         return self._known[names]
 
-    def note(self) -> None:
-        """Note that a module ran in tiles."""
-        self._ran = True
-
     def require_some(self) -> None:
-        """Refuse a loss in which none of the modules ran.
-
-        Raises:
-            LossError: see above.
-        """
-        if self._tiles and not self._ran:
+        """Raise `LossError` for a loss in which none of the modules ran."""
+        if self._tiles and not self.ran:
             raise LossError(
                 f"none of the modules that the plan runs in tiles ran:\n{listing(sorted(self._tiles))}\nsl.tile finds "
                 "modules of sl.from_module; in functions of your own call sl.nn.tiled"
@@ -383,7 +360,7 @@ class _InTiles:
         self._modules, self._path, self._count, self._forward = modules, path, count, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._modules.note()
+        self._modules.ran = True
         if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].dim() < 2:
             raise LossError(
                 f"{self._path} runs in tiles of its tokens and is called with {len(args)} arguments and {sorted(kwargs)}. "

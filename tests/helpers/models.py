@@ -29,6 +29,12 @@ def tiny_gpt(dtype=torch.float32, **changes):
     return gpt.make_loss(config), tree_map(shake, gpt.init(config))
 
 
+def shaken(params, by=0.1, seed=1):
+    """Parameters none of which is 0 or 1, so that no term of a model can go missing unseen."""
+    generator = torch.Generator().manual_seed(seed)
+    return tree_map(lambda p: p + by * torch.randn(p.shape, generator=generator, dtype=p.dtype), params)
+
+
 def token_batches(steps, rows=ROWS, config=TINY):
     """One global batch per step."""
     generator = torch.Generator().manual_seed(4)

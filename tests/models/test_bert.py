@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import training
+from helpers.models import shaken
 from helpers.trees import assert_close
-from optree import tree_map
 from oracle import one_device
 from test_gpt import queries_first
 
@@ -21,10 +21,8 @@ PRE = dataclasses.replace(CONFIG, pre_norm=True)
 MASK = 31
 
 
-def random_params(config, seed=1):
-    """Parameters where nothing is 0 or 1, so that no term of the model can go missing unseen."""
-    generator = torch.Generator().manual_seed(seed)
-    params = tree_map(lambda p: p + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype), bert.init(config))
+def random_params(config):
+    params = shaken(bert.init(config))
     params["head"]["weight"] = params["embed"]["tokens"]
     return params
 
@@ -43,17 +41,10 @@ def random_batch(config, rows=4, seed=2):
 def theirs(config, params):
     """transformers' BERT with ``params`` copied in."""
     transformers = pytest.importorskip("transformers")
-    model = transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            vocab_size=config.vocab,
-            hidden_size=config.width,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            intermediate_size=4 * config.width,
-            max_position_embeddings=config.sequence,
-            type_vocab_size=config.segments,
-        )
-    ).eval()
+    sizes = {"vocab_size": config.vocab, "hidden_size": config.width, "num_hidden_layers": config.layers}
+    sizes |= {"num_attention_heads": config.heads, "intermediate_size": 4 * config.width}
+    sizes |= {"max_position_embeddings": config.sequence, "type_vocab_size": config.segments}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).eval()
     embedded, head = params["embed"], params["head"]
     state = {
         "bert.embeddings.word_embeddings.weight": embedded["tokens"],
@@ -123,16 +114,9 @@ def test_trains_like_one_device(name, config):
 
 
 def test_a_ring_refuses_padding():
-    fit, batch = bert.make_loss(CONFIG), random_batch(CONFIG)
+    fit, params, batches = bert.make_loss(CONFIG), random_params(CONFIG), [random_batch(CONFIG)]
     with pytest.raises(SpecError, match="takes no key_mask"):
-        training.simulate(
-            {"seq": 2},
-            fit,
-            random_params(CONFIG),
-            [batch],
-            sl.sequence(axis="seq", kind="ring"),
-            training.optimizer(1.0),
-        )
+        training.simulate({"seq": 2}, fit, params, batches, sl.sequence("seq", "ring"), training.optimizer(1.0))
 
 
 def test_every_dropout_has_a_key_of_its_own(monkeypatch):

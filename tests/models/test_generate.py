@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from helpers.decoders import MAKE, decoder
+from helpers.models import shaken
 from helpers.profile import NIGHTLY
 from helpers.texts import uncached
 from hypothesis import given, settings
@@ -23,9 +24,8 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [35, 8, 9, 7, 9, 3, 2, 38, 46, 26, 4
 SHARP = Sampling(temperature=0.8, seed=6)
 
 
-def random_params(config, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return tree_map(lambda p: p + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype), gpt.init(config))
+def random_params(config):
+    return shaken(gpt.init(config))
 
 
 PARAMS = random_params(CONFIG)
@@ -165,23 +165,6 @@ def test_logits_that_are_not_finite_are_an_error(temperature):
     assert Sampling(temperature).choose(torch.tensor([[-torch.inf, 0.0], [torch.nan, 0.0]]), range(2), 0) == [1, None]
 
 
-def test_arguments_are_named_where_they_are_wrong():
-    """On every rank, before any runs."""
-    for prompts, options, message in [
-        ([[1], [99]], {}, "prompt 1 has the token 99, and the model 64 tokens"),
-        ([[-1]], {}, "prompt 0 has the token -1"),
-        (["abc"], {}, "prompt 0 is 'abc'"),
-        ([[[1], [2, 3]]], {}, "prompt 0 is"),
-        ([[True]], {}, "torch.bool"),
-        ([[]], {}, "at least one"),
-        ([[1]], {"stop": [64]}, "stop has the token 64"),
-        ([[1]], {"max_new": 2.5}, "max_new=2.5"),
-        ([[1]], {"top_k": 2.5}, "top_k=2.5"),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            drawn(prompts, **options)
-
-
 def test_stop_tokens_may_come_from_an_iterator():
     stop = drawn(PROMPTS)[0][4], drawn(PROMPTS)[2][1]
     assert drawn(PROMPTS, stop=iter(stop)) == drawn(PROMPTS, stop=stop)
@@ -205,14 +188,8 @@ def test_the_tokens_of_transformers(kind):
     found = sl.generate(made, params, prompts, 4, temperature=0)
     for prompt, new in zip(prompts, found):
         given = torch.tensor([prompt])
-        theirs = made.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            max_new_tokens=4,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+        how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        theirs = made.generate(given, attention_mask=torch.ones_like(given), **how)
         assert theirs[0, len(prompt) :].tolist() == new.tolist()
     sampled = lists(sl.generate(made, params, prompts, 5, temperature=0.8, seed=6))
     assert sampled == [
@@ -276,15 +253,10 @@ def test_slices_of_transformers(kind):
     assert sl.simulate(run, mesh={"data": 2, "model": 2}) == [whole] * 4
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES = {
     "linear": {"rope_type": "linear", "factor": 2.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 4,
-    },
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 4},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
 }
 
@@ -302,18 +274,30 @@ def test_rotary_frequencies_of_transformers(rope):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompts": [[1], []]}, r"prompt 1 is torch.float32 of shape \(0,\)"),
+        (
+            {"prompts": [[1], []]},
+            "prompt 1 is torch.float32 of shape (0,), and not a list of integers, tokens, at least one",
+        ),
         ({"prompts": [[1.5]]}, "prompt 0 is torch.float32"),
-        ({"prompts": torch.tensor([1, 2])}, r"prompt 0 is torch.int64 of shape \(\)"),
+        ({"prompts": torch.tensor([1, 2])}, "prompt 0 is torch.int64 of shape ()"),
+        ({"prompts": ["abc"]}, "prompt 0 is 'abc'"),
+        ({"prompts": [[[1], [2, 3]]]}, "prompt 0 is"),
+        ({"prompts": [[True]]}, "torch.bool"),
+        ({"prompts": [[1], [99]]}, "prompt 1 has the token 99, and the model 64 tokens"),
+        ({"prompts": [[-1]]}, "prompt 0 has the token -1"),
+        ({"stop": [64]}, "stop has the token 64"),
         ({"max_new": -1}, "max_new=-1"),
+        ({"max_new": 2.5}, "max_new=2.5"),
         ({"temperature": -1}, "temperature=-1"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": 0}, "top_k=0"),
+        ({"top_k": 2.5}, "top_k=2.5"),
         ({"top_p": 0}, "top_p=0"),
     ],
 )
 def test_wrong_arguments(changes, message):
-    with pytest.raises(ValueError, match=message):
+    """On every rank, before any runs."""
+    with pytest.raises(ValueError, match=re.escape(message)):
         sl.generate(CONFIG, PARAMS, **{"prompts": PROMPTS, "max_new": 2} | changes)
 
 
@@ -326,11 +310,15 @@ def test_models_that_are_not_supported():
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
     with pytest.raises(TreeError, match=r"rotary embeddings .*'dynamic'"):
         sl.generate(MAKE["llama"](head_dim=4, rope_parameters=dynamic), {}, PROMPTS, 1)
-    config = transformers.GPTNeoXConfig(
-        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
-    )
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
     with pytest.raises(TreeError, match="got GPTNeoXForCausalLM"):
-        sl.generate(transformers.GPTNeoXForCausalLM(config), {}, PROMPTS, 1)
+        sl.generate(transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes)), {}, PROMPTS, 1)
 
 
 def test_stages_and_ranks_that_differ():

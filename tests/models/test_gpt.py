@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.models import shaken
 from optree import tree_flatten, tree_map
 
 from shardlib.models import gpt
@@ -15,10 +16,8 @@ CONFIG = gpt.GPTConfig(vocab=61, layers=3, width=24, heads=4, sequence=17)
 EXACT = dataclasses.replace(CONFIG, dtype=torch.float64)
 
 
-def random_params(config, seed=1):
-    """Parameters where nothing is 0 or 1, so that no term of the model can go missing unseen."""
-    generator = torch.Generator().manual_seed(seed)
-    params = tree_map(lambda p: p + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype), gpt.init(config))
+def random_params(config):
+    params = shaken(gpt.init(config))
     if config.tie:
         params["head"]["weight"] = params["embed"]["tokens"]
     return params
@@ -39,18 +38,16 @@ def queries_first(rows, config):
 def oracle(config, params):
     """transformers' GPT-2 with ``params`` copied in; its weights lie (in, out), ours (out, in)."""
     transformers = pytest.importorskip("transformers")
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            bos_token_id=None,
-            eos_token_id=None,
-            vocab_size=config.vocab,
-            n_positions=config.sequence,
-            n_embd=config.width,
-            n_layer=config.layers,
-            n_head=config.heads,
-            tie_word_embeddings=config.tie,
-        )
-    ).eval()
+    sizes = {
+        "vocab_size": config.vocab,
+        "n_positions": config.sequence,
+        "n_embd": config.width,
+        "n_layer": config.layers,
+    }
+    theirs = transformers.GPT2Config(
+        bos_token_id=None, eos_token_id=None, n_head=config.heads, tie_word_embeddings=config.tie, **sizes
+    )
+    model = transformers.GPT2LMHeadModel(theirs).eval()
     state = {
         "transformer.wte.weight": params["embed"]["tokens"],
         "transformer.wpe.weight": params["embed"]["positions"],

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import training
+from helpers.models import shaken
 from helpers.training import assert_same_training, optimizer, simulate
 from helpers.trees import assert_close
 from optree import tree_leaves, tree_map
@@ -22,9 +23,7 @@ CONFIG = gpt.GPTConfig(vocab=29, layers=4, width=12, heads=2, sequence=8, dtype=
 
 
 def drawn(config=CONFIG):
-    """Parameters of which none is 0 or 1, and whose routers tell tokens apart."""
-    generator = torch.Generator().manual_seed(1)
-    return tree_map(lambda p: p + 0.2 * torch.randn(p.shape, generator=generator, dtype=p.dtype), gpt.init(config))
+    return shaken(gpt.init(config), 0.2)  # so that routers tell tokens apart
 
 
 def batch_of(rows, seed=2):

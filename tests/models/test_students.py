@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.models import shaken
 from helpers.trees import assert_close
-from optree import tree_leaves, tree_map
+from optree import tree_leaves
 
 import shardlib as sl
 from shardlib.models import gpt, students
@@ -17,9 +18,7 @@ WEIGHT = sl.optim.piecewise_constant_schedule(0.7, {2: 0.0})
 
 
 def params():
-    generator = torch.Generator().manual_seed(1)
-    tree = {"student": gpt.init(STUDENT, seed=1), "teacher": gpt.init(TEACHER)}
-    return tree_map(lambda p: p + 0.2 * torch.randn(p.shape, generator=generator, dtype=p.dtype), tree)
+    return shaken({"student": gpt.init(STUDENT, seed=1), "teacher": gpt.init(TEACHER)}, 0.2)
 
 
 def batch_of(rows, step, padded=False):

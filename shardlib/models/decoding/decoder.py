@@ -53,9 +53,9 @@ class Decoder(ABC):
         Raises:
             NotImplementedError: the model has layers of experts and does not say what they choose.
         """
+        name = type(self).__name__
         raise NotImplementedError(
-            f"{type(self).__name__} has layers of experts and does not say which they choose: define choices(layer, x) -> "
-            "rows of the experts' leaves, [T, k]"
+            f"{name} has layers of experts: define choices(layer, x) -> rows of their leaves, [T, k]"
         )
 
     @abstractmethod
@@ -96,11 +96,8 @@ def everywhere(config: Any) -> list[int | None]:
 
 
 def by_layer(config: Any) -> list[int | None]:
-    """The layers have a window that ``layer_types`` calls "sliding_attention".
-
-    Raises:
-        TreeError: other kinds of layers than that and "full_attention".
-    """
+    """The layers have a window that ``layer_types`` calls "sliding_attention". Raises `TreeError`: other kinds of layers than
+    that and "full_attention"."""
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     unknown = sorted(set(config.layer_types) - set(windows))
     if unknown:

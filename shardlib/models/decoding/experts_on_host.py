@@ -303,7 +303,10 @@ def experts_on_host(
     if any(isinstance(leaf, StoredExperts) for leaf in leaves_of(tree)):
         raise TreeError("experts_on_host: the experts are in host memory already; pass what it was given")
     if local is None:
-        device = _device_of(tree) if device is None else with_index(device)
+        if device is None:
+            devices = {leaf.device for leaf in leaves_of(tree)}
+            device = next((each for each in devices if each.type != "cpu"), default_device())
+        device = with_index(device)
         transfers = Transfers(device)
     else:
         device, transfers = local.mesh.device, local.mesh.transfers
@@ -321,11 +324,6 @@ def experts_on_host(
         for (store, after), layer in zip(pairwise(stores), decoder.layers_of_experts(tree)[1:]):
             store.ahead = after, partial(decoder.choices, layer)
     return tree if local is None else local.with_tree(tree), ExpertsOnHost(stores)
-
-
-def _device_of(tree: Any) -> torch.device:
-    devices = {leaf.device for leaf in leaves_of(tree)}
-    return next((device for device in devices if device.type != "cpu"), default_device())
 
 
 def _refuse_slices(local: Local, layers: Sequence[Mapping[str, Any]]) -> None:

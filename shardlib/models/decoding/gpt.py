@@ -19,11 +19,8 @@ from shardlib.nn.moe.routers.base import Router
 
 class GPT(Decoder):
     """The model `shardlib.models.gpt`, without dropout, and with room for all tokens in every expert: which ones a capacity
-    would drop depends on the tokens that happen to be computed together.
-
-    Raises:
-        ValueError: ``config.layout`` is for fewer tokens than ``config.sequence``, or a router is not causal.
-    """
+    would drop depends on the tokens that happen to be computed together. Raises `ValueError`: ``config.layout`` is for fewer
+    tokens than ``config.sequence``, or a router is not causal."""
 
     products: tuple[str, ...] = ("blocks/*/attn/*/weight", "blocks/*/mlp/*/weight", "head/weight")
 
@@ -31,8 +28,7 @@ class GPT(Decoder):
         layout = config.layout
         if layout is not None and layout.size * layout.block < config.sequence:
             raise ValueError(
-                f"GPTConfig: a layout of {layout.size} blocks of {layout.block} is for fewer tokens than sequence="
-                f"{config.sequence}; make it for that length"
+                f"GPTConfig: the layout is shorter than sequence={config.sequence}; make it for that length"
             )
         self._config = replace(config, dropout=0.0, moe=None if config.moe is None else _with_room(config.moe))
         self.sequence, self.vocab = config.sequence, config.vocab

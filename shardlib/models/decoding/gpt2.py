@@ -20,11 +20,8 @@ _SETTINGS = {
 
 
 class GPT2(Decoder):
-    """A ``GPT2LMHeadModel``, also made `shardlib.models.huggingface.sliceable`. Its parameters are by module path.
-
-    Raises:
-        TreeError: settings that this does not compute.
-    """
+    """A ``GPT2LMHeadModel``, also made `shardlib.models.huggingface.sliceable`. Its parameters are by module path. Raises
+    `TreeError`: settings that this does not compute."""
 
     def __init__(self, model: Any) -> None:
         config = model.config

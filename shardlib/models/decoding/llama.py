@@ -38,15 +38,9 @@ class PreparedLlama(NamedTuple):
 
 
 class Llama(Decoder):
-    """A Llama, Mistral, Qwen2 or Qwen3 with an output layer. Its parameters are by module path.
-
-    Args:
-        model: of transformers, of which only the configuration and the rotary embedding's type are read.
-        windows: which layers have a sliding window.
-
-    Raises:
-        TreeError: settings that this does not compute.
-    """
+    """A Llama, Mistral, Qwen2 or Qwen3 with an output layer. Its parameters are by module path. Raises `TreeError`: settings
+    that this does not compute. ``model``: of transformers, of which only the configuration and the rotary embedding's type
+    are read. ``windows``: which layers have a sliding window."""
 
     products: tuple[str, ...] = (
         "model/layers/*/self_attn/*_proj/weight",

@@ -21,10 +21,7 @@ from shardlib.nn.moe.routing import Routing
 
 class Mixtral(Llama):
     """A Mixtral or a Qwen3-MoE, some layers of which may have an MLP. Under `shardlib.experts` tokens travel to experts.
-
-    Raises:
-        TreeError: settings that this does not compute.
-    """
+    Raises `TreeError`: settings that this does not compute."""
 
     products: tuple[str, ...] = (*Llama.products, "model/layers/*/mlp/experts/*_proj")
 

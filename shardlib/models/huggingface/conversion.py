@@ -28,13 +28,9 @@ def of_model(module: Any, files: Described) -> dict[str, OriginTensor]:
     """The tensors of a model, by their names in its state dict, as made of those in files.
 
     Tensors in the files that the model has no place for are among them, by their names in the files; those that the model
-    says it does not need are not.
-
-    Raises:
-        TreeError: ``module`` is no model of transformers; the files' tensors do not fit together; transformers changes some
-            in another way than by joining and cutting.
-        MissingPackage: transformers is not installed, or is older than its conversions.
-    """
+    says it does not need are not. Raises `TreeError`: ``module`` is no model of transformers; the files' tensors do not fit
+    together; transformers changes some in another way than by joining and cutting; `MissingPackage`: transformers is not
+    installed, or is older than its conversions."""
     loading, known = _loading(module), module.state_dict()
     mapping = _required("transformers.conversion_mapping").get_model_conversion_mapping(module)
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -71,15 +67,9 @@ def not_in_files(module: Any) -> set[str]:
 
 
 def of_files(module: Any, leaves: Described) -> dict[str, OriginTensor]:
-    """The tensors that transformers' ``save_pretrained`` would write for a model, by their names in the files, as made of
-    the model's.
-
-    Args:
-        leaves: those of the model's state dict.
-
-    Raises:
-        TreeError: as `of_model`; leaves that are not the model's.
-    """
+    """The tensors that transformers' ``save_pretrained`` would write for a model, by their names in the files, as made of the
+    model's. Raises `TreeError`: as `of_model`; leaves that are not the model's. ``leaves``: those of the model's state
+    dict."""
     loading, known = _loading(module), module.state_dict()
     differing = [f"{name}: the module has none" for name in leaves if name not in known]
     differing += [f"{name}: not given" for name in known if name not in leaves]
@@ -152,13 +142,11 @@ class Origin(NamedTuple):
 
 
 class OriginTensor(torch.Tensor):
-    """A tensor without values, made of other tensors by joining and cutting them.
+    """A tensor without values, made of other tensors by joining and cutting them. Raises `TreeError`: from any function that
+    makes tensors in another way.
 
     Attributes:
         origins: boxes that together are the tensor, and where their elements come from.
-
-    Raises:
-        TreeError: from any function that makes tensors in another way.
     """
 
     origins: tuple[Origin, ...]

@@ -64,12 +64,8 @@ DECODERS = {
 
 
 def decoder_of(model: nn.Module) -> DecoderNames:
-    """The names of a model's submodules.
-
-    Raises:
-        TreeError: the model is no causal language model of transformers of a kind in `DECODERS`, one that peft has wrapped,
-            or adds routers' losses.
-    """
+    """The names of a model's submodules. Raises `TreeError`: the model is no causal language model of transformers of a kind
+    in `DECODERS`, one that peft has wrapped, or adds routers' losses."""
     if hasattr(model, "get_base_model"):  # of peft, which answers for the model inside and has other parameters
         raise TreeError(
             f"decoder_blocks takes a model of transformers itself, and this is a {type(model).__name__}: give it "
@@ -83,8 +79,7 @@ def decoder_of(model: nn.Module) -> DecoderNames:
         )
     if getattr(model.config, "output_router_logits", False):
         raise TreeError(
-            "decoder_blocks hands on the residual stream alone: set output_router_logits to False in the model's config, or "
-            "train without stages"
+            "decoder_blocks adds no loss of routers: set output_router_logits to False in the model's config"
         )
     return DECODERS[kind]
 
@@ -181,12 +176,9 @@ class _Head(_Block):
 
 
 def _of_tokens(optional: dict[str, torch.Tensor | None], tokens: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """The optional inputs of a layer that sees the tokens at these positions alone.
-
-    Raises:
-        BatchError: packed documents without an attention mask: transformers finds where they begin by positions that are not
-            one after the other, which is so of all tokens here.
-    """
+    """The optional inputs of a layer that sees the tokens at these positions alone. Raises `BatchError`: packed documents
+    without an attention mask: transformers finds where they begin by positions that are not one after the other, which is so
+    of all tokens here."""
     if optional["attention_mask"] is None and optional["position_ids"] is not None:
         raise BatchError(
             "random_ltd leaves out tokens, and transformers finds packed documents by position_ids: give an attention_mask, "

@@ -60,10 +60,8 @@ def with_tiled_loss(model: Any) -> Any:
     elif getattr(config, "is_encoder_decoder", False):
         why = "it has an encoder, and its loss does not shift labels"
     if why:
-        raise TreeError(
-            f"with_tiled_loss cannot take {type(model).__name__}: {why}; call sl.nn.linear_cross_entropy(hidden, weight, "
-            "targets) on the base model's output"
-        )
+        kind = type(model).__name__
+        raise TreeError(f"with_tiled_loss cannot take {kind}: {why}; call sl.nn.linear_cross_entropy in your loss")
     head.__class__ = _TiledHead
     model.loss_function = _loss
     return model

@@ -104,10 +104,8 @@ class MoEConfig:
             ValueError: the expert is a function, whose parameters only its author knows.
         """
         if not isinstance(self.expert, str):
-            raise ValueError(
-                f"the parameters of the expert function {getattr(self.expert, '__name__', self.expert)!r} are unknown. Make "
-                f"them yourself, or name one of {', '.join(map(repr, EXPERTS))}"
-            )
+            name = getattr(self.expert, "__name__", self.expert)
+            raise ValueError(f"the parameters of the expert function {name!r} are unknown: make them yourself")
         sizes = {"width": width, "hidden": hidden}
         return {name: tuple(sizes[size] for size in order) for name, order in EXPERTS[self.expert].sizes.items()}
 

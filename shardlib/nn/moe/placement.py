@@ -141,11 +141,8 @@ def _sums(shares: Shares, loads: Mapping[int, int]) -> list[int]:
 
 
 def _distributed(experts: Iterable[int], loads: Mapping[int, int], beside: Sequence[int]) -> Shares:
-    """Each rank's experts: the next largest load goes to the least loaded rank with a free place.
-
-    Args:
-        beside: what each rank has to do beside them.
-    """
+    """Each rank's experts: the next largest load goes to the least loaded rank with a free place. ``beside``: what each rank
+    has to do beside them."""
     left = sorted(experts, key=lambda expert: -loads[expert])
     shares: Shares = [[] for _ in beside]
     sums, room = list(beside), len(left) // len(beside)
@@ -238,10 +235,7 @@ class ExpertPlacement:
     def __post_init__(self) -> None:
         copies = [slot for slot in self.replicas if slot >= 0]
         if sorted(self.seats) != list(range(len(self.seats))) or len(set(copies)) < len(copies):
-            raise ValueError(
-                f"experts have seats {list(self.seats)} and replicas {list(self.replicas)}. Seats must be a permutation, and "
-                "a slot has one expert"
-            )
+            raise ValueError(f"{self}: seats must be a permutation, and a slot has one expert")
 
     @classmethod
     def assumed(cls, experts: int, ranks: int, spare: int) -> ExpertPlacement:

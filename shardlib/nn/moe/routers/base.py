@@ -134,22 +134,15 @@ class Router(ABC):
 
 
 def best(scores: torch.Tensor, number: int) -> torch.Tensor:
-    """``[T, number]``: the columns of the largest scores of each row, the largest first; of equals the first.
-
-    Raises:
-        ValueError: there are fewer columns.
-    """
+    """``[T, number]``: the columns of the largest scores of each row, the largest first; of equals the first. Raises
+    `ValueError`: there are fewer columns."""
     if not 0 < number <= scores.shape[1]:
         raise ValueError(f"a router cannot choose {number} of {scores.shape[1]} experts")
     return routing.top_k(scores, number)[0]
 
 
 def require_renormalised(how: str | None) -> None:
-    """Refuse an unknown way to renormalise.
-
-    Raises:
-        ValueError: there is no such way.
-    """
+    """Raise `ValueError` for an unknown way to renormalise."""
     if how not in RENORMALISED:
         raise ValueError(f"renormalise={how!r}: use None, 'chosen' or 'kept'")
 

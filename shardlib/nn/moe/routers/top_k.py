@@ -28,10 +28,8 @@ class TopK(Router):
         if self.score not in ("softmax", "sigmoid"):
             raise ValueError(f"score={self.score!r}: use 'softmax' or 'sigmoid'")
         if self.k < 1 or not 1 <= self.kept_groups <= self.groups:
-            raise ValueError(
-                f"top_k(k={self.k}, groups={self.groups}, kept_groups={self.kept_groups}): choose at least one expert, from "
-                "at least one group and at most all of them"
-            )
+            how = f"k={self.k}, groups={self.groups}, kept_groups={self.kept_groups}"
+            raise ValueError(f"top_k({how}): choose at least one expert and group, and at most all groups")
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.softmax(1) if self.score == "softmax" else logits.sigmoid()
