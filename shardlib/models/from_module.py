@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from shardlib.errors import TreeError, listing
-from shardlib.models.copying import buffers_of, clones, meta_copy
+from shardlib.models.copying import buffers_of, meta_copy
 from shardlib.models.functional_module import Buffers, FunctionalCopies, FunctionalModule
 from shardlib.models.meta import initialised, reset_buffers, sharing
 from shardlib.nn.blocks import Sequential, sequential
@@ -113,17 +113,16 @@ def from_module(
     def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
         return call(params, buffers, args, kwargs)
 
-    return (apply_with_buffers, params, _detached(held), *last) if buffers else (apply, params, *last)
+    if not buffers:
+        return apply, params, *last
+    values = {name: None if buffer is None else buffer.detach().clone() for name, buffer in held.items()}
+    return apply_with_buffers, params, values, *last
 
 
 def _with_real_values(module: nn.Module, buffers: dict[str, Any]) -> dict[str, Any]:
     """A module's buffers, all of which have initial values if some are on the meta device."""
     on_meta = any(buffer is not None and buffer.is_meta for buffer in buffers.values())
     return buffers | reset_buffers(module) if on_meta else buffers
-
-
-def _detached(buffers: Buffers) -> dict[str, torch.Tensor | None]:
-    return clones({name: None if buffer is None else buffer.detach() for name, buffer in buffers.items()})
 
 
 class BlockList(nn.ModuleList):

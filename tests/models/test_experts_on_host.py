@@ -67,7 +67,7 @@ def test_a_decoder_that_does_not_say_what_its_experts_are_chosen_by():
     params, kept = experts_on_host(decoder, PARAMS, 2, ahead=False)
     assert drawn(decoder, params) == WANTED and kept.tally.ahead == 0
     params, _ = experts_on_host(decoder, PARAMS, 2)
-    with pytest.raises(NotImplementedError, match=r"Undecided has layers of experts .* define choices\(layer, x\)"):
+    with pytest.raises(NotImplementedError, match=r"Undecided has layers of experts: define choices\(layer, x\)"):
         drawn(decoder, params)
 
 

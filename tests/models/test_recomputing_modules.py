@@ -182,7 +182,7 @@ def test_backward_in_another_thread_than_forward():
     losses = [fn(leaves, buffers, X)[0].sum() for fn in (kept, apply)]
 
     def run():
-        apply(params, buffers, X + 1)  # this thread has a skeleton of its own
+        apply(params, buffers, X + 1)  # this thread has a copy of its own
         found.append([torch.autograd.grad(loss, optree.tree_leaves(leaves)) for loss in losses])
 
     thread = threading.Thread(target=run)
@@ -199,7 +199,7 @@ def test_in_a_compiled_function(monkeypatch):
     kept, apply, params, buffers = both()
     leaves = trained(params)
     with torch.no_grad():
-        apply(params, buffers, X)  # the skeleton is made outside of what is compiled
+        apply(params, buffers, X)  # the copy is made outside of what is compiled
     compiled = torch.compile(lambda p: apply(p, buffers, X)[0].sum(), backend="aot_eager", fullgraph=True)
     grads = [
         torch.autograd.grad(loss, optree.tree_leaves(leaves))
@@ -210,7 +210,7 @@ def test_in_a_compiled_function(monkeypatch):
 
 @STAGES
 def test_on_every_stage(stage):
-    """Two ranks' skeletons in threads; two micro-batches each, whose buffers go from one to the next."""
+    """Two ranks' copies in threads; two micro-batches each, whose buffers go from one to the next."""
     kept, apply, params, buffers = both()
     found = []
     for fn in (kept, apply):
@@ -307,7 +307,7 @@ def test_transformers_own_checkpointing(kind, stage, monkeypatch):
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(("kind", "schedule"), [("llama", "1f1b"), ("gpt2", "zb-h1")])
 def test_in_pipelines(kind, schedule, stage):
-    """Several micro-batches are under way through one skeleton, each with parameters gathered for itself."""
+    """Several micro-batches are under way through one copy, each with parameters gathered for itself."""
     module = in_float64(decoder(kind).train())
     batches = label_batches(2, 8)
     wanted = one_device.train(
