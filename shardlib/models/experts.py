@@ -23,7 +23,7 @@ from shardlib.sharded.given import whole_params
 from shardlib.sharded.shard import shard_like
 from shardlib.sharded.tree import Sharded
 from shardlib.transforms.tensor_slicing import column, row
-from shardlib.tree import Tree, flatten, unflatten
+from shardlib.tree import Tree, flatten, leaves_of, unflatten
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,10 @@ class Experts:
         alone = [name for name, width in (("shared", self.shared), ("residual", self.residual)) if width]
         rules: dict[str, Any] = {f"{prefix}experts/{name}": cut[style] for name, style in styles.items()}
         return rules | {f"{prefix}{one}/{name}": style for one in alone for name, style in styles.items()}
+
+    def count(self, layer: int, width: int, hidden: int) -> int:
+        """The number of elements of `init` of the same arguments."""
+        return sum(leaf.numel() for leaf in leaves_of(self.init(Key(0), layer, width, hidden, device="meta")))
 
     def __call__(
         self, params: Params, x: Tensor, rng: Key | None = None, segments: Tensor | None = None
