@@ -218,8 +218,8 @@ def tensor_slicing(rules: Mapping[str, str | Style], axis: str = "model") -> Ten
     ]
     if unknown:
         raise IllegalComposition(
-            f"tensor_slicing(rules=) does not know these styles:\n{listing(unknown)}\nIt knows {', '.join(STYLES)}; take "
-            "out rules of other styles, and those of layers that take slices from them."
+            f"tensor_slicing(rules=) does not know these styles:\n{listing(unknown)}\nIt knows {', '.join(STYLES)}; "
+            "take out their rules, and those of layers that take slices from them."
         )
     styles = {str(glob): style if isinstance(style, Style) else STYLES[style] for glob, style in rules.items()}
     return TensorSlicing(tuple(styles.items()), axis_of("tensor_slicing", "axis", axis))
