@@ -225,42 +225,20 @@ watch_checkpoints(_kept)
 # that does not depend on how fast links are.
 
 
-class HostLink(Protocol):
-    """The way between a device's memory and the host's."""
+class HostLink:
+    """The way between a device's memory and the host's. In a plan tensors have no values, and the host's
+    memory is that of the meta device."""
+
+    def __init__(self, transfers: Transfers, fake: bool) -> None:
+        self._transfers, self._fake = transfers, fake
 
     def buffer(self, size: int) -> torch.Tensor:
         """``size`` bytes of host memory."""
-        ...
+        return torch.empty(size, dtype=torch.uint8, device="meta") if self._fake else pages(size, pinned=True)
 
     def copy(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Start to copy "down" to the host or "up" from it."""
-        ...
-
-
-class Pinned:
-    """The link of a device with a memory of its own."""
-
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
-
-    def buffer(self, size: int) -> torch.Tensor:
-        return pages(size, pinned=True)
-
-    def copy(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Transfer:
-        return self._transfers.start(way, lambda: target.copy_(source, non_blocking=True))
-
-
-class FakeHostLink:
-    """A link for planning: tensors have no values, and host memory is that of the meta device."""
-
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
-
-    def buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device="meta")
-
-    def copy(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Transfer:
-        return self._transfers.start(way, lambda: None)
+        return self._transfers.start(way, lambda: None if self._fake else target.copy_(source, non_blocking=True))
 
 
 class HostBuffers:
@@ -383,7 +361,7 @@ def host_memory(how: Recompute | None, mesh: Mesh) -> HostBuffers | None:
     """Host memory for inputs of blocks; None if they stay on the device, which on the CPU is the host."""
     if how is None or not how.host or not (mesh.abstract or mesh.transfers.apart):
         return None
-    memory = HostBuffers(FakeHostLink(mesh.transfers) if mesh.abstract else Pinned(mesh.transfers))
+    memory = HostBuffers(HostLink(mesh.transfers, mesh.abstract))
     mesh.kept.add(memory)
     return memory
 
@@ -461,9 +439,8 @@ class ShardedStore:
         if len(set(sums)) > 1:
             raise HandleError(
                 f"remat(store='sharded') divides the inputs of blocks over axis {self._axis!r}, whose ranks hold different "
-                f"values of one, of shape {tuple(tensor.shape)} and {tensor.dtype}. Let blocks begin where activations are "
-                "whole on every rank (before a column layer or after a row layer, not between the two), or keep inputs by "
-                "store='host' or store='device'"
+                f"values of one, of shape {tuple(tensor.shape)} and {tensor.dtype}. Let no block begin between a column and "
+                "a row layer, or use store='host' or store='device'"
             )
 
 

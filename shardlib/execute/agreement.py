@@ -133,9 +133,9 @@ class Inputs:
             else:
                 group.append(mesh.coords[axis])
         # The digest covers the group's coordinates; without them opposite differences in two groups would cancel.
-        number = self._number((group, self._batch)) * (sharing * (index == 0) - 1)
+        number = _digest((group, self._batch), mesh) * (sharing * (index == 0) - 1)
         if equal:
-            number += self._number(self._equal) * (ranks * (mesh.rank == 0) - 1)
+            number += _digest(self._equal, mesh) * (ranks * (mesh.rank == 0) - 1)
         return float(number)
 
     def explain(self) -> None:
@@ -162,10 +162,11 @@ class Inputs:
             remedy = f"Ranks along {axes_named(self.axes)} work on one batch: {remedy}."
             raise RankMismatch(primitives.mismatch("batches", problems, remedy))
 
-    def _number(self, value: Any) -> int:
-        """A digest as an integer with so few bits that sums over all ranks stay below 2^53, where float64 is exact."""
-        digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> (64 - (50 - self._mesh.size.bit_length()))
+
+def _digest(value: Any, mesh: Mesh) -> int:
+    """An integer of so few bits that sums over all ranks stay below 2^53, where float64 is exact."""
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - (50 - mesh.size.bit_length()))
 
 
 def taken_together(plan: Plan) -> tuple[str, ...]:
@@ -206,8 +207,7 @@ class Shares:
         """This rank's integer: over all ranks these sum to zero if they have as many rows each, and else to another one."""
         if self._ranks == 1 or self._exchanges:
             return 0.0
-        digest = int.from_bytes(hashlib.blake2b(b"%d rows" % rows, digest_size=8).digest(), "little")
-        few = digest >> (64 - (50 - self._mesh.size.bit_length()))
+        few = _digest(rows, self._mesh)
         return float(few * (self._ranks * (self._index == 0) - 1))
 
     @naming("the ranks' numbers of rows")
@@ -260,10 +260,9 @@ def require_alike(grads: Mapping[str, torch.Tensor], landing: Landing, losses: _
                 bad.append(f"{path}: along axis {axis!r}")
     if failures := _of_any_rank(mesh, bad):
         raise HandleError(
-            f"parameters that are whole on every rank got other gradients on each:\n{listing(failures)}\n"
-            "So they, or what comes after them, are used on the slices that tensor_slicing's rules make of activations. Give "
-            "a parameter between a column and a row layer the style 'shared' (its gradient is then summed). If a layer stays "
-            "whole beside sliced ones (a key beside queries), slice all of them, or none."
+            f"parameters that are whole on every rank got other gradients on each, from slices of activations:\n"
+            f"{listing(failures)}\nGive one between a column and a row layer the style 'shared'; of layers side by side "
+            "(keys and queries) slice all, or none"
         )
 
 
@@ -277,9 +276,8 @@ def _require_one_loss(losses: _Losses, axes: Sequence[str], mesh: Mesh) -> None:
             bad.append(f"along axis {axis!r}: {', '.join(f'{total:g}' for total in columns[0])} (first micro-batch)")
     if failures := _of_any_rank(mesh, bad):
         raise HandleError(
-            f"ranks of one batch found other losses:\n{listing(failures)}\nSo the loss is made of the "
-            "slices that tensor_slicing's rules make of activations or parameters. Give a column layer whose outputs no row "
-            "layer takes up the style sl.column(gather=True), or leave whole what the loss reads ('replicated')."
+            f"ranks of one batch found other losses:\n{listing(failures)}\nThe loss is made of slices: give a column layer "
+            "that no row layer follows sl.column(gather=True), or leave whole what the loss reads ('replicated')"
         )
 
 

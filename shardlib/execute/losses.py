@@ -275,9 +275,8 @@ def _checked(mean: Mean) -> Mean:
         )
     if isinstance(weight, torch.Tensor) and weight.requires_grad:
         raise LossError(
-            "the weight of the loss, the second of sl.Mean(total, weight), depends on parameters or on other tensors that "
-            "require gradients; its gradient is not computed, since the weight of all micro-batches and ranks is known only "
-            "after the last backward. Pass weight.detach(), or return the quotient, a scalar, as the loss"
+            "the weight of the loss, the second of sl.Mean(total, weight), requires a gradient, which is not computed. Pass "
+            "weight.detach(), or return the quotient, a scalar, as the loss"
         )
     return Mean(total.reshape(()), as_number(weight, total.device))
 
@@ -302,9 +301,8 @@ def require_gradient(outcome: Outcome, thinned: Thinned | None, where: str) -> N
     left_out = thinned is not None and thinned.dropped
     if not outcome.total.requires_grad and not left_out and not (outcome.weighted and not outcome.weights.any()):
         raise LossError(
-            f"the loss {where} does not depend on any trained parameter, so it has no gradient; check for .detach(), .item() "
-            "or torch.no_grad() in the loss function, and for freeze() that matches everything. A batch with nothing to "
-            "learn from returns sl.Mean(0, 0), and the others sl.Mean(total, weight)"
+            f"the loss {where} does not depend on any trained parameter: look for .detach(), .item(), torch.no_grad(), and "
+            "freeze() that matches everything. A batch with nothing to learn from returns sl.Mean(0, 0)"
         )
 
 

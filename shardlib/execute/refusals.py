@@ -54,9 +54,8 @@ def refuse_autocast(unit: UnitState, plan: Plan, device: torch.device) -> None:
         if any(len(shape) > 1 for bucket in buckets for shape in bucket.shapes):
             name = _NAMES[torch.get_autocast_dtype(device.type)]
             raise HandleError(
-                f"torch.autocast is on while unit {unit.label!r} is gathered in fp32 (ZeRO stage 3): its copies of whole "
-                f"parameters would stay until backward. Put sl.precision({name!r}, autocast=True) in the plan instead, which "
-                "gathers in 16 bits what autocast casts"
+                f"torch.autocast is on while unit {unit.label!r} is gathered in fp32, and its copies of whole parameters "
+                f"would stay until backward. Put sl.precision({name!r}, autocast=True) in the plan instead"
             )
 
 
@@ -73,15 +72,12 @@ def _explain_dtypes(error: Exception, plan: Plan) -> HandleError | None:
         return None
     name = _NAMES[held.pop()]
     if plan.step.autocast is None:
-        remedy = (
-            f"Take sl.precision({name!r}, autocast=True), under which torch casts the operands of such operations; or"
-        )
+        remedy = f"Take sl.precision({name!r}, autocast=True), which casts them; or"
     else:
         remedy = "Autocast casts nothing for this operation:"
     return HandleError(
-        f"{text}: the function makes numbers of another dtype than its parameters, which sl.precision holds in {name} "
-        f"(masks, positions and norms' statistics are in fp32, for example). {remedy} leave the layer's parameters in their "
-        "own dtype, keep='*/layer/*'"
+        f"{text}: the function makes numbers of another dtype than {name}, in which sl.precision holds parameters (masks, "
+        f"positions). {remedy} leave the layer's parameters in their own dtype, keep='*/layer/*'"
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.errors import HandleError, IllegalComposition
-from shardlib.execute.activation_offload import FakeHostLink, HostBuffers
+from shardlib.execute.activation_offload import HostBuffers, HostLink
 from shardlib.execute.values.keeping import Between, Keeping, keep
 from shardlib.mesh.transfers import Transfers
 from shardlib.models import gpt
@@ -153,7 +153,7 @@ def test_blocks_that_begin_between_column_and_row_are_refused():
 
 def test_buffers_are_used_again():
     """As many as are in use at once: a longer batch takes larger ones in the place of those that it cannot use."""
-    memory = HostBuffers(FakeHostLink(Transfers(torch.device("cpu"), abstract=True)))
+    memory = HostBuffers(HostLink(Transfers(torch.device("cpu"), abstract=True), fake=True))
     first = [memory.take(size) for size in (10, 30, 20)]
     assert memory.held == 60
     for buffer in first:
@@ -168,7 +168,7 @@ def test_buffers_are_used_again():
 
 def test_what_an_error_leaves_in_a_store_is_given_up():
     """A graph that ends between forward and backward."""
-    memory = HostBuffers(FakeHostLink(Transfers(torch.device("cpu"), abstract=True)))
+    memory = HostBuffers(HostLink(Transfers(torch.device("cpu"), abstract=True), fake=True))
     between = Between(sl.remat(store="host").how, sl.make_mesh(), memory)
     link = Keeping(between, between.store, "an input", torch.empty(8, device="meta"))
     keep(torch.ones(8), link.number)
