@@ -17,7 +17,7 @@ from shardlib.errors import BatchError, LossError, TreeError, axes_named, listin
 from shardlib.execute.agreement import Agreement, Inputs, agree, taken_together
 from shardlib.execute.batches import arriving
 from shardlib.execute.losses import Results, is_mean, means, quotients, require_function, sum_means
-from shardlib.execute.stages.runner import runner_of
+from shardlib.execute.stages.pipe import runner_of
 from shardlib.execute.values.around import Around
 from shardlib.nn.blocks import evaluating
 from shardlib.shard import Lifting

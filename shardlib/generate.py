@@ -13,7 +13,7 @@ from shardlib.collectives.primitives import sum_over
 from shardlib.errors import IllegalComposition, NonFiniteError
 from shardlib.execute.agreement import taken_together
 from shardlib.execute.context import LocalRunner
-from shardlib.execute.stages.runner import runner_of
+from shardlib.execute.stages.pipe import runner_of
 from shardlib.mesh.mesh import rank_of
 from shardlib.models.decoding import Decoder, Sampling, decode, decoder_of
 from shardlib.models.decoding.loop import Run

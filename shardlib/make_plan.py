@@ -11,7 +11,7 @@ import torch
 
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.buffers import BufferKinds, buffer_sizes
-from shardlib.execute.stages.fake import Tracing, traced_once
+from shardlib.execute.stages.tracing import Tracing, traced_once
 from shardlib.mesh.mesh import as_mesh
 from shardlib.optim.group_update import check, is_count
 from shardlib.optim.resting import fault_on_disk

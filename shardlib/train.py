@@ -14,9 +14,8 @@ from shardlib.collectives import primitives
 from shardlib.common.boundaries import untransformed
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.execute.buffers import BufferKinds
-from shardlib.execute.graph.pipe import GraphPipe
-from shardlib.execute.graph.runner import GraphStage
-from shardlib.execute.stages.runner import runner_of
+from shardlib.execute.graph.runner import GraphPipe, GraphStage
+from shardlib.execute.stages.pipe import runner_of
 from shardlib.execute.step import LossStep, require_usable
 from shardlib.execute.values.around import Around, plain_value_and_grad
 from shardlib.mesh.transport.activity import in_step

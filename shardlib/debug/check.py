@@ -25,7 +25,7 @@ from shardlib.debug.view import StepView
 from shardlib.evaluate import make_eval_step
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.losses import read_loss
-from shardlib.execute.stages.fake import Tracing
+from shardlib.execute.stages.tracing import Tracing
 from shardlib.mesh.launch import simulate
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim import adamw, chain, clip_by_global_norm

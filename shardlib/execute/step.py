@@ -24,8 +24,8 @@ from shardlib.execute.losses import (
     sum_means,
     wants,
 )
-from shardlib.execute.stages.base import Runner, StepInputs, keys_of
-from shardlib.execute.stages.runner import runner_of
+from shardlib.execute.stages.one import StepInputs, keys_of
+from shardlib.execute.stages.pipe import Runner, runner_of
 from shardlib.execute.totals import Sums, Totals, Weighing, alike
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.functional import Mean

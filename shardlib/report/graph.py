@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardlib.common.optional import figures
-from shardlib.execute.graph.alive import alive, kind_of
-from shardlib.execute.graph.pipe import GraphPipe
-from shardlib.execute.graph.runner import GraphStage
-from shardlib.execute.graph.trace import BLOCK, FORWARD, PHASE
+from shardlib.execute.graph.analysis import alive, kind_of
+from shardlib.execute.graph.nodes import BLOCK, FORWARD, PHASE
+from shardlib.execute.graph.runner import GraphPipe, GraphStage
 
 _OTHERS, _WHOLES = "#c9c9c9", "#3b6ea8"
 _EXCHANGES = {"gather": "#3b6ea8", "reduce-scatter": "#c8553d", "all-reduce": "#d9902f"}

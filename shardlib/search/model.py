@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.errors import IllegalComposition, ShardlibError
-from shardlib.execute.stages.fake import Tracing, traced_once
+from shardlib.execute.stages.tracing import Tracing, traced_once
 from shardlib.mesh.mesh import abstract_mesh
 from shardlib.nn.blocks import Sequential
 from shardlib.plan.buckets import Bucket

@@ -6,6 +6,7 @@ from helpers.merging import merging
 
 import shardlib as sl
 from shardlib.execute.stages import tracing
+from shardlib.execute.stages.interpreter import EagerRun
 from shardlib.models import gpt
 
 CHAINS = {
@@ -31,8 +32,8 @@ def check(ranks, schedule, tie, transforms, monkeypatch):
     rules = gpt.slicing_rules(config, blocks=True)
     tokens = torch.empty(8, 16, dtype=torch.int64, device="meta")
     opened = []
-    real = tracing.entered
-    monkeypatch.setattr(tracing, "entered", lambda carry: opened.append(1) or real(carry))
+    real = EagerRun.enter
+    monkeypatch.setattr(EagerRun, "enter", lambda run, carry: opened.append(1) or real(run, carry))
 
     def plan():
         opened.clear()

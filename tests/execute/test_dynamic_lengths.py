@@ -12,7 +12,7 @@ from optree import tree_map
 
 import shardlib as sl
 from shardlib.execute.batches import batch_index
-from shardlib.execute.graph.alive import alive
+from shardlib.execute.graph.analysis import alive
 from shardlib.models import gpt
 
 LENGTHS = random.Random(3).choices(range(5, 41), k=30)

@@ -26,14 +26,12 @@ from shardlib.errors import IllegalComposition
 from shardlib.execute.batches import batch_index
 from shardlib.execute.counting import LiveBytes
 from shardlib.execute.graph import fuse, merge
-from shardlib.execute.graph.alive import alive, kind_of, peak_of_wholes
-from shardlib.execute.graph.land import landed
-from shardlib.execute.graph.nodes import fetched, link_at, nbytes
+from shardlib.execute.graph.analysis import alive, kind_of, peak_of_wholes
+from shardlib.execute.graph.nodes import BACKWARD, BLOCK, FORWARD, PHASE, fetched, link_at, nbytes
 from shardlib.execute.graph.passes import PASSES
-from shardlib.execute.graph.pipe import GraphPipe
-from shardlib.execute.graph.runner import GraphStage
-from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, PHASE
-from shardlib.execute.stages.runner import runner_of
+from shardlib.execute.graph.runner import GraphPipe, GraphStage
+from shardlib.execute.graph.sums import landed
+from shardlib.execute.stages.pipe import runner_of
 from shardlib.execute.step import LossStep
 from shardlib.execute.values.keeping import arrived
 from shardlib.models import gpt, huggingface

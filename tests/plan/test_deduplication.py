@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.common import thresholds
-from shardlib.execute.stages.fake import Shortly, Tracing
+from shardlib.execute.stages.tracing import Shortly, Tracing
 from shardlib.models import gpt
 from shardlib.optim.base import GradientTransformation
 from shardlib.plan.build import build_plan

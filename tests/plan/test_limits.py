@@ -11,7 +11,7 @@ from helpers.models import token_batches
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition
-from shardlib.execute.stages.fake import Tracing
+from shardlib.execute.stages.tracing import Tracing
 from shardlib.execute.stages.walk import Peak
 from shardlib.plan.limits import Limits
 from shardlib.plan.memory import memory_peaks

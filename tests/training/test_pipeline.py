@@ -635,7 +635,7 @@ def plan(transform, params=None, **mesh):
             lambda: sl.make_plan(
                 blocks()[1], sl.abstract_mesh(pipe=2), sl.pipeline(), loss_fn=gpt.make_loss(TINY), batch=token_batches(1)[0]
             ),
-            IllegalComposition, "'loss' is one function; make it sl.sequential",
+            IllegalComposition, "'loss' is one function. Make it sl.sequential",
         ),
         (lambda: plan(sl.pipeline(axis="stages")), IllegalComposition, "axis 'stages', which"),
         (lambda: plan(sl.chain(sl.pipeline(), sl.pipeline(axis="b")), pipe=2, b=2), IllegalComposition, "both claim"),
@@ -662,7 +662,7 @@ def train_once(loss_fn, params, batch, microbatches=4, **options):
 def test_refused_when_bound_to_a_loss():
     loss_fn, params = blocks(layers=2)
     (batch,) = token_batches(1)
-    with pytest.raises(IllegalComposition, match=r"make it sl.sequential.*gpt.make_sequential"):
+    with pytest.raises(IllegalComposition, match=r"Make it sl.sequential.*gpt.make_sequential"):
         train_once(lambda params, batch: loss_fn(params, batch), params, batch)
     with pytest.raises(TreeError, match=r"4 blocks and the parameters are 5 trees"):
         train_once(loss_fn, [*params, {}], batch)

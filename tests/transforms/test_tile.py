@@ -14,7 +14,7 @@ import shardlib as sl
 from shardlib.errors import HandleError, IllegalComposition
 from shardlib.execute.batches import batch_index
 from shardlib.execute.counting import LiveBytes
-from shardlib.execute.graph.alive import peak_of_wholes
+from shardlib.execute.graph.analysis import peak_of_wholes
 from shardlib.models import gpt
 from shardlib.plan.memory import live_bytes
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from shardlib.execute.graph.nodes import given, value_of
-from shardlib.execute.graph.trace import GIVEN, NAMES
+from shardlib.execute.graph.nodes import GIVEN, NAMES, given, value_of
 
 _aten = torch.ops.aten
 _DETACHING = (_aten.detach.default, _aten.alias.default)

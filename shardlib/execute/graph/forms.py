@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from shardlib.collectives import primitives
 from shardlib.common.originals import CopiedModule, called_in
 from shardlib.errors import HandleError, IllegalComposition, RankMismatch
-from shardlib.execute.graph.lengths import InputLayout, Lengths
-from shardlib.execute.stages.base import StepInputs
+from shardlib.execute.graph.recorder import InputLayout, Lengths
+from shardlib.execute.stages.one import StepInputs
 from shardlib.mesh.mesh import Mesh
+from shardlib.nn.blocks import Sequential
 from shardlib.tree import Tree, flatten
 
 T = TypeVar("T")
@@ -94,8 +97,8 @@ class Graphs(Generic[T]):
             self.order = order
         elif order != self.order:
             raise HandleError(
-                "compile=True: with a batch of another form the loss exchanges in another order than at first, and ranks "
-                "whose batches differ would wait for each other. Let the order of layers not depend on the batch's sizes"
+                "compile=True: a batch of another form exchanges in another order than the first. Let sizes not change the "
+                "order of layers"
             )
         _, *rest = form()  # after the trace: a count of the loss's own calls goes on in it
         self._count += 1
@@ -161,9 +164,35 @@ class Trial:
         return True
 
     def end(self, call: StepInputs, trace: Callable[[], Any], alike: Any = None) -> None:
-        """End a step that ran without graphs: the first one is traced. Collective. Arguments as in `agreed`."""
-        if not self.ended:
-            self.ended, self._first, self.passed = True, call.microbatches, agreed(self._mesh, trace, alike)
+        """End a step that ran without graphs: the first one is traced, and if one rank cannot trace it, none has. Collective.
+
+        Args:
+            trace: makes this rank's first graphs; returns the exchanges of them, in order.
+            alike: ranks with an equal one exchange with each other.
+
+        Raises:
+            RankMismatch: ranks that exchange in other orders.
+        """
+        if self.ended:
+            return
+        why, order, mesh = "", None, self._mesh
+        self.ended, self._first = True, call.microbatches
+        try:
+            order = trace()
+        except Exception as error:
+            why = str(error) if isinstance(error, IllegalComposition) else _told(error)
+        told = primitives.all_gather_object(mesh, list(mesh.shape), (why, alike, order))
+        failed = [(rank, text) for rank, (text, _, _) in enumerate(told) if text]
+        self.passed = not failed
+        if failed and mesh.rank == 0:
+            _log.warning(
+                "compile=True: the loss function cannot be traced, and steps run as without it (rank %d: %s)",
+                *failed[0],
+            )
+        if not failed and any(other != order for _, theirs, other in told if theirs == alike):
+            raise RankMismatch(
+                "compile=True: the ranks' graphs exchange in different orders. Run the same layers on every rank"
+            )
 
 
 def form_of(*trees: Tree) -> tuple[tuple[Any, ...], tuple[InputLayout, ...]]:
@@ -182,50 +211,17 @@ def form_of(*trees: Tree) -> tuple[tuple[Any, ...], tuple[InputLayout, ...]]:
     return tuple(kinds), tuple(layouts)
 
 
-def agreed(mesh: Mesh, trace: Callable[[], Any], alike: Any = None) -> bool:
-    """Whether all ranks have graphs of the same exchanges; if one cannot trace, none has. Collective.
-
-    Args:
-        trace: makes this rank's first graphs; returns the exchanges of them, in order.
-        alike: ranks with an equal one exchange with each other.
-
-    Raises:
-        RankMismatch: ranks that exchange in other orders.
-    """
-    why, order = "", None
-    try:
-        order = trace()
-    except Exception as error:
-        why = str(error) if isinstance(error, IllegalComposition) else _told(error)
-    told = primitives.all_gather_object(mesh, list(mesh.shape), (why, alike, order))
-    if not any(text for text, _, _ in told):
-        if any(other != order for _, theirs, other in told if theirs == alike):
-            raise RankMismatch(
-                "compile=True: the ranks' graphs exchange in different orders. Let the loss function run the same layers "
-                "on every rank, or leave out compile=True"
-            )
-        return True
-    rank, text = next((rank, text) for rank, (text, _, _) in enumerate(told) if text)
-    if mesh.rank == 0:
-        _log.warning(
-            "compile=True: the loss function cannot be traced, and steps run as without it (rank %d: %s)", rank, text
-        )
-    return False
-
-
 def _changing(form: Any, layouts: Sequence[InputLayout], old: Any, old_layouts: Sequence[InputLayout]) -> str:
     """What differs between inputs and the last known ones, and a remedy."""
     (kinds, *_, closed), (before, *_, closed_before) = form, old
     if changed := [name for name, value in closed if dict(closed_before).get(name) != value]:
         return (
             f"{', '.join(changed)} changes, which the loss function reads and is not given: put torch.tensor(value) into the "
-            "batch, which is an input"
+            "batch"
         )
     numbers = [each[0] for each in kinds if isinstance(each, tuple) and isinstance(each[1], str) and each not in before]
     if numbers:
-        return (
-            f"{', '.join(numbers)} of the batch changes and is no tensor: pass torch.tensor(value), which is an input"
-        )
+        return f"{', '.join(numbers)} of the batch changes and is no tensor: pass torch.tensor(value)"
     others = [layout.path for layout in layouts if layout not in old_layouts]
     return (
         f"{', '.join(path or 'the batch' for path in others)} changes in shape, and these shapes cannot share a graph: "
@@ -247,3 +243,93 @@ def _told(error: Exception) -> str:
         f"{type(error).__name__}: {line}, at {last.filename}:{last.lineno} ({last.line}). Let the loss compute with tensors "
         "alone: torch.where in place of if, and no .item()"
     )
+
+
+# What a function reads and is not given, which a graph of it has as constants: values of its closure, and global ones.
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+_MOST = 1000  # values that are read, so that a step takes no longer for a large table
+_FOREIGN = ("torch", "shardlib", "numpy", "builtins")  # packages whose own state nobody changes
+
+
+def closed_over(fn: Callable[..., Any] | Sequence[Callable[..., Any]]) -> tuple[tuple[str, str], ...]:
+    """Names and values of what functions, and those that they call by name, read outside of their arguments.
+
+    Plain values, and those in lists, tuples, dictionaries and attributes of plain objects that the code names; of a tensor
+    which one it is, since a graph sees what is written to it. Modules are left out: what is done to them is seen otherwise.
+    """
+    found: dict[str, str] = {}
+    seen = set[tuple[int, frozenset[str]]]()
+    todo: list[_Closed] = [_Closed("", fn, frozenset())]
+    while todo and len(found) < _MOST:
+        read = todo.pop()
+        name, value, names = read
+        if isinstance(value, _PLAIN):
+            found[name] = repr(value)
+        elif isinstance(value, torch.Tensor):
+            found[name] = f"a tensor ({id(value)})"
+        elif (id(value), names) not in seen:
+            seen.add((id(value), names))
+            todo += _inside(read)
+    return tuple(sorted(found.items()))
+
+
+class _Closed(NamedTuple):
+    """A value that a function reads.
+
+    Attributes:
+        name: what it is called.
+        names: those of attributes, among others, in the function's code.
+    """
+
+    name: str
+    value: Any
+    names: frozenset[str]
+
+
+def _inside(read: _Closed) -> Iterator[_Closed]:
+    """The values in an object, or read by a function."""
+    name, value, names = read
+    if isinstance(value, functools.partial):
+        yield from (_Closed(name, each, names) for each in (value.func, value.args, value.keywords))
+    elif isinstance(value, MethodType):
+        yield _Closed(name, value.__func__, names)
+        yield _Closed("self", value.__self__, _names_in(value.__func__.__code__))
+    elif isinstance(value, FunctionType):
+        yield from _read_by(value)
+    elif isinstance(value, Sequential):
+        yield _Closed(name, value.functions, names)
+    elif isinstance(value, Mapping):
+        yield from (_Closed(f"{name}[{key!r}]", each, names) for key, each in list(value.items())[:_MOST])
+    elif isinstance(value, list | tuple):
+        yield from (_Closed(f"{name}[{place}]", each, names) for place, each in enumerate(value[:_MOST]))
+    elif not isinstance(value, type | ModuleType | torch.nn.Module) and _is_own(value):
+        for used in names:
+            inside = vars(value).get(used, getattr(type(value), used, None))
+            inside = MethodType(inside, value) if isinstance(inside, FunctionType) else inside
+            yield _Closed(f"{name}.{used}", inside, names)
+
+
+def _read_by(fn: FunctionType) -> Iterator[_Closed]:
+    if (fn.__module__ or "").partition(".")[0] in _FOREIGN:
+        return
+    names = _names_in(fn.__code__)
+    for free, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            yield _Closed(free, cell.cell_contents, names)
+        except ValueError:  # not assigned yet
+            continue
+    yield from (_Closed(used, fn.__globals__[used], names) for used in names if used in fn.__globals__)
+    yield from (_Closed(fn.__name__, each, names) for each in (fn.__defaults__, fn.__kwdefaults__))
+
+
+@functools.cache
+def _names_in(code: CodeType) -> frozenset[str]:
+    """The names of attributes and global values in code, and in that of functions within it."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(code.co_names).union(*map(_names_in, inner))
+
+
+def _is_own(value: Any) -> bool:
+    """Whether an object is of a class of the user's, with attributes."""
+    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _FOREIGN

@@ -15,9 +15,19 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardlib.common._compat import compiled_by_inductor, has_unknown_sizes, is_operator
-from shardlib.execute.graph.nodes import changes, copied, draws, given, is_view, roots_of, value_of, writes_of
-from shardlib.execute.graph.recorder import DEVICE
-from shardlib.execute.graph.trace import BLOCK, PHASE
+from shardlib.execute.graph.nodes import (
+    BLOCK,
+    DEVICE,
+    PHASE,
+    changes,
+    copied,
+    draws,
+    given,
+    is_view,
+    roots_of,
+    value_of,
+    writes_of,
+)
 from shardlib.execute.recompute import DOTS
 
 Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # empties the list that it is given

@@ -10,8 +10,17 @@ import torch
 from torch.fx import Graph, Node
 
 from shardlib.common._compat import chunk_cat_operator
-from shardlib.execute.graph.nodes import REDUCTIONS, RELAID, of_kind, positions, roots_of, writes_of
-from shardlib.execute.graph.trace import BACKWARD, FORWARD, PHASE
+from shardlib.execute.graph.nodes import (
+    BACKWARD,
+    FORWARD,
+    PHASE,
+    REDUCTIONS,
+    RELAID,
+    of_kind,
+    positions,
+    roots_of,
+    writes_of,
+)
 
 _aten = torch.ops.aten
 _PACKING = RELAID | {

@@ -12,7 +12,7 @@ import torch
 
 from shardlib.common._compat import expression_of, number_at
 from shardlib.errors import IllegalComposition
-from shardlib.execute.graph.nodes import added_input
+from shardlib.execute.graph.nodes import added_input, marks_of
 from shardlib.kernels.counter import signed
 from shardlib.rng import Key
 
@@ -46,7 +46,7 @@ class Stands:
 
     def values(self, key: Key, lengths: Mapping[Any, Any]) -> list[int]:
         """What a graph is given for a step's ``key``, as operators take it, in the order of `made_inputs`. ``lengths``: see
-        `shardlib.execute.graph.lengths.Lengths.values`."""
+        `shardlib.execute.graph.recorder.Lengths.values`."""
         found = []
         for path, count in self.draws:
             made = key
@@ -85,7 +85,7 @@ class Stands:
             if value == number:
                 return stand
             added = graph.call_function(operator.add, (stand, value - number))
-            added.meta = {name: mark for name, mark in node.meta.items() if name not in ("val", "tensor_meta")}
+            added.meta = marks_of(node)
             return added
 
         for node in list(graph.nodes):
@@ -97,8 +97,8 @@ class Stands:
         if unused or _UNKNOWN in used:
             paths = ", ".join("/".join(map(str, path)) or "the step's key" for path in dict.fromkeys(unused)) or "a key"
             raise IllegalComposition(
-                f"numbers drawn by rng, folded with {paths}, are computed from its seed outside of an operator, and a graph "
-                "would draw the same in every step. Draw by sl.dropout, or by sl.rng.uniform outside of the loss"
+                f"a graph would draw the same numbers by rng, folded with {paths}, in every step. Draw by sl.dropout, or by "
+                "sl.rng.uniform outside of the loss"
             )
 
 

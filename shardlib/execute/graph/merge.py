@@ -20,6 +20,7 @@ from shardlib.execute.graph.nodes import (
     fetched,
     given,
     link_at,
+    marks_of,
     nbytes,
     of_kind,
     positions,
@@ -161,6 +162,5 @@ def _call(graph: Graph, target: Any, *args: Any) -> Node:
     """A call, with what it makes noted as a trace notes it, and the phase of its first input."""
     node = graph.call_function(target, args)
     values = torch.fx.node.map_arg(args, value_of)
-    node.meta = {key: value for key, value in node.all_input_nodes[0].meta.items() if key not in ("val", "tensor_meta")}
-    node.meta["val"] = target(*values)
+    node.meta = marks_of(node.all_input_nodes[0]) | {"val": target(*values)}
     return node

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,14 @@ from shardlib.collectives.buffers import GATHER, SCATTER, SUM, AxisLink, link_of
 from shardlib.common._compat import arguments_of, estimated, is_operator, to_copy, unsafe_view
 from shardlib.common.writes import targets
 from shardlib.execute.values.wholes import FETCH, REDUCE
+
+FORWARD, BACKWARD, REDUCTION = "forward", "backward", "reduction"
+# Keys of a node's meta: the part of the step it belongs to, the number of its block, whether it is part of a decision, and
+# the device of what it makes.
+PHASE, BLOCK, DECIDED, DEVICE = "phase", "block", "decided", "device"
+# The names that blocks give to what a node makes; and, if that is an input of a block or of a checkpoint, the first one's
+# number among all of these, and among blocks alone (None of a checkpoint).
+NAMES, GIVEN = "names", "given"
 
 GATHERS, REDUCTIONS = (GATHER, FETCH), (SCATTER, SUM, REDUCE)
 EXCHANGES = (*GATHERS, *REDUCTIONS)
@@ -148,6 +156,25 @@ def copied(node: Node, known: dict[Node, Node], graph: Graph) -> Node:
     made = graph.node_copy(node, lambda each: known.get(each, each))
     known[node] = made
     return made
+
+
+def marks_of(node: Node) -> dict[str, Any]:
+    """What is noted of a node, but for what it makes."""
+    return {key: value for key, value in node.meta.items() if key != "val"}
+
+
+def call_before(graph: Graph, at: Node, target: Callable[..., Any], args: tuple[Any, ...], like: Node) -> Node:
+    """A call in front of a node, with the marks of another one."""
+    with graph.inserting_before(at):
+        made = graph.call_function(target, args)
+    made.meta = marks_of(like)
+    return made
+
+
+def replace(graph: Graph, node: Node, other: Node) -> None:
+    """Let a node take another one's place."""
+    node.replace_all_uses_with(other)
+    graph.erase_node(node)
 
 
 def added_input(graph: Graph, name: str) -> Node:

@@ -19,11 +19,13 @@ from shardlib.execute.graph.nodes import (
     GATHERS,
     REDUCTIONS,
     RELAID,
+    call_before,
     from_shards,
     given,
     link_at,
     of_kind,
     positions,
+    replace,
 )
 from shardlib.execute.graph.store import move_beside
 from shardlib.execute.values.wholes import FETCH, REDUCE, Fetching, Reducing, announce, start_fetch, start_reduce
@@ -99,19 +101,13 @@ def _last_use(unit: list[Node], place: dict[Node, int]) -> Node:
 
 
 def _started(graph: Graph, node: Node) -> Node:
-    with graph.inserting_before(node):
-        started = graph.call_function(_STARTS[node.target], node.args)
-    started.meta = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
-    return started
+    return call_before(graph, node, _STARTS[node.target], node.args, node)
 
 
 def _waited(graph: Graph, node: Node, started: Node) -> Node:
     """The wait in the place of an exchange."""
-    with graph.inserting_before(node):
-        waited = graph.call_function(wait, (started,))
-    waited.meta = dict(started.meta)
-    node.replace_all_uses_with(waited)
-    graph.erase_node(node)
+    waited = call_before(graph, node, wait, (started,), node)
+    replace(graph, node, waited)
     return waited
 
 

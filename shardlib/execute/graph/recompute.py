@@ -16,7 +16,13 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from shardlib.common._compat import is_operator
 from shardlib.execute.graph.nodes import (
+    BACKWARD,
+    BLOCK,
+    DECIDED,
     EXCHANGES,
+    FORWARD,
+    NAMES,
+    PHASE,
     changes,
     copied,
     draws,
@@ -27,7 +33,6 @@ from shardlib.execute.graph.nodes import (
     value_of,
     writes_of,
 )
-from shardlib.execute.graph.trace import BACKWARD, BLOCK, DECIDED, FORWARD, NAMES, PHASE
 from shardlib.execute.recompute import policy_of
 from shardlib.plan.recompute import Recompute
 

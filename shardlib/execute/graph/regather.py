@@ -14,8 +14,7 @@ from collections import OrderedDict
 
 from torch.fx import Graph, Node
 
-from shardlib.execute.graph.nodes import GATHERS, fetched, link_at, staying
-from shardlib.execute.graph.trace import BACKWARD, BLOCK, PHASE
+from shardlib.execute.graph.nodes import BACKWARD, BLOCK, GATHERS, PHASE, fetched, link_at, staying
 
 WINDOW = 2  # units whose gathers later uses may read
 

@@ -1,44 +1,37 @@
-"""The runner of a step as one graph for each form of batch; what cannot be traced runs as it does without a graph."""
+"""The runners of steps as graphs, one for each form of batch; what cannot be traced runs as it does without a graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
 
-from shardlib.collectives.tree_sum import Node, TreeSum, joined
-from shardlib.execute.batches import batch_index
-from shardlib.execute.gathering import Record
 from shardlib.execute.gradients import ReductionOptions
-from shardlib.execute.graph.alive import order_of
-from shardlib.execute.graph.closed import closed_over
-from shardlib.execute.graph.forms import Graphs, Trial, form_of
+from shardlib.execute.graph.analysis import described, order_of
+from shardlib.execute.graph.forms import Graphs, Trial, closed_over, form_of
 from shardlib.execute.graph.fuse import Inductor
-from shardlib.execute.graph.land import Land
-from shardlib.execute.graph.lengths import Lengths
-from shardlib.execute.graph.passes import optimise
-from shardlib.execute.graph.stage import StageGraph, StageSums, shards_of, trace_stage
-from shardlib.execute.graph.text import described
-from shardlib.execute.graph.trace import Form, Traced, tensors_of, trace
-from shardlib.execute.losses import Outcome, wants
+from shardlib.execute.graph.passes import GraphOptions, optimise
+from shardlib.execute.graph.recorder import Lengths
+from shardlib.execute.graph.stage import GraphedStage, GraphRun, micro_batch, note, shards_of
+from shardlib.execute.graph.sums import GradientSums, Land, StageSums
+from shardlib.execute.graph.trace import Traced, trace
+from shardlib.execute.losses import Outcome
 from shardlib.execute.refusals import storages_of
-from shardlib.execute.stages.base import StepInputs
-from shardlib.execute.stages.one import OneStage
+from shardlib.execute.stages.interpreter import Interpreter, tensors_of
+from shardlib.execute.stages.one import OneStage, StepInputs
+from shardlib.execute.stages.pipe import Pipe
 from shardlib.execute.totals import Totals
 from shardlib.execute.values.around import require_graph
-from shardlib.execute.values.function import Function
 from shardlib.execute.values.keeping import Between
 from shardlib.mesh.mesh import Mesh
-from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
-from shardlib.rng import seeding_torch
-from shardlib.sharded.landing import Landing
-from shardlib.sharded.on_disk import BufferOnDisk
+from shardlib.rng import Key, seeding_torch
+from shardlib.tree import Tree, tree_map
 
 
-class GraphStage:
+class GraphStage(OneStage):
     """Runs a loss function on a plan with one stage, as graphs.
 
     The first step runs without a graph, as all that is checked of a loss function is in its first run.
@@ -62,50 +55,38 @@ class GraphStage:
         fuses: bool = False,
     ) -> None:
         require_graph(plan)
-        self._inductor = Inductor(mesh.device) if fuses else None
-        self._fn, self._plan, self._mesh, self._with_buffers, self._without = fn, plan, mesh, with_buffers, without
-        self._function = Function(fn, plan, mesh, trained)
-        self._eager = OneStage(fn, plan, mesh, trained, with_buffers)  # the first step, and what cannot be traced
-        self._between = Between(plan.step.remat, mesh, self._eager.executor.host)
+        super().__init__(fn, plan, mesh, trained, with_buffers)
+        self._options = GraphOptions(without, Inductor(mesh.device) if fuses else None)
+        self._between = Between(plan.step.remat, mesh, self.executor.host)
+        # Of a sum of means forward and backward are graphs of their own.
+        self._halves = GraphedStage(fn, fn, plan, mesh, None, True, self._between, self._options)
+        self._function = self._halves.function
         self._graphs = Graphs[Traced](lambda traced: order_of(traced.graph), not fuses)
-        self._halves = Graphs[StageGraph](StageGraph.order, not fuses)  # of a sum of means: forward, and backward
         self._terms = 1  # means in the loss
         self._trial = Trial(mesh)
-
-    @property
-    def records(self) -> Sequence[Record]:
-        return self._eager.records
 
     @property
     def graphs(self) -> Mapping[str, torch.fx.Graph]:
         """The graphs traced so far."""
         if not self._trial.passed:
             return {}
-        parts = ("forward", "backward")
-        halves = {
-            f"{part}, {n}": each.graph for n, graph in self._halves.named() for part, each in zip(parts, graph.parts)
-        }
-        return {name: traced.graph for name, traced in self._graphs.named()} | halves
+        return {name: traced.graph for name, traced in self._graphs.named()} | self._halves.named()
 
     def __str__(self) -> str:
-        return described(self.graphs, self._trial.passed, self._inductor)
+        return described(self.graphs, self._trial.passed, self._options.inductor)
 
     def train(self, call: StepInputs, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
         if self._trial.without_graphs(call):
-            held = self._eager.train(call, totals, options)
+            held = super().train(call, totals, options)
             self._terms = len(totals.losses) // len(call.microbatches)
             self._trial.end(call, lambda: self._order(call, self._kept(options)))
             return held
         self._begin(call)
         if self._halved:
-            stage = StageSums(self._function)
-            with closing(self._between):
-                for index in range(len(call.microbatches)):
-                    totals.add(self._in_halves(call, index, stage, options))
-            return stage.result()
+            return self._train_in_halves(call, totals, options)
         sums = self._function.sums() if self._adds(call) else {}
         tiles = self._function.in_tiles(sums)
-        gradients, kept = _Gradients(self._plan, self._mesh, options.landing), self._kept(options)
+        gradients, kept = GradientSums(self._plan, self._mesh, options.landing), self._kept(options)
         for index in range(len(call.microbatches)):
             buffers = totals.buffers if index else call.buffers
             outcome, new, kept = self._microbatch(call, index, buffers, kept, gradients.land, tiles, options)
@@ -117,72 +98,30 @@ class GraphStage:
         options.residuals.after |= kept
         return self._function.joined(held, sums)
 
-    def shared_aux(self, call: StepInputs, aux: Any, sums: Any) -> Any:
-        return aux
-
-    def evaluate(self, params: Any, *args: Any) -> Any:
-        return self._eager.evaluate(params, *args)
-
     def _begin(self, call: StepInputs) -> None:
         self._graphs.begin(call.tokens)
-        self._halves.begin(call.tokens)
-
-    def _note(self, graph: Traced | StageGraph, options: ReductionOptions) -> None:
-        """Note what a micro-batch of a graph uses."""
-        options.note(graph.reached)
-        self.records[0].layer_tokens += graph.layer_tokens
+        self._halves.graphs.begin(call.tokens)
 
     @property
     def _halved(self) -> bool:
-        """Whether forward and backward are graphs of their own, as ranks sum the weights of several means in between."""
+        """Whether ranks sum the weights of several means between forward and backward."""
         plan, moves = self._plan, any(set(bucket.memory) != {"device"} for bucket in self._plan.buckets)
         plain = not (plan.channels or plan.reductions.owner or plan.step.tree or moves or self._with_buffers)
         return self._terms > 1 and plain
 
-    def _in_halves(self, call: StepInputs, index: int, sums: StageSums, options: ReductionOptions) -> Outcome:
-        """The outcome of a micro-batch, whose gradients are added to ``sums``."""
-        (graph, lengths), key = self._half(call, index), call.keys[index]
-        self._note(graph, options)
-        shards = shards_of(self._plan, call.params)
-        flight = graph.flight(list(shards.values()), key, call.microbatches[index], lengths)
-        with seeding_torch(key, self._mesh.device):
-            results = flight.part(0)
-        assert isinstance(graph.form, Form)
-        outcome, _ = graph.form.outcome(results, storages_of(call.params))
-        if len(call.microbatches) == 1:
-            call.weighing.meet(outcome)
-        seeds = (call.seed(outcome) * call.weighing.factors(outcome)).unbind()
-        started = [seed.to(mean.total.dtype) for seed, mean in zip(seeds, outcome.means)]
-        flight.differentiate(started, sums)
-        return outcome
-
-    def _half(self, call: StepInputs, index: int) -> tuple[StageGraph, Mapping[Any, Any]]:
-        """The graphs of forward and of backward of a micro-batch of this form, and what lengths are in it."""
-        plan, mesh, fn, wanted = self._plan, self._mesh, self._fn, wants(self._fn, "rng")
-        batch, key = call.microbatches[index], call.keys[index]
-
-        def run(params: Any, _: Any, batch: Any, rng: Any = None) -> Any:
-            return fn(params, batch, **({"rng": rng} if wanted and rng is not None else {}))
-
-        def traced(lengths: Lengths) -> StageGraph:
-            return trace_stage(
-                lambda blocks: Function(run, plan, mesh, True, blocks),
-                shards_of(plan, call.params),
-                None,
-                batch,
-                key,
-                call.thinned[index],
-                True,
-                False,
-                True,
-                self._between,
-                self._without,
-                call.named(index, mesh),
-                self._inductor,
-                lengths,
-            )
-
-        return self._halves.of(lambda: (form_of(batch), key is None, closed_over(fn)), traced)
+    def _train_in_halves(self, call: StepInputs, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
+        sums = StageSums(self._function)
+        with closing(self._between):
+            for index in range(len(call.microbatches)):
+                run = GraphRun(self._halves, call, index, sums, options, self.records[0])
+                run.forward(None)
+                outcome = run.outcome
+                if len(call.microbatches) == 1:
+                    call.weighing.meet(outcome)
+                seeds = (call.seed(outcome) * call.weighing.factors(outcome)).unbind()
+                run.backward([seed.to(mean.total.dtype) for seed, mean in zip(seeds, outcome.means)])
+                totals.add(outcome)
+        return sums.result()
 
     def _reduces(self, call: StepInputs) -> bool:
         """Whether a graph sums gradients over ranks as the optimizer holds them: not where an optimizer sums over an axis
@@ -210,52 +149,43 @@ class GraphStage:
         options: ReductionOptions,
     ) -> tuple[Outcome, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The outcome of a micro-batch, its gradients if they are not added to ``sums``, and what codecs keep then."""
-        batch, key = call.microbatches[index], call.keys[index]
-        traced, lengths = self._traced(call, index, buffers, kept)
-        self._note(traced, options)
+        key, trees = call.keys[index], self._trees(call, index, buffers)
+        traced, lengths = self._traced(call, index, trees, kept)
+        note(traced, options, self.records[0])
         stored = shards_of(self._plan, call.params).values()
         start = call.loss_scale * (1.0 if traced.form.weighted else call.share)
         seed = torch.full((), start, dtype=torch.float64, device=self._mesh.device)
-        tensors = tensors_of((batch, buffers))
         draws = [] if key is None else traced.stands.values(key, lengths)
         with torch.no_grad(), seeding_torch(key, self._mesh.device), closing(self._between):
-            outputs = traced.module(*stored, *tensors, *kept.values(), seed, *draws, land, *sums.values())
+            outputs = traced.module(*stored, *tensors_of(trees), *kept.values(), seed, *draws, land, *sums.values())
         outcome, rest = traced.form.outcome(outputs, storages_of(call.params))
         names = [] if sums else [bucket.name for bucket in self._plan.tiled.trained]
         results = dict(zip((*names, *kept), rest, strict=True))
         return outcome, {name: results[name] for name in names}, {name: results[name] for name in kept}
 
+    def _trees(self, call: StepInputs, index: int, buffers: Any) -> Sequence[Tree]:
+        """What the loss is given besides parameters."""
+        batch = call.microbatches[index]
+        return (buffers, batch) if self._with_buffers else (batch,)
+
     def _order(self, call: StepInputs, kept: dict[str, torch.Tensor]) -> list[Any] | None:
         """The exchanges of the graph of the first micro-batch."""
         self._begin(call)
         if self._halved:
-            self._half(call, 0)
-            return self._halves.order
-        self._traced(call, 0, call.buffers, kept)
+            self._halves.graph(call, 0, (call.microbatches[0],))
+            return self._halves.graphs.order
+        self._traced(call, 0, self._trees(call, 0, call.buffers), kept)
         return self._graphs.order
 
     def _traced(
-        self, call: StepInputs, index: int, buffers: Any, kept: dict[str, torch.Tensor]
+        self, call: StepInputs, index: int, trees: Sequence[Tree], kept: dict[str, torch.Tensor]
     ) -> tuple[Traced, Mapping[Any, Any]]:
         """The graph of a micro-batch of this form, and what lengths are in it."""
-        plan, mesh, reduces = self._plan, self._mesh, self._reduces(call)
-        shards = shards_of(plan, call.params)
-        batch, key = call.microbatches[index], call.keys[index]
+        plan, mesh, reduces, key = self._plan, self._mesh, self._reduces(call), call.keys[index]
 
         def traced(lengths: Lengths) -> Traced:
-            found = trace(
-                lambda blocks: Function(self._fn, plan, mesh, True, blocks),
-                {bucket.name: _like(shards[bucket.name], bucket) for bucket in plan.tiled.buckets},
-                kept,
-                batch,
-                buffers if self._with_buffers else None,
-                key,
-                call.thinned[index],
-                reduces,
-                call.named(index, mesh),
-                mesh.device,
-                lengths,
-            )
+            of = micro_batch(self._fn, plan, mesh, call, index, trees, lengths)
+            found = trace(of, kept, self._with_buffers, reduces, mesh.device)
             lands = [
                 tile.name if leaves and (reduces or plan.lands_each(bucket)) else None
                 for bucket in plan.trained
@@ -263,70 +193,103 @@ class GraphStage:
                 for tile in bucket.cut
             ]
             summed = len(plan.tiled.trained) if self._adds(call) else 0
-            optimise(found, self._between, lands, self._without, summed, inductor=self._inductor)
+            optimise(found, self._between, self._options, lands, summed)
             return found
 
-        return self._graphs.of(lambda: (form_of(batch, buffers), key is None, closed_over(self._fn)), traced)
+        return self._graphs.of(lambda: (form_of(*trees), key is None, closed_over(self._fn)), traced)
 
 
-class _Gradients:
-    """One step's gradients, summed over micro-batches: on the device, or where they land."""
+class GraphPipe(Pipe):
+    """A pipeline whose stages run as graphs.
 
-    def __init__(self, plan: Plan, mesh: Mesh, landing: Landing | None) -> None:
-        self._plan, self._landing = plan, landing
-        self._leaf_of = {tile.name: bucket for bucket in plan.trained for tile in bucket.cut}
-        self._held: dict[str, torch.Tensor] = {}
-        self._joined: dict[str, torch.Tensor] = {}  # of leaves in tiles, whose gradient is never there twice
-        self._landed: dict[str, torch.Tensor] = {}
-        self._taken: set[str] = set()  # by `land`, in this micro-batch
-        leaves = plan.step.total_microbatches
-        self._trees = (
-            {} if leaves is None else {bucket.name: TreeSum[torch.Tensor](leaves) for bucket in plan.tiled.trained}
-        )
-        self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
+    The first step runs without graphs, as all that is checked of a loss function is in its first run, and shows what passes
+    from stage to stage.
 
-    def land(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """See `shardlib.execute.graph.land`."""
-        bucket = self._leaf_of[name]
-        landing = self._landing if self._landing and self._landing.takes(bucket) else None
-        if bucket.tiles > 1 and (landing is not None or self._plan.step.microbatches == 1):
-            if bucket.name not in self._joined:
-                self._joined[bucket.name] = gradient.new_empty(bucket.tiles * gradient.numel())
-            tiles = [tile.name for tile in bucket.cut]
-            gradient = bucket.of_tiles(self._joined[bucket.name])[tiles.index(name)].copy_(gradient)
-            self._taken.add(name)
-            if landing is None or not self._taken.issuperset(tiles):
-                return gradient
-            gradient = self._joined.pop(bucket.name)
-        if landing is not None:
-            self._taken.add(name)
-            gradient = self._landed[bucket.name] = landing.take(bucket, gradient)
-        return gradient
+    Args:
+        without: the names of passes that are left out.
+        fuses: whether inductor compiles what stands between exchanges and the library's kernels.
 
-    def add(self, index: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add those of one micro-batch, whose memory may be used up."""
-        for name, new in gradients.items():
-            if name in self._taken:
-                continue
-            if self._trees:
-                self._trees[name].add(Node(0, self._first + index), new)
-            else:
-                self._held[name] = self._held[name].add_(new) if name in self._held else new
-        self._taken.clear()
+    Raises:
+        IllegalComposition: a plan with transforms that a graph does not have; and as for a `Pipe`.
+    """
 
-    def sums(self) -> dict[str, torch.Tensor]:
-        """Bucket name -> the sum, or as many as there are nodes of the tree in which micro-batches are added."""
-        nodes = self._plan.step.nodes
-        return (
-            self._held
-            | self._joined
-            | self._landed
-            | {name: joined(tree.sums, nodes) for name, tree in self._trees.items()}
-        )
+    def __init__(
+        self,
+        loss_fn: Any,
+        plan: Plan,
+        mesh: Mesh,
+        trained: bool = True,
+        with_buffers: bool = False,
+        without: Collection[str] = (),
+        fuses: bool = False,
+    ) -> None:
+        require_graph(plan)
+        super().__init__(loss_fn, plan, mesh, trained, with_buffers)
+        self._options = GraphOptions(without, Inductor(mesh.device) if fuses else None)
+        self._graphed = {number: self._graphed_stage(number) for number in self._stages}
+        self._entering: dict[int, Tree] = {}  # what enters each stage in the first step, without values
+        self._trial = Trial(mesh)
+
+    def _graphed_stage(self, number: int) -> GraphedStage:
+        start, stop = self._plan.stages.spans[number]
+
+        def run(params: Tree, carry: Tree, batch: Tree, rng: Key | None = None) -> Any:
+            return self._blocks.run(params, carry, batch, start, stop, rng)
+
+        stage, reads = self._stages[number], self._blocks.functions[start:stop]
+        between = Between(self._plan.step.remat, self._mesh, stage.host)
+        last = self._position.is_last(number)
+        return GraphedStage(run, reads, stage.plan, self._mesh, number, last, between, self._options)
+
+    @property
+    def graphs(self) -> Mapping[str, torch.fx.Graph]:
+        """The graphs traced so far."""
+        if not self._trial.passed:
+            return {}
+        stages = self._graphed.items()
+        return {f"stage {number}, {name}": graph for number, stage in stages for name, graph in stage.named().items()}
+
+    def __str__(self) -> str:
+        return described(self.graphs, self._trial.passed, self._options.inductor)
+
+    def _computed(self, stage: int, tree: Tree, carry: Any, batch: Tree, key: Key | None) -> Any:
+        if not self._trial.ended:
+            self._entering.setdefault(stage, tree_map(_without_values, carry))
+        return super()._computed(stage, tree, carry, batch, key)
+
+    def train(self, call: StepInputs, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
+        if self._trial.without_graphs(call):
+            gradients = super().train(call, totals, options)
+            self._trial.end(call, lambda: self._orders(call), self._home)
+            self._entering.clear()
+            return gradients
+        sums = {number: StageSums(stage.function) for number, stage in self._graphed.items()}
+        losses: dict[int, GraphRun] = {}  # of the last stage
+
+        def begin(stage: int, microbatch: int) -> GraphRun:
+            run = GraphRun(self._graphed[stage], call, microbatch, sums[stage], options, self.records[0])
+            return losses.setdefault(microbatch, run) if self._position.is_last(stage) else run
+
+        with ExitStack() as stack:
+            for stage in self._graphed.values():
+                stage.graphs.begin(call.tokens)
+                stack.enter_context(closing(stage.between))
+            Interpreter(self._position, begin, lambda index: call.seed(losses[index].outcome)).run(self._order)
+        for index in sorted(losses):
+            totals.add(losses[index].outcome)
+        return self._summed(each.result() for each in sums.values())
+
+    def _orders(self, call: StepInputs) -> list[Any]:
+        """The exchanges of the graphs of the first micro-batch."""
+        for number, carry in self._entering.items():
+            self._graphed[number].graphs.begin(call.tokens)
+            self._graphed[number].graph(call, 0, (carry, call.microbatches[0]))
+        return [stage.graphs.order for stage in self._graphed.values()]
 
 
-def _like(stored: torch.Tensor | BufferOnDisk, bucket: Bucket) -> torch.Tensor:
-    """A tensor of the form of a stored buffer."""
-    if isinstance(stored, torch.Tensor):
-        return stored
-    return torch.zeros((), dtype=bucket.dtype).expand(bucket.size(bucket.param_level))
+def _without_values(leaf: Any) -> Any:
+    """A tensor as another one, without its values."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return made.requires_grad_(leaf.requires_grad)

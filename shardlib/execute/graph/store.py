@@ -7,13 +7,27 @@ goes to the host while its block computes, and comes back, or is gathered, while
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 from torch.fx import Graph, Node
 
-from shardlib.execute.graph.nodes import fetched, given, nbytes, of_kind, positions, roots_of, value_of, writes_of
-from shardlib.execute.graph.trace import BACKWARD, BLOCK, FORWARD, GIVEN, PHASE, REDUCTION
+from shardlib.execute.graph.nodes import (
+    BACKWARD,
+    BLOCK,
+    FORWARD,
+    GIVEN,
+    PHASE,
+    REDUCTION,
+    call_before,
+    fetched,
+    given,
+    nbytes,
+    of_kind,
+    positions,
+    replace,
+    roots_of,
+    value_of,
+    writes_of,
+)
 from shardlib.execute.values.keeping import (
     Between,
     Keeping,
@@ -74,32 +88,22 @@ def move_beside(graph: Graph) -> None:
         if keeping_of(node.args[1]).host:
             if flying and flying[0][0].meta[GIVEN] != node.meta[GIVEN]:
                 _leave(graph, flying, node)
-            flying.append((node, _begun(graph, node, start_keep)))
+            flying.append((node, call_before(graph, node, start_keep, node.args, node)))
     _leave(graph, flying, turn)
     before = turn.prev
     for _, group in itertools.groupby(of_kind(graph, (bring,)), lambda node: node.meta[GIVEN]):
         first: Node | None = None
         for node in group:
             link = keeping_of(node.args[1])
-            started = _begun(graph, node, start_bring)
+            started = call_before(graph, node, start_bring, node.args, node)
             started.meta["val"] = link.share if link.late else value_of(node)
             before.append(started)
             before = started
-            with graph.inserting_before(node):
-                there = graph.call_function(arrived, (started, link.number, given(node)))
-            there.meta = dict(node.meta)
-            node.replace_all_uses_with(there)
-            graph.erase_node(node)
+            there = call_before(graph, node, arrived, (started, link.number, given(node)), node)
+            there.meta["val"] = value_of(node)
+            replace(graph, node, there)
             first = first or there
         before = first or before
-
-
-def _begun(graph: Graph, node: Node, start: Callable[..., Any]) -> Node:
-    """The start of what a node does, in front of it."""
-    with graph.inserting_before(node):
-        started = graph.call_function(start, node.args)
-    started.meta = dict(node.meta)
-    return started
 
 
 def _leave(graph: Graph, flying: list[tuple[Node, Node]], before: Node) -> None:
@@ -107,9 +111,7 @@ def _leave(graph: Graph, flying: list[tuple[Node, Node]], before: Node) -> None:
     for node, started in flying:
         link = keeping_of(node.args[1])
         started.meta["val"] = link.share
-        with graph.inserting_before(before):
-            gone = graph.call_function(left, (started, link.number, given(node)))
-        gone.meta = {**node.meta, BLOCK: None}
-        node.replace_all_uses_with(gone)
-        graph.erase_node(node)
+        gone = call_before(graph, before, left, (started, link.number, given(node)), node)
+        gone.meta[BLOCK] = None
+        replace(graph, node, gone)
     flying.clear()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
+from torch.fx import Node
 
 from shardlib.common._compat import next_number, number_of_derivative, pytree, storage_id, without_autocast_cache
 from shardlib.common.environment import within
@@ -18,13 +21,23 @@ from shardlib.common.once import Decision
 from shardlib.errors import IllegalComposition
 from shardlib.execute.activation_offload import may_move
 from shardlib.execute.context import Surroundings
-from shardlib.execute.graph.closed import CallsDiffer, Repeated, without_random_numbers
 from shardlib.execute.graph.keys import Stands
-from shardlib.execute.graph.lengths import Lengths
-from shardlib.execute.graph.nodes import draws, roots_of
-from shardlib.execute.graph.recorder import Fakes, Recorder, as_traced
-from shardlib.execute.losses import Outcome, require_gradient
-from shardlib.execute.stages.base import detached
+from shardlib.execute.graph.nodes import (
+    BACKWARD,
+    BLOCK,
+    DECIDED,
+    FORWARD,
+    GIVEN,
+    NAMES,
+    PHASE,
+    REDUCTION,
+    draws,
+    roots_of,
+)
+from shardlib.execute.graph.recorder import Fakes, Lengths, Recorder, as_traced
+from shardlib.execute.losses import Outcome, read_loss, require_gradient
+from shardlib.execute.stages.interpreter import tensors_of
+from shardlib.execute.stages.one import detached
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.nn.blocks import Runner
 from shardlib.nn.functional import Mean
@@ -32,17 +45,28 @@ from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
 from shardlib.tree import Tree, TreeDef, flatten, unflatten
 
-FORWARD, BACKWARD, REDUCTION = "forward", "backward", "reduction"
-# Keys of a node's meta: the part of the step it belongs to, the number of its block, and whether it is part of a decision.
-PHASE, BLOCK, DECIDED = "phase", "block", "decided"
-# The names that blocks give to what a node makes; and, if that is an input of a block or of a checkpoint, the first one's
-# number among all of these, and among blocks alone (None of a checkpoint).
-NAMES, GIVEN = "names", "given"
+
+class TreeForm(NamedTuple):
+    """A tree's structure, and its leaves that are no tensors; None in the place of those that are."""
+
+    structure: TreeDef
+    others: tuple[Any, ...]
+
+    @staticmethod
+    def of(tree: Tree) -> TreeForm:
+        _, leaves, structure = flatten(tree)
+        return TreeForm(
+            structure, tuple(None if isinstance(leaf, torch.Tensor) else as_traced(leaf) for leaf in leaves)
+        )
+
+    def filled(self, tensors: Iterator[torch.Tensor]) -> Tree:
+        """The tree with the next tensors."""
+        return unflatten(self.structure, [next(tensors) if other is None else other for other in self.others])
 
 
 @dataclass(frozen=True)
-class Form:
-    """What the results of a graph are made into: the structure of aux and buffers, and their leaves that are no tensors.
+class OutcomeForm:
+    """What a graph's first results are made into.
 
     Attributes:
         terms: the number of means in the loss.
@@ -51,25 +75,21 @@ class Form:
 
     terms: int
     weighted: bool
-    aux: tuple[TreeDef, tuple[Any, ...]]
-    buffers: tuple[TreeDef, tuple[Any, ...]]
+    aux: TreeForm
+    buffers: TreeForm
 
     @staticmethod
-    def of(outcome: Outcome) -> tuple[Form, list[torch.Tensor]]:
+    def of(outcome: Outcome) -> tuple[OutcomeForm, list[torch.Tensor]]:
         """The form of an outcome, and its tensors."""
         numbers = [number for mean in outcome.means for number in mean]
-        made = Form(len(outcome.means), outcome.weighted, form_of_tree(outcome.aux), form_of_tree(outcome.buffers))
-        return made, [*numbers, *tensors_of(outcome.aux), *tensors_of(outcome.buffers)]
+        form = OutcomeForm(len(outcome.means), outcome.weighted, TreeForm.of(outcome.aux), TreeForm.of(outcome.buffers))
+        return form, [*numbers, *tensors_of(outcome.aux), *tensors_of(outcome.buffers)]
 
     def outcome(self, outputs: Sequence[torch.Tensor], held: Collection[int]) -> tuple[Outcome, Sequence[torch.Tensor]]:
         """The outcome, and the outputs after its own. ``held``: the identities of the storages of parameters."""
         means = tuple(Mean(*outputs[2 * term : 2 * term + 2]) for term in range(self.terms))
         rest = iter(outputs[2 * self.terms :])
-        trees = [
-            unflatten(treedef, [next(rest) if other is None else other for other in others])
-            for treedef, others in (self.aux, self.buffers)
-        ]
-        outcome = Outcome(means, self.weighted, *trees)
+        outcome = Outcome(means, self.weighted, self.aux.filled(rest), self.buffers.filled(rest))
         return detached(outcome, lambda tensor: storage_id(tensor.untyped_storage()) in held), list(rest)
 
 
@@ -78,7 +98,7 @@ class Traced:
     """A graph and what its inputs and outputs are.
 
     Attributes:
-        graph: takes this rank's buffers in the plan's order, the tensors of the batch and of the loss's buffers, what codecs
+        graph: takes this rank's buffers in the plan's order, the tensors of the loss's buffers and of the batch, what codecs
             keep, the number from which backward starts, what draws take, and what `land` calls; returns totals and weights,
             the tensors of aux and buffers, a gradient for each trained bucket, and what codecs keep then. (A pipeline's stage
             takes and returns others: see `shardlib.execute.graph.stage`.)
@@ -87,8 +107,8 @@ class Traced:
         gradients: the number of the first gradient among what the graph returns.
         reached: the paths of leaves that have a gradient.
         layer_tokens: tokens that layers see, where the plan leaves out some.
-        form: of the results.
         links: what the graph's exchanges go along; they live as long as it does.
+        form: of the results.
         module: the graph as code, once passes have worked on it.
     """
 
@@ -103,145 +123,160 @@ class Traced:
     module: torch.fx.GraphModule = field(init=False)
 
 
-class Spans:
-    """The phases, the blocks and the decisions of a traced function: which nodes each has made.
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch to be traced.
 
     Attributes:
-        turns: nodes after each of which another phase begins.
-        marks: nodes after each of which another block, or none (None), begins.
-        decisions: the nodes after which a decision begins, and ends.
-        names: the names of what nodes make.
+        function: makes the loss, or a pipeline's stage, as a function of shards, given how its blocks run.
+        stored: this rank's buffers, by name.
+        trees: what the function is given besides parameters.
+        lengths: of the tensors in ``trees``.
+        key: the micro-batch's key.
+        thinned: what it leaves out.
+        named: its name, for messages.
+    """
+
+    function: Callable[[Callable[[Surroundings], Runner]], Function]
+    stored: Mapping[str, torch.Tensor]
+    trees: Sequence[Tree]
+    lengths: Lengths
+    key: Key | None
+    thinned: Thinned | None
+    named: str
+
+
+class GivenInputs:
+    """What a traced function is given: a `MicroBatch` of the graph's inputs, and those that follow on its own."""
+
+    def __init__(self, of: MicroBatch, inputs: Sequence[torch.Tensor], stands: Stands) -> None:
+        rest = iter(inputs)
+        self.stored = {name: next(rest) for name in of.stored}
+        self.trees: list[Tree] = []
+        for tree in of.trees:
+            _, leaves, treedef = flatten(tree)
+            filled = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            self.trees.append(unflatten(treedef, filled))
+        self.key = None if of.key is None else stands.key(of.key.slot)
+        self.more = list(rest)
+
+
+class TraceRecorder(Recorder):
+    """A recorder whose nodes know their phase, their block, and whether they are part of a decision.
+
+    Attributes:
         given: the nodes that are inputs of blocks and of checkpoints; see `GIVEN`.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self.turns: list[torch.fx.Node] = []
-        self.marks: list[tuple[torch.fx.Node, int | None]] = []
-        self.decisions: list[tuple[torch.fx.Node, torch.fx.Node]] = []
-        self.names: dict[torch.fx.Node, tuple[str, ...]] = {}
-        self.given: dict[torch.fx.Node, tuple[int, int | None]] = {}
+    def __init__(self, fakes: Fakes) -> None:
+        super().__init__(fakes)
+        self.given: dict[Node, tuple[int, int | None]] = {}
+        self._phase, self._decides = FORWARD, False
+        self._block: int | None = None  # that runs in forward
         # Of the numbers that autograd's nodes have: each block's first, and that of what follows on the block.
-        self._numbers: list[tuple[int, int]] = []
-        self._within, self._depth = 0, 0
-
-    @property
-    def last(self) -> torch.fx.Node:
-        """The node that the trace under way made last."""
-        return self._recorder.last
+        self._spans: list[tuple[int, int]] = []
+        self._entered, self._inside = 0, False  # blocks and checkpoints so far, and whether a block runs
 
     def turn(self) -> None:
         """Begin the next phase."""
-        self._recorder.noting = None if self.turns else self._differentiating
-        self.turns.append(self.last)
+        self._phase, self._block = (BACKWARD if self._phase == FORWARD else REDUCTION), None
 
-    def _differentiating(self, node: torch.fx.Node) -> None:
-        """Note whose block's derivative a node is part of."""
+    def _node(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Node:
+        node = super()._node(op, target, args, kwargs)
+        node.meta[PHASE], node.meta[DECIDED] = self._phase, self._decides
+        node.meta[BLOCK] = self._differentiated() if self._phase == BACKWARD else self._block
+        return node
+
+    def _differentiated(self) -> int | None:
+        """The block whose derivative autograd computes now."""
         number = number_of_derivative()
-        place = bisect(self._numbers, (number, sys.maxsize)) - 1
-        if place >= 0 and number < self._numbers[place][1]:
-            node.meta[BLOCK] = place
+        place = bisect(self._spans, (number, sys.maxsize)) - 1
+        return place if place >= 0 and number < self._spans[place][1] else None
 
     def runner(self, surroundings: Surroundings) -> Runner:
+        """How blocks run."""
+
         def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._depth:
+            if self._inside:
                 return fn(*args, **kwargs)
-            self._note(pytree.tree_leaves((args, kwargs)), len(self._numbers))
-            self._depth = 1
-            first = next_number()
-            self.marks.append((self.last, len(self._numbers)))
+            number = len(self._spans)
+            self._enter(pytree.tree_leaves((args, kwargs)), number)
+            self._inside, self._block, first = True, number, next_number()
             try:
                 with within(names=self._name):
                     return fn(*args, **kwargs)
             finally:
-                self._depth = 0
-                self.marks.append((self.last, None))
-                self._numbers.append((first, next_number()))
+                self._inside, self._block = False, None
+                self._spans.append((first, next_number()))
 
         return run
 
     def keep(self, fn: Callable[..., Any], args: Sequence[Any], has_context: bool) -> tuple[Any, Sequence[Any]]:
         """See `shardlib.execute.activation_offload.ActivationKeeper`: checkpoints of the model's own."""
-        if not self._depth and torch.is_grad_enabled():
-            self._note(args, None)
+        if not self._inside and torch.is_grad_enabled():
+            self._enter(args, None)
         return fn, args
 
-    def _note(self, args: Sequence[Any], block: int | None) -> None:
+    def _enter(self, args: Sequence[Any], block: int | None) -> None:
         """Note the inputs of a block or of a checkpoint."""
         for arg in filter(may_move, args):
-            if node := self._recorder.node_of(arg):
-                self.given.setdefault(node, (self._within, block))
-        self._within += 1
+            if node := self.node_of(arg):
+                self.given.setdefault(node, (self._entered, block))
+        self._entered += 1
 
     def _name(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        if node := self._recorder.node_of(x):
-            self.names[node] = (*self.names.get(node, ()), name)
+        if node := self.node_of(x):
+            node.meta[NAMES] = (*node.meta.get(NAMES, ()), name)
         return x
+
+    def _decide(self, decide: Decision) -> list[torch.Tensor]:
+        before, self._decides = self._decides, True
+        try:
+            return decide()
+        finally:
+            self._decides = before
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """A context in which decisions (`shardlib.common.once`), and inputs of checkpoints, are noted."""
-
-        def made(decide: Decision) -> list[torch.Tensor]:
-            begins = self.last
-            result = decide()
-            if (ends := self.last) is not begins:
-                self.decisions.append((begins, ends))
-            return result
-
-        with within(decides=made, keeper=self):
+        with within(decides=self._decide, keeper=self):
             yield
 
 
 def trace(
-    function: Callable[[Callable[[Surroundings], Runner]], Function],
-    stored: Mapping[str, torch.Tensor],
-    kept: Mapping[str, torch.Tensor],
-    batch: Tree,
-    buffers: Tree,
-    key: Key | None,
-    thinned: Thinned | None,
-    reduces: bool,
-    named: str,
-    device: torch.device,
-    lengths: Lengths,
+    of: MicroBatch, kept: Mapping[str, torch.Tensor], with_buffers: bool, reduces: bool, device: torch.device
 ) -> Traced:
-    """Trace one micro-batch.
+    """Trace forward and backward of a loss on ``device``.
 
     Args:
-        function: makes the loss as a function of shards, given how its blocks run.
         kept: what codecs keep, by name.
-        buffers: what the loss takes second, or None.
-        key: the micro-batch's key.
-        thinned: what the step leaves out.
+        with_buffers: whether the loss is given buffers, before its batch.
         reduces: whether gradients are summed over ranks as the optimizer holds them, or as they are accumulated.
-        named: the micro-batch, for messages.
-        lengths: of ``batch`` and ``buffers``.
     """
-    form: list[Form] = []
+    form: list[OutcomeForm] = []
 
-    def forward(loss: Function, given: Given) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    def forward(loss: Function, given: GivenInputs) -> tuple[Outcome, dict[str, torch.Tensor]]:
         slots = {name: slot.requires_grad_() for name, slot in loss.slots().items()}
-        filled, left = given.tree(batch), None if buffers is None else given.tree(buffers)
-        return loss.outcome(given.stored, slots, filled, given.key(key), left, thinned), slots
+        result = loss(given.stored, slots, *given.trees, key=given.key, thinned=of.thinned)
+        return read_loss(result, with_buffers), slots
 
-    def backward(loss: Function, found: Any, more: Sequence[torch.Tensor], spans: Spans) -> list[torch.Tensor]:
+    def backward(loss: Function, found: Any, more: list[torch.Tensor], recorder: TraceRecorder) -> list[torch.Tensor]:
         outcome, slots = found
         *held, seed = more
         keeping = dict(zip(kept, held, strict=True))
-        require_gradient(outcome, None, named)
+        require_gradient(outcome, None, of.named)
         require_one_mean(outcome)
         gradients = gradients_of([mean.total for mean in outcome.means], [seed], slots)
-        spans.turn()
+        recorder.turn()
         gradients = loss.accumulated(gradients, keeping)
         if reduces:
             gradients = loss.reduced(gradients, keeping)
-        made, numbers = Form.of(outcome)
+        made, numbers = OutcomeForm.of(outcome)
         form.append(made)
         return [*numbers, *gradients.values(), *keeping.values()]
 
     seed = torch.ones((), dtype=torch.float64, device=device)
-    traced = recorded(function, stored, [batch, buffers], forward, backward, lengths, [*kept.values(), seed])
+    traced = recorded(of, forward, backward, [*kept.values(), seed])
     traced.gradients -= len(kept)
     traced.form = form[-1]
     return traced
@@ -253,126 +288,133 @@ def require_one_mean(outcome: Outcome) -> None:
         raise IllegalComposition("a sum of several sl.Mean, whose weights must be known before its backward")
 
 
-class Given:
-    """What a traced function is given.
-
-    Attributes:
-        stored: this rank's buffers, by name.
-    """
-
-    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor], stands: Stands) -> None:
-        self._rest, self._stands = iter(tensors), stands
-        self.stored = {name: next(self._rest) for name in names}
-
-    def tree(self, like: Tree) -> Tree:
-        """The next input, with other tensors in the place of those of ``like``."""
-        _, leaves, treedef = flatten(like)
-        return unflatten(treedef, [next(self._rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
-
-    def key(self, key: Key | None) -> Key | None:
-        """What stands for a key."""
-        return None if key is None else self._stands.key(key.slot)
-
-
 def recorded(
-    function: Callable[[Callable[[Surroundings], Runner]], Function],
-    stored: Mapping[str, torch.Tensor],
-    trees: Sequence[Tree],
-    forward: Callable[[Function, Given], Any],
-    backward: Callable[[Function, Any, Sequence[torch.Tensor], Spans], list[torch.Tensor]],
-    lengths: Lengths,
+    of: MicroBatch,
+    forward: Callable[[Function, GivenInputs], Any],
+    backward: Callable[[Function, Any, list[torch.Tensor], TraceRecorder], list[torch.Tensor]],
     more: Sequence[torch.Tensor] = (),
 ) -> Traced:
-    """Record forward and backward, whose nodes know their phase and block.
+    """Record forward and backward.
 
     Args:
-        trees: the inputs of forward after ``stored``.
-        lengths: of the tensors in them.
         backward: is given what ``forward`` returns, ``more``, and what to tell that gradients are reduced from here on;
             returns gradients of all trained buckets last.
     """
-    fakes = Fakes(lengths)
+    fakes = Fakes(of.lengths)
     try:
-        return _recorded(function, stored, trees, forward, backward, more, fakes)
+        return _recorded(of, forward, backward, more, fakes)
     except CallsDiffer:  # a first call may fill caches, take over what was done to a module, or find equal lengths
-        return _recorded(function, stored, trees, forward, backward, more, fakes)
+        return _recorded(of, forward, backward, more, fakes)
 
 
-def _recorded(
-    function: Callable[[Callable[[Surroundings], Runner]], Function],
-    stored: Mapping[str, torch.Tensor],
-    trees: Sequence[Tree],
-    forward: Callable[[Function, Given], Any],
-    backward: Callable[[Function, Any, Sequence[torch.Tensor], Spans], list[torch.Tensor]],
-    more: Sequence[torch.Tensor],
-    fakes: Fakes,
-) -> Traced:
-    recorder, stands, names = Recorder(fakes), Stands(), list(stored)
-    spans = Spans(recorder)
-    loss = function(spans.runner)
-    given = list(stored.values()), [tensor for tree in trees for tensor in tensors_of(tree)], more
-
-    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        with spans.noting():
-            found = forward(loss, Given(names, inputs, stands))
-        spans.turn()
-        return backward(loss, found, inputs[len(inputs) - len(more) :], spans)
-
-    with torch.enable_grad(), without_autocast_cache(), recorder.fakes.mode:
+def _recorded(of: MicroBatch, forward: Any, backward: Any, more: Sequence[torch.Tensor], fakes: Fakes) -> Traced:
+    recorder, stands = TraceRecorder(fakes), Stands()
+    loss = of.function(recorder.runner)
+    given = list(of.stored.values()), tensors_of(of.trees), more
+    with torch.enable_grad(), without_autocast_cache(), fakes.mode:
         inputs = recorder.inputs(*given)
-        with without_random_numbers(), recorder:
-            recorder.outputs(run(*inputs))
-        again = Repeated(recorder, spans.turns[0])
+        with _without_random_numbers(), recorder:
+            now = GivenInputs(of, inputs, stands)
+            with recorder.noting():
+                found = forward(loss, now)
+            recorder.turn()
+            recorder.outputs(backward(loss, found, now.more, recorder))
+            del found, now
+        again = Repeated(recorder)
         inputs = again.inputs(*given)
         with again:
-            forward(loss, Given(names, inputs, Stands()))
+            forward(loss, GivenInputs(of, inputs, Stands()))
     again.end()
     graph = recorder.graph
-    _mark(graph, spans, len(stored))
-    _require_draws_of_forward(graph)
+    roots, parameters = roots_of(graph), set(itertools.islice(graph.nodes, len(of.stored)))
+    for node, noted in recorder.given.items():
+        if roots[node] not in parameters:  # which stay as they are
+            node.meta[GIVEN] = noted
+    if any(draws(node) and node.meta[PHASE] != FORWARD for node in graph.nodes):
+        raise IllegalComposition(
+            "backward draws from torch's generators, and a graph would draw other numbers there than in forward. Use "
+            "sl.dropout, or sl.remat() in a checkpoint's place"
+        )
     stands.made_inputs(graph)
     *_, output = graph.nodes
     first = len(output.args[0]) - len(loss.trained)
     return Traced(graph, recorder.constants, stands, first, loss.reached, loss.layer_tokens, [loss])
 
 
-def _mark(graph: torch.fx.Graph, spans: Spans, stored: int) -> None:
-    """Note each node's phase and block, whether it is part of a decision, its names, and whether it is an input of a block
-    that is not in the memory of parameters, the graph's first inputs, ``stored`` of them."""
-    roots, parameters = roots_of(graph), set(itertools.islice(graph.nodes, stored))
-    phases, blocks = iter((BACKWARD, REDUCTION)), dict(spans.marks)
-    phase, block, decided = FORWARD, None, False
-    begins, ends = (set(nodes) for nodes in (zip(*spans.decisions) if spans.decisions else ((), ())))
-    for node in graph.nodes:
-        node.meta[PHASE], node.meta[DECIDED] = phase, decided
-        node.meta.setdefault(BLOCK, block)
-        if node in spans.names:
-            node.meta[NAMES] = spans.names[node]
-        if node in spans.given and roots[node] not in parameters:
-            node.meta[GIVEN] = spans.given[node]
-        decided = node in begins or (decided and node not in ends)
-        if node in spans.turns:
-            for _ in range(spans.turns.count(node)):
-                phase, block = next(phases), None
-        block = blocks.get(node, block) if phase == FORWARD else None
+# A look at whether a loss function computes the same when it is called again, as a graph of it would.
+# What it takes from no tensor is a constant of a graph: Python's and NumPy's random numbers, and a count of its own calls.
 
 
-def _require_draws_of_forward(graph: torch.fx.Graph) -> None:
-    """Refuse what torch's generators draw in backward: a checkpoint's second call, which puts them back before it, while a
-    graph would draw on. Raises `IllegalComposition`."""
-    if any(draws(node) and node.meta[PHASE] != FORWARD for node in graph.nodes):
-        raise IllegalComposition(
-            "backward draws from torch's generators, as torch.utils.checkpoint and tiles of tokens do with torch's dropout: "
-            "a graph would draw other numbers there than forward. Use sl.dropout, or sl.remat() in the checkpoint's place"
-        )
+class CallsDiffer(IllegalComposition):
+    """A function computed something else when it was called again."""
 
 
-def form_of_tree(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
-    """A tree's structure, and its leaves that are no tensors."""
-    _, leaves, treedef = flatten(tree)
-    return treedef, tuple(None if isinstance(leaf, torch.Tensor) else as_traced(leaf) for leaf in leaves)
+@contextmanager
+def _without_random_numbers() -> Iterator[None]:
+    """A context for a trace. Raises `IllegalComposition` if its code draws from global generators of Python or NumPy."""
+
+    def states() -> dict[tuple[str, str], Any]:
+        words = numpy.random.get_state(legacy=False)["state"]
+        return {
+            ("Python's random", "random.random()"): random.getstate(),
+            ("numpy.random", "numpy.random.rand()"): (words["key"].tobytes(), words["pos"]),
+        }
+
+    before = states()
+    yield
+    for (name, call), now in states().items():
+        if now != before[name, call]:
+            raise IllegalComposition(
+                f"the loss function draws by {name}, which a graph would do once for all steps. Put the numbers into the "
+                f"batch: torch.tensor({call})"
+            )
 
 
-def tensors_of(tree: Tree) -> list[torch.Tensor]:
-    """The tensors of a tree."""
-    return [leaf for leaf in flatten(tree)[1] if isinstance(leaf, torch.Tensor)]
+class Repeated(Recorder):
+    """A recorder of a function's second call, which refuses what differs from the first.
+
+    Raises:
+        CallsDiffer: names the first operation that differs.
+    """
+
+    def __init__(self, first: TraceRecorder) -> None:
+        super().__init__(first.fakes)
+        self._first = first
+        self._nodes = iter([node for node in first.graph.nodes if node.meta.get(PHASE) == FORWARD])
+
+    def _node(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Node:
+        before = next(self._nodes, None)
+        if before is None or before.target != target or not _same([before.args, before.kwargs], [args, kwargs or {}]):
+            raise _other(_told(before), f"{target}({', '.join(map(str, args))})")
+        return before
+
+    def end(self) -> None:
+        """Refuse a call that ended before the first one, or that read other constants."""
+        if (before := next(self._nodes, None)) is not None:
+            raise _other(_told(before), "nothing")
+        for name, now in self.constants.items():
+            known = self._first.constants[name]
+            if known is not now and not (known.shape == now.shape and bool(((known == now) | (now != now)).all())):
+                raise _other(f"the constant {known}", str(now))
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Whether two arguments are the same."""
+    if isinstance(before, Node):
+        return before is now
+    if isinstance(before, dict):
+        return _same(list(before.items()), list(now.items()))
+    if isinstance(before, tuple | list):
+        return len(before) == len(now) and all(map(_same, before, now))
+    return type(before) is type(now) and (before == now or repr(before) == repr(now))
+
+
+def _told(node: Node | None) -> str:
+    return "nothing" if node is None else f"{node.target}({', '.join(map(str, node.args))})"
+
+
+def _other(before: str, now: str) -> CallsDiffer:
+    return CallsDiffer(
+        f"the loss function computes something else when it is called again ({before}, and then {now}). Put what changes "
+        "into the batch: torch.tensor(count)"
+    )

@@ -6,9 +6,10 @@ that messages overlap with computation. Stages on one rank pass results on witho
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from shardlib.execute.gathering import Record
 from shardlib.execute.gradients import Gradients, Turn
 from shardlib.execute.handles import materialise
 from shardlib.execute.losses import refuse_reentrant_checkpoints
-from shardlib.execute.stages.entry import entered
 from shardlib.execute.stages.messages import (
     TAGS,
     Facts,
@@ -36,65 +36,186 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.plan.thinning import Thinned
 from shardlib.schedules import Action, Kind, Schedule, peer, tag
+from shardlib.schedules.actions import COMPUTE
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, leaves_of, tree_map
 
-# The computation of a stage: (stage number, micro-batch, parameters, carry) -> carry.
-Compute = Callable[[int, int, Tree, Any], Any]
+Grads = Sequence[torch.Tensor | None]  # None for what nothing depends on
 
 
-@dataclass
-class Run:
+class Run(ABC):
     """One micro-batch in one stage, between its forward and the end of its backward.
 
     Attributes:
-        executor: an `Executor`, or what stands for it where stages run as graphs.
-        inputs: leaves that stand for the differentiable tensors of the incoming carry.
-        outputs: differentiable tensors of the result.
-        seeds: gradients of the outputs.
-        halved: whether the first half of a split backward is done; inputs, outputs and seeds are then empty.
+        inputs: leaves without memory that stand for the differentiable tensors of the incoming carry.
+        outputs: differentiable tensors of the result, for as long as backward needs them.
+        halved: whether the first half of a split backward is done.
     """
 
-    executor: Any
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    seeds: list[torch.Tensor] = field(default_factory=list)
-    halved: bool = False
+    def __init__(self) -> None:
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        self.halved = False
+        self._seeds: Sequence[torch.Tensor] = ()  # for the second half, where it is all of backward
+
+    @abstractmethod
+    def forward(self, arrived: Tree) -> Tree:
+        """The stage's result for a carry; sets `inputs` and `outputs`."""
+
+    @abstractmethod
+    def backward(self, seeds: Sequence[torch.Tensor]) -> Grads:
+        """The gradients of `inputs`; those of parameters are added to the stage's sums."""
+
+    @abstractmethod
+    def _first_half(self, seeds: Sequence[torch.Tensor]) -> Grads:
+        """The gradients of `inputs` alone."""
+
+    @abstractmethod
+    def _second_half(self) -> None:
+        """Add the gradients of parameters to the stage's sums."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the run holds."""
+
+    def inputs_gradient(self, seeds: Sequence[torch.Tensor]) -> Grads:
+        """The first half of a backward. A stage without inputs runs the whole backward in the second half."""
+        if not (self.inputs and self.outputs):
+            self._seeds = seeds
+            return [None] * len(self.inputs)
+        grads = self._first_half(seeds)
+        self.halved, self.outputs = True, []
+        return grads
+
+    def weights_gradient(self) -> None:
+        """The second half of a backward."""
+        if self.halved:
+            self._second_half()
+        else:
+            self.backward(self._seeds)
+
+
+class EagerRun(Run):
+    """A run by an executor.
+
+    Args:
+        compute: the stage, of the executor, parameters and a carry.
+        gradients: the stage's sums; None for a forward alone, without gradients.
+        turn: of this micro-batch to add to them.
+        thinned: what the micro-batch leaves out.
+        idle: where the executor goes in the end.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        params: Sharded,
+        compute: Callable[[Executor, Tree, Tree], Tree],
+        gradients: Gradients | None,
+        turn: Turn,
+        thinned: Thinned | None,
+        idle: list[Executor],
+    ) -> None:
+        super().__init__()
+        self.executor, self._params, self._compute, self._thinned = executor, params, compute, thinned
+        self._gradients: Any = gradients
+        self._turn, self._idle = turn, idle
+
+    def forward(self, arrived: Tree) -> Tree:
+        if self._gradients is None:
+            return self.executor.forward(self._params, lambda tree: self._computed(tree, arrived))
+        result = self.open(self.enter(arrived))
+        self.executor.rest()
+        return result
+
+    def enter(self, arrived: Tree) -> Tree:
+        """The carry for the stage's function.
+
+        As its leaves have no memory, those alone who need a carry for backward keep it: a store of blocks' inputs may take it
+        elsewhere.
+        """
+
+        def entered(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.requires_grad:
+                return value
+            self.inputs.append(without_memory(value).requires_grad_())
+            return _CarryEntry.apply(self.inputs[-1], value.detach())
+
+        return tree_map(entered, arrived)
+
+    def open(self, carry: Tree) -> Tree:
+        """The stage's result, with the graph for backward."""
+        result = self.executor.open(
+            self._params, self._gradients, lambda tree: self._computed(tree, carry), self._thinned
+        )
+        self.outputs = differentiable(result)
+        if self.executor.record.order is None:
+            for output in self.outputs:
+                refuse_reentrant_checkpoints(output)
+        return result
+
+    def _computed(self, tree: Tree, carry: Tree) -> Tree:
+        return materialise(self._compute(self.executor, tree, carry))
+
+    def backward(self, seeds: Sequence[torch.Tensor]) -> Grads:
+        return self.executor.differentiate(self.outputs, seeds, self.inputs, self._gradients, self._turn)
+
+    def _first_half(self, seeds: Sequence[torch.Tensor]) -> Grads:
+        return self.executor.inputs_gradient(self.outputs, seeds, self.inputs)
+
+    def _second_half(self) -> None:
+        self.executor.weights_gradient(self._gradients, self._turn)
+
+    def close(self) -> None:
+        self.executor.close()
+        self._idle.append(self.executor)
+
+
+class _CarryEntry(torch.autograd.Function):
+    """The values of a carry, whose gradient goes to a leaf without memory."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
 class Stage:
     """One of this rank's stages, with an executor for each micro-batch in flight.
 
     Args:
-        halved: micro-batches whose backward is split in two halves. Their exchanges differ from those of other
-            micro-batches, so the two have separate records.
+        order: the rank's actions. Split backwards exchange otherwise than whole ones, and have a record of their own.
 
     Attributes:
         host: where inputs of blocks are kept, for all of its executors.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, trained: bool, halved: Iterable[int] = ()) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, trained: bool, number: int, order: Iterable[Action]) -> None:
         self.plan, self._mesh, self._trained = plan, mesh, trained
-        self._halved = frozenset(halved)
+        own = [action for action in order if action.stage == number]
+        self._halved = {action.microbatch for action in own if action.kind is Kind.I}
+        self._last = [action.microbatch for action in own if action.kind in (Kind.B, Kind.W)][-1]
         self.records = Record(plan, mesh), Record(plan, mesh)  # of whole backwards, and of split ones
         self.host = host_memory(plan.step.remat, mesh) if trained else None
         self._idle: tuple[list[Executor], list[Executor]] = [], []
-        self.runs: dict[int, Run] = {}
 
-    def begin(self, microbatch: int) -> Run:
+    def begin(
+        self,
+        microbatch: int,
+        params: Sharded,
+        compute: Callable[[Executor, Tree, Tree], Tree],
+        gradients: Gradients | None = None,
+        thinned: Thinned | None = None,
+    ) -> EagerRun:
+        """The run of a micro-batch; arguments as of `EagerRun`."""
         kind = microbatch in self._halved
-        idle = self._idle[kind]
-        executor = idle.pop() if idle else self._executor(kind)
-        self.runs[microbatch] = Run(executor)
-        return self.runs[microbatch]
-
-    def _executor(self, kind: bool) -> Executor:
-        return Executor(self.plan, self._mesh, self._trained, self.records[kind], self.host)
-
-    def end(self, microbatch: int) -> None:
-        run = self.runs.pop(microbatch)
-        run.executor.close()
-        self._idle[microbatch in self._halved].append(run.executor)
+        idle, record = self._idle[kind], self.records[kind]
+        executor = idle.pop() if idle else Executor(self.plan, self._mesh, self._trained, record, self.host)
+        turn = Turn(microbatch, microbatch == self._last)
+        return EagerRun(executor, params, compute, gradients, turn, thinned, idle)
 
 
 @dataclass
@@ -103,14 +224,14 @@ class Position:
 
     Attributes:
         axis: the stages' axis.
-        stages: number -> `Stage`, or what stands for it, for the stages on this rank.
+        stages: the numbers of the stages on this rank.
         acknowledged: receive -> sends of this rank that must have arrived when it completes.
     """
 
     axis: str
     mesh: Mesh
     schedule: Schedule
-    stages: Mapping[int, Any]
+    stages: Collection[int]
     acknowledged: Mapping[Action, Sequence[Action]]
 
     def link(self, other: int, about: str) -> PeerLink:
@@ -125,22 +246,21 @@ class Interpreter:
     """The state of one step. Keys of its dictionaries are (stage, micro-batch).
 
     Args:
-        thinned: what each micro-batch leaves out, or None, where gradients are wanted.
+        begin: begins the run of a micro-batch in a stage.
+        seed: the gradient of the last stage's result, by micro-batch.
+        settle: waits for the reductions of gradients under way.
     """
 
     def __init__(
         self,
         position: Position,
-        params: Sharded,
-        compute: Compute,
-        gradients: Mapping[int, Any] | None,
-        seed: Callable[[int], float] | None,
-        thinned: Sequence[Thinned | None] = (),
+        begin: Callable[[int, int], Run],
+        seed: Callable[[int], float] = lambda _: 1.0,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
-        self._thinned = thinned
-        self._position, self._params, self._compute = position, params, compute
-        self._gradients, self._seed = gradients or {}, seed
+        self._position, self._begin, self._seed, self._settle = position, begin, seed, settle
         self._schedule = position.schedule
+        self._runs: dict[tuple[int, int], Run] = {}
         # Inputs of forwards and of backwards (values, or messages under way), and results to be sent.
         self._carries: dict[tuple[int, int], Any] = {}
         self._cotangents: dict[tuple[int, int], Any] = {}
@@ -151,7 +271,7 @@ class Interpreter:
         self._gone: dict[int, list[Facts]] = {}  # rank -> the carry that was sent to it last
         self._sent: dict[Action, list[SentMessage]] = {}
         self._do: dict[Kind, Callable[[Action], None]] = {
-            Kind.F: self._forward if gradients is not None else self._forward_only,
+            Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._inputs_gradient,
             Kind.W: self._weights_gradient,
@@ -162,139 +282,65 @@ class Interpreter:
         }
 
     def run(self, order: Sequence[Action]) -> None:
-        self._last = {
-            action.stage: action.microbatch for action in order if action.kind is Kind.B or action.kind is Kind.W
-        }
         for action in order:
-            if action.kind in _RECEIVES:
+            if action.kind in (Kind.RECV_F, Kind.RECV_B):
                 self._coming.setdefault(peer(self._schedule, action), deque()).append(action)
         try:
             for action in order:
-                if action.kind in _COMPUTE:
+                if action.kind in COMPUTE:
                     self._post_ahead()
-                    self._land()
+                    self._settle()  # after what the stage before waits for is sent to it
                 self._do[action.kind](action)
             self._let_go(list(self._sent))
         finally:
-            for stage in self._position.stages.values():
-                for microbatch in list(stage.runs):
-                    stage.end(microbatch)
+            for run in self._runs.values():
+                run.close()
 
     def _forward(self, action: Action) -> None:
         number, _, microbatch = action
-        stage = self._position.stages[number]
-        arrived = self._carry(action)  # before the run begins, from whose outputs a receive follows
-        result = self._result(action, stage.begin(microbatch), arrived)
-        self._pass_on(number, microbatch, result)
-
-    def _result(self, action: Action, run: Run, arrived: Any) -> Any:
-        """The result of a forward, of whose run inputs and outputs are noted."""
-        number, _, microbatch = action
-        carry, run.inputs = entered(arrived)
-        result = run.executor.open(
-            self._params,
-            self._gradients[number],
-            lambda tree: materialise(self._compute(number, microbatch, tree, carry)),
-            self._thinned[microbatch],
-        )
-        run.outputs = differentiable(result)
-        if run.executor.record.order is None:
-            for output in run.outputs:
-                refuse_reentrant_checkpoints(output)
-        run.executor.rest()
-        return result
-
-    def _forward_only(self, action: Action) -> None:
-        number, _, microbatch = action
-        stage = self._position.stages[number]
-        carry = self._carry(action)
-        result = stage.begin(microbatch).executor.forward(
-            self._params, lambda tree: materialise(self._compute(number, microbatch, tree, carry))
-        )
-        stage.end(microbatch)
-        self._pass_on(number, microbatch, result)
-
-    def _carry(self, action: Action) -> Any:
-        carry = self._carries.pop((action.stage, action.microbatch), None)
-        if not isinstance(carry, IncomingTree):
-            return carry
-        carry.open()
-        self._post_ahead()
-        carry = carry.wait()
-        self._let_go(self._position.acknowledged.get(Action(action.stage, Kind.RECV_F, action.microbatch), ()))
-        return carry
-
-    def _pass_on(self, number: int, microbatch: int, result: Any) -> None:
+        arrived = self._arrived(action, Kind.RECV_F)  # before the run begins, from whose outputs a receive follows
+        run = self._runs[number, microbatch] = self._begin(number, microbatch)
+        result = run.forward(arrived)
         if number + 1 in self._position.stages:
             self._carries[number + 1, microbatch] = tree_map(fresh_leaf, result)
         elif number + 1 < self._schedule.stages:
             self._results[number, microbatch] = result
 
-    def _send_carry(self, action: Action) -> None:
-        result, link = self._results.pop((action.stage, action.microbatch)), self._link(action)
-        self._sent[action] = send_tree(link, result, self._tag(action), self._gone.get(link.peer, ()))
-        self._gone[link.peer] = facts_of([leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)])
-
     def _backward(self, action: Action) -> None:
-        run = self._seeded(action)
-        self._return(action, run, self._whole(action, run))
-        self._position.stages[action.stage].end(action.microbatch)
+        run = self._runs[action.stage, action.microbatch]
+        self._return(action, run, run.backward(self._seeds(action, run)))
+        self._end(action)
 
     def _inputs_gradient(self, action: Action) -> None:
-        """Run the first half of a backward. A stage without inputs runs the whole backward in the second half."""
-        run = self._seeded(action)
-        grads: Sequence[torch.Tensor | None] = ()
-        if run.inputs and run.outputs:
-            grads = self._first_half(run)
-        self._return(action, run, grads or [None] * len(run.inputs))
-        if grads:
-            run.halved, run.outputs, run.seeds, run.inputs = True, [], [], []
+        run = self._runs[action.stage, action.microbatch]
+        self._return(action, run, run.inputs_gradient(self._seeds(action, run)))
 
     def _weights_gradient(self, action: Action) -> None:
-        run = self._position.stages[action.stage].runs[action.microbatch]
-        if run.halved:
-            self._second_half(action, run)
-        else:
-            self._whole(action, run)
-        self._position.stages[action.stage].end(action.microbatch)
+        self._runs[action.stage, action.microbatch].weights_gradient()
+        self._end(action)
 
-    def _seeded(self, action: Action) -> Run:
-        """The run of a backward action, with its seeds."""
-        key = action.stage, action.microbatch
-        run = self._position.stages[action.stage].runs[action.microbatch]
+    def _end(self, action: Action) -> None:
+        self._runs.pop((action.stage, action.microbatch)).close()
+
+    def _arrived(self, action: Action, kind: Kind) -> Any:
+        """What a forward, or a backward, is given by another stage; None for the first one's carry."""
+        receive = Action(action.stage, kind, action.microbatch)
+        arrived = self._arriving(receive).pop((action.stage, action.microbatch), None)
+        if isinstance(arrived, IncomingTree):
+            arrived.open()
+        self._post_ahead()
+        if isinstance(arrived, IncomingTree | IncomingTensors):
+            arrived = arrived.wait()
+        self._let_go(self._position.acknowledged.get(receive, ()))
+        return arrived
+
+    def _seeds(self, action: Action, run: Run) -> Sequence[torch.Tensor]:
+        """The gradients of a run's outputs."""
         if self._position.is_last(action.stage):
-            assert self._seed is not None
-            run.seeds = [torch.full_like(output, self._seed(action.microbatch)) for output in run.outputs]
-        else:
-            given = self._cotangents.pop(key)
-            self._post_ahead()
-            run.seeds = given.wait() if isinstance(given, IncomingTensors) else given
-            self._let_go(self._position.acknowledged.get(Action(action.stage, Kind.RECV_B, action.microbatch), ()))
-        return run
+            return [torch.full_like(output, self._seed(action.microbatch)) for output in run.outputs]
+        return self._arrived(action, Kind.RECV_B)
 
-    def _whole(self, action: Action, run: Run) -> Sequence[torch.Tensor | None]:
-        """The gradients of a run's inputs; those of parameters are added to the stage's sums."""
-        return run.executor.differentiate(run.outputs, run.seeds, run.inputs, *self._sums(action))
-
-    def _first_half(self, run: Run) -> Sequence[torch.Tensor | None]:
-        """The gradients of a run's inputs, alone."""
-        return run.executor.inputs_gradient(run.outputs, run.seeds, run.inputs)
-
-    def _second_half(self, action: Action, run: Run) -> None:
-        """Add the gradients of parameters to the stage's sums."""
-        run.executor.weights_gradient(*self._sums(action))
-
-    def _land(self) -> None:
-        """Wait for the reductions of the stages' gradients: after what the stage before waits for is sent to it."""
-        for sums in self._gradients.values():
-            sums.land()
-
-    def _sums(self, action: Action) -> tuple[Gradients, Turn]:
-        """The sums of a stage's gradients, and this action's turn to add to them."""
-        last = self._last[action.stage] == action.microbatch
-        return self._gradients[action.stage], Turn(action.microbatch, last)
-
-    def _return(self, action: Action, run: Run, grads: Sequence[torch.Tensor | None]) -> None:
+    def _return(self, action: Action, run: Run, grads: Grads) -> None:
         """Keep the gradients of a run's inputs for the stage before; zeros for unused inputs."""
         number, _, microbatch = action
         filled = [torch.zeros_like(i) if grad is None else grad for grad, i in zip(grads, run.inputs, strict=True)]
@@ -302,6 +348,11 @@ class Interpreter:
             self._cotangents[number - 1, microbatch] = filled
         elif number > 0:
             self._results[number, microbatch] = filled
+
+    def _send_carry(self, action: Action) -> None:
+        result, link = self._results.pop((action.stage, action.microbatch)), self._link(action)
+        self._sent[action] = send_tree(link, result, self._tag(action), self._gone.get(link.peer, ()))
+        self._gone[link.peer] = facts_of(tensors_of(result))
 
     def _send_gradients(self, action: Action) -> None:
         grads = self._results.pop((action.stage, action.microbatch))
@@ -320,7 +371,7 @@ class Interpreter:
     def _postable(self, rank: int, action: Action) -> bool:
         """Whether a receive can be posted without waiting for an earlier carry's header, or for its own stage's forward."""
         before = self._newest.get(rank)
-        forwarded = action.kind is Kind.RECV_F or action.microbatch in self._position.stages[action.stage].runs
+        forwarded = action.kind is Kind.RECV_F or (action.stage, action.microbatch) in self._runs
         return forwarded and (before is None or before.opened)
 
     def _receive(self, action: Action) -> None:
@@ -336,12 +387,11 @@ class Interpreter:
         if action.kind is Kind.RECV_F:
             arriving[key] = self._newest[link.peer] = IncomingTree(link, self._tag(action), expected)
         else:
-            outputs = self._position.stages[action.stage].runs[action.microbatch].outputs
-            arriving[key] = IncomingTensors(link, facts_of(outputs), self._tag(action))
+            arriving[key] = IncomingTensors(link, facts_of(self._runs[key].outputs), self._tag(action))
 
-    def _arriving(self, action: Action) -> dict[tuple[int, int], Any]:
+    def _arriving(self, receive: Action) -> dict[tuple[int, int], Any]:
         """Where what a receive brings is kept."""
-        return self._carries if action.kind is Kind.RECV_F else self._cotangents
+        return self._carries if receive.kind is Kind.RECV_F else self._cotangents
 
     def _let_go(self, sends: Iterable[Action]) -> None:
         """Free the memory of sent messages; waits for those that have not been received."""
@@ -349,27 +399,29 @@ class Interpreter:
             finish(self._sent.pop(action, ()))
 
     def _link(self, message: Action) -> PeerLink:
-        return self._position.link(peer(self._schedule, message), _about(message))
+        """The link of a message, which its sender and its receiver call the same."""
+        forward = message.kind in (Kind.SEND_F, Kind.RECV_F)
+        low, high = sorted((message.stage, message.stage + (1 if message.kind in (Kind.SEND_F, Kind.RECV_B) else -1)))
+        about = f"activations from stage {low} to {high}" if forward else f"gradients from stage {high} to {low}"
+        return self._position.link(peer(self._schedule, message), about)
 
     def _tag(self, message: Action) -> int:
         return tag(self._schedule, message) * TAGS
 
 
-def _about(message: Action) -> str:
-    """What a message holds: the same for its sender and its receiver."""
-    before = message.stage - (message.kind in (Kind.RECV_F, Kind.SEND_B))
-    if message.kind in (Kind.SEND_F, Kind.RECV_F):
-        return f"activations from stage {before} to {before + 1}"
-    return f"gradients from stage {before + 1} to {before}"
-
-
-_COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
-_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+def tensors_of(tree: Tree) -> list[torch.Tensor]:
+    """The tensors of a pytree."""
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def differentiable(tree: Tree) -> list[torch.Tensor]:
     """The tensors of a pytree that require gradients."""
-    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
+
+
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros of a tensor's shape, in the memory of one of them."""
+    return tensor.new_zeros(()).expand(tensor.shape)
 
 
 def fresh_leaf(leaf: Any) -> Any:

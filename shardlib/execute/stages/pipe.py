@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from shardlib.execute.losses import Outcome, read_loss, require_gradient
 from shardlib.execute.recompute import require_known
 from shardlib.execute.refusals import outside, require_open
 from shardlib.execute.sequence import require_whole_loss
-from shardlib.execute.stages.base import StepInputs, detached
-from shardlib.execute.stages.interpreter import Compute, Interpreter, Position, Stage
+from shardlib.execute.stages.interpreter import Interpreter, Position, Run, Stage
 from shardlib.execute.stages.messages import (
     TAGS,
     IncomingTensors,
@@ -28,6 +28,7 @@ from shardlib.execute.stages.messages import (
     send_tensors,
     send_tree,
 )
+from shardlib.execute.stages.one import OneStage, StepInputs, detached
 from shardlib.execute.totals import Sums, Totals
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Sequential
@@ -46,16 +47,15 @@ def require_blocks(loss_fn: Any, plan: Plan) -> Sequential:
         TreeError: the numbers of blocks and of parameter trees differ.
     """
     if not isinstance(loss_fn, Sequential):
+        name = getattr(loss_fn, "__name__", loss_fn)
         raise IllegalComposition(
-            f"pipeline needs a loss made of blocks, and {getattr(loss_fn, '__name__', loss_fn)!r} is one function; make it "
-            "sl.sequential([...]): gpt.make_sequential(config) does it for the library's GPT, sl.from_module(module, "
-            "blocks=...) for modules, transformers' decoders included"
+            f"pipeline needs blocks, and {name!r} is one function. Make it sl.sequential([...]), as "
+            "gpt.make_sequential(config) or sl.from_module(module, blocks=)"
         )
     trees = plan.shape.treedef.num_children
     if len(loss_fn) != trees:
         raise TreeError(
-            f"sequential has {len(loss_fn)} blocks and the parameters are {trees} trees; give one tree "
-            "per block, an empty one where a block has no parameters"
+            f"sequential has {len(loss_fn)} blocks and the parameters are {trees} trees. Give one per block, {{}} for none"
         )
     return loss_fn
 
@@ -71,7 +71,7 @@ class Pipe:
     def __init__(self, loss_fn: Any, plan: Plan, mesh: Mesh, trained: bool, with_buffers: bool = False) -> None:
         if with_buffers:
             raise IllegalComposition(
-                "pipeline does not bring buffers= from stage to stage; leave them out, or use accumulate() instead"
+                "pipeline does not bring buffers= from stage to stage. Leave them out, or use accumulate()"
             )
         self._blocks = require_blocks(loss_fn, plan)
         self._plan, self._mesh = plan, mesh
@@ -80,45 +80,50 @@ class Pipe:
         self._home = plan.stages.home(mesh.coords)
         orders = lower(schedule)
         self._order = orders[self._home]
-        halved = {(action.stage, action.microbatch) for action in self._order if action.kind is Kind.I}
-        stages = {
-            number: Stage(plan.of_stage(number), mesh, trained, [i for stage, i in halved if stage == number])
-            for number in schedule.stages_of(self._home)
-        }
-        self._position = Position(self._axis, mesh, schedule, stages, acknowledged(schedule, orders, self._home))
-        self.records = [record for stage in stages.values() for record in stage.records]
+        own = schedule.stages_of(self._home)
+        self._stages = {number: Stage(plan.of_stage(number), mesh, trained, number, self._order) for number in own}
+        self._position = Position(self._axis, mesh, schedule, own, acknowledged(schedule, orders, self._home))
+        self.records = [record for stage in self._stages.values() for record in stage.records]
 
-    def _computing(self, microbatches: Sequence[Tree], keys: Sequence[Key | None]) -> Compute:
-        """A function that runs the blocks of a stage on one of these micro-batches."""
-
-        def compute(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
-            start, stop = self._plan.stages.spans[stage]
-            result = self._blocks.run(tree, carry, microbatches[microbatch], start, stop, keys[microbatch])
-            if not self._position.is_last(stage):
-                require_open(result, "what passes between pipeline stages")
-            return result
-
-        return compute
+    def _computed(self, stage: int, tree: Tree, carry: Any, batch: Tree, key: Key | None) -> Any:
+        """What the blocks of a stage return."""
+        start, stop = self._plan.stages.spans[stage]
+        result = self._blocks.run(tree, carry, batch, start, stop, key)
+        if not self._position.is_last(stage):
+            require_open(result, "what passes between pipeline stages")
+        return result
 
     def train(self, call: StepInputs, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
-        compute = self._computing(call.microbatches, call.keys)
+        """As `OneStage.train`."""
         outcomes: dict[int, Outcome] = {}
+        gradients = {number: Gradients(stage.plan, self._mesh, options) for number, stage in self._stages.items()}
 
-        def run(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
+        def run(stage: int, microbatch: int, executor: Executor, tree: Tree, carry: Any) -> Any:
             key = call.keys[microbatch]
             with seeding_torch(key and key.fold_in(stage), self._mesh.device):
-                result = compute(stage, microbatch, tree, carry)
+                result = self._computed(stage, tree, carry, call.microbatches[microbatch], key)
             if not self._position.is_last(stage):
                 return result
             outcome = read_loss(result, False)
             require_gradient(outcome, call.thinned[microbatch], call.named(microbatch, self._mesh))
-            outcomes[microbatch] = detached(outcome, self._executor(stage, microbatch).in_parameters)
+            outcomes[microbatch] = detached(outcome, executor.in_parameters)
             if len(outcome.means) == 1:
                 return outcome.total
             return sum(f * mean.total for f, mean in zip(call.weighing.factors(outcome), outcome.means))
 
+        def begin(stage: int, microbatch: int) -> Run:
+            compute = partial(run, stage, microbatch)
+            return self._stages[stage].begin(
+                microbatch, call.params, compute, gradients[stage], call.thinned[microbatch]
+            )
+
+        def settle() -> None:
+            for sums in gradients.values():
+                sums.land()
+
         first, sequence = all(record.order is None for record in self.records), self._plan.step.sequence
-        grads = self._gradients(call, run, lambda microbatch: call.seed(outcomes[microbatch]), options)
+        Interpreter(self._position, begin, lambda index: call.seed(outcomes[index]), settle).run(self._order)
+        grads = self._summed(each.result() for each in gradients.values())
         if sequence and first:  # collective over all stages, so it comes after the schedule
             done = {step for record in self.records for step in record.done}
             loss = outcomes[0].means if outcomes else None
@@ -132,22 +137,15 @@ class Pipe:
         return grads
 
     def shared_aux(self, call: StepInputs, aux: Tree, sums: Sums) -> Tree:
-        if not sums.weighted:
-            _require_even(call.microbatches)
+        """As `OneStage.shared_aux`. Refuses a scalar loss of micro-batches of different sizes, whose mean would give them
+        equal weights."""
+        rows = [rows_of(microbatch) for microbatch in call.microbatches]
+        if not sums.weighted and len(set(rows)) > 1:
+            raise BatchError(
+                f"the batch's {sum(rows)} rows make {len(rows)} micro-batches of different sizes, and the loss is a mean of "
+                "each. Return sl.Mean(total, weight)"
+            )
         return self._broadcast(aux, scalars=True) if sums.with_aux else None
-
-    def _gradients(
-        self, call: StepInputs, compute: Compute, seed: Callable[[int], float], options: ReductionOptions
-    ) -> dict[str, torch.Tensor]:
-        """The gradients of this rank's buckets, in the optimizer's layout, summed over micro-batches.
-
-        The last stage's result is differentiated, with ``seed(microbatch)`` as its gradient.
-        """
-        gradients = {
-            number: Gradients(stage.plan, self._mesh, options) for number, stage in self._position.stages.items()
-        }
-        Interpreter(self._position, call.params, compute, gradients, seed, call.thinned).run(self._order)
-        return self._summed(each.result() for each in gradients.values())
 
     def _summed(self, of_stages: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """The gradients of this rank's buckets, from those of its stages."""
@@ -158,28 +156,25 @@ class Pipe:
         self._sum_over_homes(sums)
         return {bucket.name: sums[bucket.name] for bucket in self._plan.trained}
 
-    def _executor(self, stage: int, microbatch: int) -> Executor:
-        """The executor of a micro-batch in flight in a stage of this rank."""
-        return self._position.stages[stage].runs[microbatch].executor
-
-    def evaluate(self, params: Sharded, *args: Any) -> Any:
+    def evaluate(self, params: Sharded, batch: Tree, rng: Key | None = None) -> Any:
         """The last stage's result, on every rank, from a forward of the whole batch without gradients."""
-        batch, rng = _batch(*args)
-        compute = self._computing([batch], [rng])
         order: list[Action] = []
-        for stage in self._position.stages:
+        for stage in self._stages:
             for kind, other in ((Kind.RECV_F, stage - 1), (Kind.F, None), (Kind.SEND_F, stage + 1)):
-                if other is None or (0 <= other < self._schedule.stages and other not in self._position.stages):
+                if other is None or (0 <= other < self._schedule.stages and other not in self._stages):
                     order.append(Action(stage, kind, 0))
         result: list[Any] = []
 
-        def noted(stage: int, microbatch: int, tree: Tree, carry: Any) -> Any:
-            value = compute(stage, microbatch, tree, carry)
+        def run(stage: int, executor: Executor, tree: Tree, carry: Any) -> Any:
+            value = self._computed(stage, tree, carry, batch, rng)
             if self._position.is_last(stage):
-                result.append(outside(value, "the result", self._executor(stage, microbatch).in_parameters))
+                result.append(outside(value, "the result", executor.in_parameters))
             return value
 
-        Interpreter(self._position, params, noted, None, None).run(order)
+        def begin(stage: int, microbatch: int) -> Run:
+            return self._stages[stage].begin(microbatch, params, partial(run, stage))
+
+        Interpreter(self._position, begin).run(order)
         return self._broadcast(result[0] if result else None)
 
     def _broadcast(self, value: Tree, *, scalars: bool = False) -> Tree:
@@ -226,16 +221,9 @@ class Pipe:
         finish(sent)
 
 
-def _require_even(microbatches: Sequence[Tree]) -> None:
-    """Refuse micro-batches of different sizes, for a scalar loss, whose mean would give them equal weights."""
-    rows = [rows_of(microbatch) for microbatch in microbatches]
-    if len(set(rows)) > 1:
-        raise BatchError(
-            f"the batch's {sum(rows)} rows make {len(rows)} micro-batches of different sizes, and the loss is a mean over "
-            "each; return sl.Mean(total, weight), or use a batch that divides"
-        )
+Runner = OneStage | Pipe  # runs a function on one plan and mesh
 
 
-def _batch(batch: Tree, rng: Key | None = None) -> tuple[Tree, Key | None]:
-    """The arguments with which blocks are evaluated."""
-    return batch, rng
+def runner_of(fn: Any, plan: Plan, mesh: Mesh, trained: bool, with_buffers: bool = False) -> Runner:
+    """The runner of ``fn`` on a plan. Raises what `OneStage` and `Pipe` raise."""
+    return (Pipe if plan.stages.axes else OneStage)(fn, plan, mesh, trained, with_buffers)

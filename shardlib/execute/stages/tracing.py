@@ -1,74 +1,217 @@
-"""Tracing a plan without ranks: one micro-batch runs through all stages in turn, on fake tensors."""
+"""Tracing a plan without ranks: one micro-batch runs through all stages in turn, on fake tensors, which have no values."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 
+from shardlib.common._compat import FakeTensorMode
+from shardlib.errors import ShardlibError
 from shardlib.execute.batches import split_batch
 from shardlib.execute.counting import LiveBytes, Stretch, WorkCount
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Turn, default_options
-from shardlib.execute.handles import Handle, materialise
-from shardlib.execute.losses import read_loss
+from shardlib.execute.handles import Handle
+from shardlib.execute.losses import read_loss, require_function, require_no_buffers
 from shardlib.execute.phases import Phases, followed
 from shardlib.execute.recompute import require_known
 from shardlib.execute.refusals import require_open
 from shardlib.execute.sequence import require_whole_loss
-from shardlib.execute.stages.base import StepInputs, keys_of
-from shardlib.execute.stages.entry import entered
-from shardlib.execute.stages.interpreter import Run, differentiable, fresh_leaf
-from shardlib.execute.stages.one import OneStage
+from shardlib.execute.stages.interpreter import EagerRun, fresh_leaf, tensors_of
+from shardlib.execute.stages.one import OneStage, StepInputs, keys_of
 from shardlib.execute.stages.pipe import require_blocks
+from shardlib.execute.stages.values import UNKNOWN, Values
 from shardlib.execute.stages.walk import Called, SentBytes, Walk, as_another, kinds_of
 from shardlib.execute.totals import Weighing
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport import EchoGroup
 from shardlib.nn.blocks import Sequential
+from shardlib.plan.deduplication import TraceCache, deduplicated, seen_in_traces
+from shardlib.plan.exchanges import Reductions
 from shardlib.plan.plan import Plan
+from shardlib.plan.records import Trace
 from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
 from shardlib.sharded.landing import FakeLanding
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, flatten, leaves_of, tree_map
+from shardlib.tree import Tree, flatten, tree_map
+
+_log = logging.getLogger("shardlib.plan")
+_KEY = Key(0)
+_UNEVEN = "if values decide which units a rank uses, all ranks gather the units that any rank uses"
 
 
-def walks(
-    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, buffers: Tree, rng: Key, step: int | None
-) -> tuple[Walk, ...]:
-    """What the first of a rank's micro-batches does in each stage, at a step with its key, or one that leaves out nothing.
-    ``params`` holds the buckets of all stages."""
+@dataclass(frozen=True)
+class Tracing:
+    """Traces of one loss function under any plan.
+
+    Attributes:
+        batch: one rank's share, on any device.
+        buffers: those that the loss takes, or None.
+        device: the ranks' device.
+        step: the number of the step, for what it leaves out of layers; None for a step that leaves out nothing.
+        key: of the step.
+    """
+
+    loss_fn: Callable[..., Any]
+    batch: Tree
+    buffers: Tree
+    device: torch.device
+    step: int | None = None
+    key: Key = _KEY
+
+    def traced(self, plan: Plan) -> Plan:
+        """The plan with its traces, from one micro-batch. If tracing fails, a note in the log says so."""
+        try:
+            walks, spans = self.walks(plan), plan.stages.spans
+        except Untraceable as error:
+            notes = f"not traced: {error}", _UNEVEN
+            return replace(plan, claims=plan.claims and plan.claims.noting(notes))
+        return replace(plan, traces=tuple(walk.trace(start) for walk, (start, _) in zip(walks, spans, strict=True)))
+
+    def walks(self, plan: Plan) -> tuple[Walk, ...]:
+        """What one micro-batch does in each stage.
+
+        Raises:
+            Untraceable: the loss reads values that nobody has, or fails on tensors of the largest sizes that they can have.
+        """
+        values = Values()
+        with self._setting(plan, values) as setting:
+            try:
+                seen = _walks(setting)
+            except UNKNOWN as error:
+                raise Untraceable(f"the loss reads values ({error})") from error
+            except Exception as error:
+                if not values.bounded or isinstance(error, ShardlibError):
+                    raise
+                why = str(error).partition("\n")[0]
+                raise Untraceable(f"sizes depend on values ({', '.join(values.bounded)}): {why}") from error
+        return tuple(replace(walk, assumptions=values.assumptions) for walk in seen)
+
+    @contextmanager
+    def _setting(self, plan: Plan, values: Values) -> Iterator[_Setting]:
+        """What a plan is traced with."""
+        needed = "params, batch" if self.buffers is None else "params, buffers, batch"
+        require_function(self.loss_fn, "the loss function", needed)
+        if self.buffers is None:
+            require_no_buffers(self.loss_fn, "give them by buffers=")
+        groups = {axis: EchoGroup(size) for axis, size in plan.sizes.items()}
+        mesh = Mesh(plan.sizes, 0, groups, self.device, abstract=True)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def pretend(leaf: Any, given: bool = False) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            whole_numbers = not (leaf.is_floating_point() or leaf.is_complex())
+            if given and whole_numbers and type(leaf) is torch.Tensor and leaf.device == self.device:
+                return values.known(leaf)
+            if leaf.device == self.device or leaf.layout is not torch.strided:
+                return fake.from_tensor(leaf)
+            with fake:  # a tensor of another device, or without memory: the trace runs on one device
+                return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+
+        batch, buffers = tree_map(partial(pretend, given=True), self.batch), tree_map(pretend, self.buffers)
+        # Codecs' kernels do not run on tensors without values, so everything is sent uncompressed.
+        plain = replace(plan, reductions=Reductions(second_level=plan.reductions.second_level))
+        with fake:
+            stored = {
+                b.name: torch.empty(b.size(b.param_level), dtype=b.dtype, device=self.device) for b in plan.buckets
+            }
+            with values:
+                yield _Setting(self, plain, mesh, Sharded(plain, mesh, "param", stored), batch, buffers)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What a plan is traced with: all buckets of all stages, the first rank's batch and buffers, without values."""
+
+    tracing: Tracing
+    plan: Plan
+    mesh: Mesh
+    params: Sharded
+    batch: Tree
+    buffers: Tree
+
+
+class Untraceable(Exception):
+    """A loss of which no trace can be made; says why."""
+
+
+def traced_once(tracing: Tracing) -> TraceCache:
+    """Traces of plans, each kind once. A function that is a sequence of blocks shows in short forms all that it does: blocks
+    that are left out are the same function of parameters that are treated alike, and get a carry of the same form."""
+    return TraceCache(tracing.traced, Shortly(tracing), sure=isinstance(tracing.loss_fn, Sequential))
+
+
+class Shortly:
+    """Traces of deep functions from short forms of their plans. A short form serves any number of blocks."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+        self._walks: list[tuple[Plan, tuple[Walk, ...]]] = []
+
+    def __call__(self, plan: Plan) -> tuple[Trace, ...] | None:
+        """The traces of a plan; None where no short form shows them."""
+        loss_fn, tracing = self._tracing.loss_fn, self._tracing
+        functions = loss_fn.functions if isinstance(loss_fn, Sequential) else None
+        if plan.step.thins and tracing.step is not None:  # that step leaves out some layers, not others
+            return None
+        short = deduplicated(plan, functions)
+        if short is None:
+            return None
+        if functions is not None:
+            tracing = replace(tracing, loss_fn=Sequential([functions[number] for number in short.kept]))
+        walks = self._seen(short.plan, tracing)
+        if len(walks) != len(short.stages):
+            return None
+        for walk, stage in zip(walks, short.stages):
+            if walk.blocks != stage.blocks or not all(walk.steady(n, stage.leaving[n]) for n in stage.repeats):
+                return None
+        return tuple(
+            walk.trace(stage.first, stage.repeats, short.represents) for walk, stage in zip(walks, short.stages)
+        )
+
+    def _seen(self, plan: Plan, tracing: Tracing) -> tuple[Walk, ...]:
+        """What one micro-batch does in each stage; nothing if the function fails."""
+        seen = seen_in_traces(plan)
+        known = next((walks for other, walks in self._walks if other == seen), None)
+        if known is None:
+            try:
+                known = tracing.walks(plan)
+            except Exception as error:  # the function's own: it may need all of its parameters
+                _log.debug("no short form: %s", error)
+                known = ()
+            self._walks.append((seen, known))
+        return known
+
+
+def _walks(setting: _Setting) -> tuple[Walk, ...]:
+    """What the first of a rank's micro-batches does in each stage, at a step, or one that leaves out nothing."""
     holding: set[int] = set()
     while True:
         try:
-            if not plan.stages.axes:
-                return (_of_one(loss_fn, plan, mesh, params, batch, buffers, rng, step, bool(holding)),)
-            return _of_stages(loss_fn, plan, mesh, params, split_batch(batch, plan, mesh)[0], rng, step, holding)
+            if setting.plan.stages.axes:
+                return _of_stages(setting, holding)
+            return (_of_one(setting, bool(holding)),)
         except _Holds as seen:
-            holding.add(seen.stage)
+            holding.add(*seen.args)
 
 
 class _Holds(Exception):
-    """A stage's function turns out to hold gathered parameters until backward (`Record.holds`): as all its later runs do, it
-    is traced from the beginning."""
-
-    def __init__(self, stage: int) -> None:
-        super().__init__(stage)
-        self.stage = stage
+    """A stage's function, of this number, turns out to hold gathered parameters until backward (`Record.holds`): as all its
+    later runs do, it is traced from the beginning."""
 
 
-def _of_one(
-    loss_fn: Any,
-    plan: Plan,
-    mesh: Mesh,
-    params: Sharded,
-    batch: Tree,
-    buffers: Tree,
-    rng: Key,
-    step: int | None,
-    holds: bool,
-) -> Walk:
+def _of_one(setting: _Setting, holds: bool) -> Walk:
+    tracing, plan, mesh, buffers = setting.tracing, setting.plan, setting.mesh, setting.buffers
+    loss_fn = tracing.loss_fn
     runner = OneStage(loss_fn, plan, mesh, trained=True, with_buffers=buffers is not None)
     runner.executor.record.holds = holds
     phases = _Phases(isinstance(loss_fn, Sequential))
@@ -83,10 +226,12 @@ def _of_one(
         landing = FakeLanding(plan, mesh, ())
         live = LiveBytes(lambda: phases.now)
         with live, followed(lambda _: phases):
-            microbatches = split_batch(batch, plan, mesh)
-            keys = keys_of(plan, mesh, microbatches, rng)
-            thinned = [plan.step.thinned(step, key) for key in keys]
-            call = StepInputs(params, microbatches, keys, thinned, buffers, 1.0, 1.0, Weighing(plan, mesh, 1, None))
+            microbatches = split_batch(setting.batch, plan, mesh)
+            keys = keys_of(plan, mesh, microbatches, tracing.key)
+            thinned = [plan.step.thinned(tracing.step, key) for key in keys]
+            call = StepInputs(
+                setting.params, microbatches, keys, thinned, buffers, 1.0, 1.0, Weighing(plan, mesh, 1, None)
+            )
             gradients = runner.executor.gradients(default_options(mesh, landing))
             for number, index in enumerate(indices):
                 runner.microbatch(call, index, buffers, gradients)
@@ -107,30 +252,29 @@ def _of_one(
     return Walk(alone, summed, work.done, *seen, again=executor.record.late)
 
 
-def _of_stages(
-    loss_fn: Any, plan: Plan, mesh: Mesh, params: Sharded, batch: Tree, rng: Key, step: int | None, holding: set[int]
-) -> tuple[Walk, ...]:
-    blocks, spans = require_blocks(loss_fn, plan), plan.stages.spans
-    thinned = plan.step.thinned(step, rng)
+def _of_stages(setting: _Setting, holding: set[int]) -> tuple[Walk, ...]:
+    tracing, plan, mesh, key = setting.tracing, setting.plan, setting.mesh, setting.tracing.key
+    blocks, spans = require_blocks(tracing.loss_fn, plan), plan.stages.spans
+    batch, thinned = split_batch(setting.batch, plan, mesh)[0], plan.step.thinned(tracing.step, key)
     # A step leaves out some layers, not others.
     kinds = kinds_of(plan, blocks) if thinned is None else range(len(spans))
-    known: list[tuple[Any, _Stage]] = []  # of each stage that is traced: its kind, with its carry's form
+    known: list[tuple[Any, _TracedStage]] = []  # of each stage that is traced: its kind, with its carry's form
     stands: list[int] = []  # for each stage the number of the one that is traced for it
-    carries: list[Any] = [None]  # what enters the next stage, whose function takes it out
+    carries: list[Tree] = [None]  # what enters the next stage, which alone holds it then
     for number, (kind, (start, stop)) in enumerate(zip(kinds, spans, strict=True)):
         seen = kind, _form(carries[0])
         stands.append(next((n for n, (other, _) in enumerate(known) if other == seen), len(known)))
         if stands[-1] == len(known):
 
             def compute(tree: Tree, carry: Any, start: int = start, stop: int = stop) -> Any:
-                result = materialise(blocks.run(tree, carry, batch, start, stop, rng))
+                result = blocks.run(tree, carry, batch, start, stop, key)
                 if stop == len(blocks):
                     return read_loss(result, False).total
                 require_open(result, "what passes between pipeline stages")
                 return result
 
-            known.append((seen, _Stage(plan, mesh, number, number in holding)))
-            known[-1][1].forward(params, carries, compute, thinned)
+            known.append((seen, _TracedStage(plan, mesh, number, number in holding)))
+            known[-1][1].forward(setting.params, carries, compute, thinned)
         carries = [known[stands[-1]][1].handed_on()]
     stages = [stage for _, stage in known]
     records = [stage.executor.record for stage in stages]
@@ -144,7 +288,7 @@ def _of_stages(
     return tuple(as_another(done[n], plan, stages[n].number, number) for number, n in enumerate(stands))
 
 
-class _Stage:
+class _TracedStage:
     """One stage of a pipeline, while a micro-batch goes through it."""
 
     def __init__(self, plan: Plan, mesh: Mesh, number: int, holds: bool) -> None:
@@ -157,48 +301,48 @@ class _Stage:
         self._live = LiveBytes(lambda: phases.now)
         self._work = WorkCount(lambda: phases.now, lambda: _moved(self.executor, mesh))
 
-    def forward(self, params: Sharded, carries: list[Any], compute: Any, thinned: Thinned | None) -> None:
-        """Run ``compute(tree, carry)``.
-
-        Args:
-            carries: the carry alone, which is taken out of the list: from there on it is the function's alone.
-        """
-        given, inputs = entered(carries.pop())
-        arrived = [leaf.untyped_storage() for leaf in leaves_of(given) if isinstance(leaf, torch.Tensor)]
+    def forward(
+        self, params: Sharded, carries: list[Tree], compute: Callable[[Tree, Tree], Tree], thinned: Thinned | None
+    ) -> None:
+        """Run ``compute(parameters, carry)``. The carry is taken out of its list."""
+        carry = carries.pop()
+        arrived = [tensor.untyped_storage() for tensor in tensors_of(carry)]
         self._arrived, storages = sum(storage.nbytes() for storage in arrived), [*map(ref, arrived)]
-        carries.append(given)
-        del given, arrived
+        calls: list[None] = []
 
-        def run(tree: Tree) -> Any:
-            if not carries:
+        def once(_: Executor, tree: Tree, carry: Tree) -> Tree:
+            if calls:
                 raise _Holds(self.number)
-            return compute(tree, carries.pop())
+            calls.append(None)
+            return compute(tree, carry)
 
+        self._run = run = EagerRun(self.executor, params, once, self._gradients, Turn(0, last=False), thinned, [])
+        given = run.enter(carry)
         with self._live, self._work, followed(lambda _: self._phases):
-            result = self.executor.open(params, self._gradients, run, thinned)
+            result = run.open(given)
+        del arrived, carry, given
         self.executor.rest()
         stays = sum(storage.nbytes() for each in storages if (storage := each()) is not None)
         self._kept = self._live.now + stays
-        self._run = Run(self.executor, inputs, differentiable(result))
-        tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
-        self._passed = sum(leaf.nbytes for leaf in tensors), sum(leaf.nbytes for leaf in self._run.outputs)
+        self._passed = sum(leaf.nbytes for leaf in tensors_of(result)), sum(leaf.nbytes for leaf in run.outputs)
         self._carry = tree_map(_another, result)
 
-    def handed_on(self) -> Any:
+    def handed_on(self) -> Tree:
         """The carry of the next stage."""
         return tree_map(_another, self._carry)
 
     def backward(self) -> None:
-        run, seeds, turn = self._run, [torch.ones_like(output) for output in self._run.outputs], Turn(0, last=False)
+        run, outputs = self._run, self._run.outputs
+        seeds = [torch.ones_like(output) for output in outputs]
         with self._live, self._work:
-            if self._plan.stages.schedule.splits and run.inputs and run.outputs:
-                self.executor.inputs_gradient(run.outputs, seeds, run.inputs)
-                self._between = self._live.now
-                self.executor.weights_gradient(self._gradients, turn)
+            if self._plan.stages.schedule.splits:
+                run.inputs_gradient(seeds)
+                self._between = self._live.now if run.halved else 0
+                run.weights_gradient()
             else:
-                self.executor.differentiate(run.outputs, seeds, run.inputs, self._gradients, turn)
+                run.backward(seeds)
             self._gradients.land()
-        self.executor.close()
+        run.close()
 
     def walk(self) -> Walk:
         """What was seen."""

@@ -18,7 +18,7 @@ from shardlib.collectives.buffers import AxisLink, shared, summed
 from shardlib.errors import HandleError, IllegalComposition, LossError, listing
 from shardlib.execute.batches import as_tensors, cast, split_batch
 from shardlib.execute.losses import Outcome, is_mean, read_loss, wants
-from shardlib.execute.stages.base import keys_of
+from shardlib.execute.stages.one import keys_of
 from shardlib.execute.values.function import Function
 from shardlib.execute.values.keeping import recomputed
 from shardlib.mesh.mesh import Mesh

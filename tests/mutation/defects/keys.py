@@ -31,7 +31,7 @@ DEFECTS = (
     Defect(
         "a key without the rank",
         "key",
-        "execute/stages/base.py",
+        "execute/stages/one.py",
         "all ranks drop out the same elements of their shares",
         "first = batch_index(plan, mesh) * len(",
         "first = 0 * len(",
@@ -40,7 +40,7 @@ DEFECTS = (
     Defect(
         "a key without the micro-batch",
         "key",
-        "execute/stages/base.py",
+        "execute/stages/one.py",
         "all micro-batches drop out the same elements",
         "rng.at_slot(first + index)",
         "rng.at_slot(first)",
@@ -94,7 +94,7 @@ DEFECTS = (
     Defect(
         "unequal micro-batches with one key",
         "key",
-        "execute/stages/base.py",
+        "execute/stages/one.py",
         "micro-batches of different sizes begin at the same row",
         "starts = [first + sum(rows[:index]) for index in range(len(rows))]",
         "starts = [first for index in range(len(rows))]",

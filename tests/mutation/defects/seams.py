@@ -113,16 +113,16 @@ DEFECTS = (
     Defect(
         "random numbers of a trace for all steps",
         "stale",
-        "execute/graph/closed.py",
+        "execute/graph/trace.py",
         "what a loss draws by Python's random becomes a constant of its graph",
-        "if now != python:",
+        "if now != before[name, call]:",
         "if now is None:",
         (f"{_GRAPH}::test_what_would_be_a_constant_is_refused_by_name",),
     ),
     Defect(
         "a graph that computes otherwise the second time",
         "stale",
-        "execute/graph/closed.py",
+        "execute/graph/trace.py",
         "what changes from call to call and is no tensor becomes a constant of a graph",
         "[args, kwargs or {}]",
         "[before.args, before.kwargs]",
@@ -131,7 +131,7 @@ DEFECTS = (
     Defect(
         "a constant that is another one the second time",
         "stale",
-        "execute/graph/closed.py",
+        "execute/graph/trace.py",
         "what changes from call to call and becomes a tensor in the loss is a constant of a graph",
         "if known is not now and not (",
         "if known is None and not (",
@@ -194,7 +194,7 @@ DEFECTS = (
     Defect(
         "a tree that begins with each rank's first micro-batch",
         "order",
-        "execute/graph/runner.py",
+        "execute/graph/sums.py",
         "micro-batches of graphs are added as if the rank had the first ones of all",
         "Node(0, self._first + index)",
         "Node(0, index)",
@@ -212,7 +212,7 @@ DEFECTS = (
     Defect(
         "gradients that leave after the graph",
         "memory",
-        "execute/graph/land.py",
+        "execute/graph/sums.py",
         "all gradients stay on the device until backward is over",
         "if name is not None:",
         "if name is not None and not given:",
@@ -230,10 +230,10 @@ DEFECTS = (
     Defect(
         "dropout of all stages from one seed",
         "key",
-        "execute/graph/pipe.py",
+        "execute/graph/stage.py",
         "graphs of a pipeline's stages draw what the first one draws",
-        "seeding_torch(key and key.fold_in(stage), self._mesh.device)",
-        "seeding_torch(key, self._mesh.device)",
+        "key.fold_in(stage.number) if key is not None and stage.number is not None else key",
+        "key",
         (f"{_GRAPH}::test_what_passes_between_stages",),
     ),
     Defect(
@@ -248,7 +248,7 @@ DEFECTS = (
     Defect(
         "blocks of a sequence as they were traced",
         "stale",
-        "execute/graph/closed.py",
+        "execute/graph/forms.py",
         "what the blocks of sl.sequential read and are not given is a constant of a graph",
         "yield _Closed(name, value.functions, names)",
         "yield _Closed(name, None, names)",
@@ -455,7 +455,7 @@ DEFECTS = (
     Defect(
         "two lengths that were equal once",
         "stale",
-        "execute/graph/lengths.py",
+        "execute/graph/recorder.py",
         "a graph is used for a batch of which sizes that were numbers in its trace, or one symbol, are others",
         "return values if all(number_at(each, values) == number for each, number in zip(made, now)) else None",
         "return values",
@@ -518,7 +518,7 @@ DEFECTS = (
     Defect(
         "tiles of the last micro-batch",
         "accumulation",
-        "execute/graph/runner.py",
+        "execute/graph/sums.py",
         "gradients of tiles that stay on the device are those of one micro-batch",
         "(landing is not None or self._plan.step.microbatches == 1)",
         "bucket.tiles",

@@ -174,8 +174,8 @@ DEFECTS = (
         "order",
         "execute/stages/pipe.py",
         "later stages read another micro-batch than the first",
-        "microbatches[microbatch], start",
-        "microbatches[-1 - microbatch if stage else microbatch], start",
+        "carry, call.microbatches[microbatch], key",
+        "carry, call.microbatches[-1 - microbatch if stage else microbatch], key",
         (f"{_PIPELINE}::test_every_schedule_and_stage[1f1b-0]",),
     ),
     Defect(
@@ -183,8 +183,9 @@ DEFECTS = (
         "order",
         "execute/stages/interpreter.py",
         "a gradient goes back through the oldest micro-batch, whichever it is of",
-        "key = action.stage, action.microbatch\n        run = self._position.stages[action.stage].runs[action.microbatch]",
-        "key = action.stage, action.microbatch\n        run = next(iter(self._position.stages[action.stage].runs.values()))",
+        "run = self._runs[action.stage, action.microbatch]\n        self._return(action, run, run.backward(",
+        "run = next(run for (at, _), run in self._runs.items() if at == action.stage)\n"
+        "        self._return(action, run, run.backward(",
         (f"{_PIPELINE}::test_every_schedule_and_stage[looped-bfs-0]",),
     ),
     Defect(
@@ -192,8 +193,8 @@ DEFECTS = (
         "order",
         "execute/stages/interpreter.py",
         "the next carry's receive is posted once the stage has computed, until when gloo sends nothing",
-        "carry.open()\n        self._post_ahead()\n",
-        "carry.open()\n",
+        "arrived.open()\n        self._post_ahead()\n",
+        "arrived.open()\n",
         (f"{_MESSAGES}::test_while_a_stage_computes_the_next_receive_is_posted[1f1b]",),
     ),
     Defect(

@@ -1,9 +1,10 @@
-"""What a graph holds: bytes at each node, gathered units at a time, and its exchanges in order, from its nodes alone."""
+"""What a graph holds and exchanges, from its nodes alone: bytes at each, gathered units at a time, all of it as text."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, NamedTuple
@@ -11,9 +12,25 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 
 from shardlib.collectives.buffers import GATHER, SCATTER, SUM, start_gather, start_scatter, start_sum
-from shardlib.execute.graph.nodes import RELAID, given, lies_in, link_at, nbytes, positions, sent, value_of
+from shardlib.collectives.ops import STARTS
+from shardlib.execute.graph.fuse import Inductor
+from shardlib.execute.graph.nodes import (
+    BACKWARD,
+    BLOCK,
+    FORWARD,
+    PHASE,
+    REDUCTION,
+    RELAID,
+    given,
+    lies_in,
+    link_at,
+    nbytes,
+    positions,
+    sent,
+    value_of,
+)
 from shardlib.execute.graph.overlap import wait
-from shardlib.execute.values.keeping import arrived, keeping_of
+from shardlib.execute.values.keeping import arrived, bring, keep, keeping_of, start_bring, start_keep
 from shardlib.execute.values.wholes import FETCH, REDUCE, start_fetch, start_reduce
 
 _KINDS: dict[Any, str] = {
@@ -138,3 +155,52 @@ def peak_of_wholes(graph: Graph) -> GraphPeak:
         size += sign * count
         peak = GraphPeak(max(peak.units, sum(each > 0 for each in held.values())), max(peak.bytes, size))
     return peak
+
+
+_MOVES = {keep: "kept", start_keep: "kept", bring: "again whole", start_bring: "again whole"}
+
+
+def described(graphs: Mapping[str, Graph], traceable: bool, inductor: Inductor | None) -> str:
+    """All graphs of a step, by name, or why there is none."""
+    if not traceable:
+        return "no graph: the loss function cannot be traced, and runs as without compile=True"
+    if not graphs:
+        return "no graph yet: take a step"
+    compiled = [] if inductor is None else [str(inductor)]
+    return "\n\n".join([*itertools.starmap(_described, graphs.items()), *compiled])
+
+
+def _gathers(node: Node) -> bool:
+    """Whether a node gathers an input of a block of the ranks' shares."""
+    return node.target in (bring, start_bring) and bool(keeping_of(node.args[1]).axis)
+
+
+def _described(name: str, graph: Graph) -> str:
+    """The graph's nodes by phase and block, its exchanges in order, and what it holds of gathered parameters."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    of_activations = sum(node.target in STARTS or _gathers(node) for node in calls)
+    lines = [f"{name}: {len(calls)} nodes, {len(exchanges(graph)) + of_activations} exchanges"]
+    for phase in (FORWARD, BACKWARD, REDUCTION):
+        members = [node for node in calls if node.meta.get(PHASE) == phase]
+        if not members:
+            continue
+        made = sum(map(nbytes, members))
+        lines.append(f"{phase}: {len(members)} nodes, which make {made:,} bytes")
+        blocks = Counter(node.meta.get(BLOCK) for node in members)
+        named = [f"block {block}: {count}" for block, count in blocks.items() if block is not None]
+        if named:
+            lines.append("  " + ", ".join(named))
+        for node in members:
+            if kind := kind_of(node):
+                link, size = link_at(node), sum(map(nbytes, sent(node)))
+                way = f"over {link.axis!r}" if link.axis else "from another memory"
+                lines.append(f"  {kind} {way} of {size:,} bytes: {link.label}")
+            elif node.target in _MOVES:
+                lines.append(f"  {_MOVES[node.target]} {keeping_of(node.args[1])}")
+            elif node.target in STARTS:
+                given, _, _, axis, _, about = node.args
+                lines.append(f"  {STARTS[node.target]} over {axis!r} of {nbytes(given):,} bytes: {about}")
+    peak = peak_of_wholes(graph)
+    if peak.units:
+        lines.append(f"gathered at a time: {peak.units} units at most, {peak.bytes:,} bytes")
+    return "\n".join(lines)
