@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from shardlib.collectives import primitives
+from shardlib.collectives.ops import LinearFunction
 from shardlib.kernels.common.operators import opaque
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Work
@@ -133,22 +134,11 @@ def link_of(number: int) -> AxisLink:
     return _links[number]
 
 
-class _LinearExchange(torch.autograd.Function):
-    """A linear exchange: a tangent is exchanged as its buffer is, and a batch of buffers in one message."""
-
+class _LinearExchange(LinearFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.link = inputs[1]
+        ctx.static = inputs[1:]
         ctx.alive = link_of(inputs[1])  # a backward may come when nobody else has the link any more
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-
-        def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, link: int) -> tuple[torch.Tensor, int]:
-            return cls.apply(x.movedim(in_dims[0], 0), link), 0
-
-        cls.vmap = staticmethod(vmap)  # type: ignore[method-assign]
-        cls.jvp = staticmethod(lambda ctx, tangent, _: cls.apply(tangent, ctx.link))  # type: ignore[method-assign]
 
 
 class _Gathered(_LinearExchange):
@@ -156,19 +146,11 @@ class _Gathered(_LinearExchange):
     def forward(x: torch.Tensor, link: int) -> torch.Tensor:
         return GATHER(x, link)[0]
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Scattered.apply(grad, ctx.link), None
-
 
 class _Scattered(_LinearExchange):
     @staticmethod
     def forward(x: torch.Tensor, link: int) -> torch.Tensor:
         return SCATTER(x, link)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Gathered.apply(grad, ctx.link), None
 
 
 class _Summed(_LinearExchange):
@@ -176,19 +158,15 @@ class _Summed(_LinearExchange):
     def forward(x: torch.Tensor, link: int) -> torch.Tensor:
         return SUM(x, link)[0]
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Shared.apply(grad, ctx.link), None
-
 
 class _Shared(_LinearExchange):
     @staticmethod
     def forward(x: torch.Tensor, link: int) -> torch.Tensor:
         return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Summed.apply(grad, ctx.link), None
+
+_Gathered.dual, _Scattered.dual = _Scattered, _Gathered
+_Summed.dual, _Shared.dual = _Shared, _Summed
 
 
 def gathered(x: torch.Tensor, link: AxisLink) -> torch.Tensor:

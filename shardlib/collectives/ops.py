@@ -15,10 +15,11 @@ In operators a mesh is a number, by which a weak table holds it.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -50,9 +51,7 @@ def mesh_with(mesh: Any, axis: str) -> Mesh:
     """``mesh``, or the current mesh for None. Raises `MeshError` where there is none, or where it lacks ``axis``."""
     mesh = as_mesh(mesh) if mesh is not None else environment().mesh
     if mesh is None:
-        raise MeshError(
-            f"no mesh here for axis {axis!r}; pass mesh=, or call it inside a loss function of a train step"
-        )
+        raise MeshError(f"no mesh here for axis {axis!r}; pass mesh=, or call it inside the loss of a train step")
     mesh.group(axis)  # raises for an unknown axis
     return mesh
 
@@ -99,10 +98,48 @@ def mesh_of(place: Place) -> Mesh:
         raise MeshError("the mesh of a traced function is gone: keep the mesh, or trace the function again")
     if place < 0 and environment().mesh not in (None, mesh):
         raise MeshError(
-            f"a function that was compiled on {mesh} is called on another mesh, {environment().mesh}: pass mesh= to its "
-            "collectives, for which torch.compile compiles it again"
+            f"a function compiled on {mesh} is called on {environment().mesh}: pass mesh= to its collectives"
         )
     return mesh
+
+
+class LinearFunction(torch.autograd.Function):
+    """A linear Function of one tensor and constants, whose backward is its ``dual``.
+
+    A tangent is computed as its tensor is, and a batch of tensors in one call. Constants called "…dim" are dimensions of the
+    tensor, which a batch's dimension moves by one. The forward has no ctx, as torch.func requires.
+    """
+
+    dual: ClassVar[type[LinearFunction]]
+    _dims: ClassVar[tuple[bool, ...]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        signature = inspect.signature(cls.forward)
+        cls.forward.__signature__ = signature  # type: ignore[attr-defined]  # else apply derives it in every call
+        cls._dims = tuple(name.endswith("dim") for name in signature.parameters)[1:]
+
+    @staticmethod
+    def of_dual(*static: Any) -> tuple[Any, ...]:
+        """The constants of the dual."""
+        return static
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.static = inputs[1:]
+
+    @classmethod
+    def backward(cls, ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return cls.dual.apply(grad, *cls.of_dual(*ctx.static)), *(None for _ in ctx.static)
+
+    @classmethod
+    def jvp(cls, ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
+        return cls.apply(tangent, *ctx.static)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *static: Any) -> tuple[torch.Tensor, int]:
+        moved = (value + 1 if is_dim else value for value, is_dim in zip(static, cls._dims, strict=True))
+        return cls.apply(x.movedim(in_dims[0], 0), *moved), 0
 
 
 class ExchangeFunction:
@@ -162,8 +199,7 @@ def _landed(ticket: torch.Tensor, sent: torch.Tensor, shape: Sequence[int]) -> t
     started = _under_way.pop(int(ticket), None)
     if started is None:
         raise LossError(
-            f"exchange {int(ticket)} of a traced function was waited for before: in a graph each start has one wait, so copy "
-            "or recompute both or neither"
+            f"exchange {int(ticket)} of a traced function was waited for before: copy or recompute start and wait together"
         )
     return _ended(*started)
 

@@ -29,15 +29,14 @@ exchange. So the pairs are right under `torch.autograd.grad`, double backward, f
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
 from shardlib.collectives import ops
-from shardlib.collectives.ops import Place, mesh_of, place_of, ranks
+from shardlib.collectives.ops import LinearFunction, Place, mesh_of, place_of, ranks
 from shardlib.common._compat import constant_in_graphs, differentiated, whole_in_graphs
 from shardlib.common.environment import environment
 from shardlib.errors import LossError, SpecError
@@ -207,8 +206,7 @@ def permute(x: torch.Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mes
     outside = [rank for rank in sources + destinations if not 0 <= rank < size]
     if outside or len(set(sources)) < len(sources) or len(set(destinations)) < len(destinations):
         raise SpecError(
-            f"permute pairs {wanted} do not fit axis {axis!r} of size {size}: each rank 0..{size - 1} may send once "
-            "and receive once"
+            f"permute pairs {wanted} do not fit axis {axis!r} of size {size}: each rank may send once and receive once"
         )
     return _Permute.apply(x, place, axis, wanted)
 
@@ -235,8 +233,8 @@ def _require_one_loss(x: torch.Tensor, place: Place, axis: str, what: str, remed
     """Refuse a pair whose backward takes the loss for one that all ranks share, where it is the mean of the ranks' losses."""
     if _averaged(axis) and ranks(place, axis) > 1 and torch.is_grad_enabled() and differentiated(x):
         raise LossError(
-            f"{what} over axis {axis!r}, along which the batch varies: the step takes the mean of the losses of its "
-            f"{ranks(place, axis)} ranks, and this gradient would be wrong by that factor. {remedy}"
+            f"{what} over axis {axis!r}, along which the batch varies: its gradient would be {ranks(place, axis)} times too "
+            f"large or small. {remedy}"
         )
 
 
@@ -260,34 +258,12 @@ def _divisible(x: torch.Tensor, dim: int, place: Place, axis: str, what: str) ->
         )
 
 
-class _Pair(torch.autograd.Function):
-    """A linear Function of one tensor, whose other arguments are the mesh, the axis and constants.
-
-    Its forward has no ctx, as torch.func requires. ``ctx.static`` has the arguments after the tensor. Those that are called
-    "…dim" are dimensions of the tensor, which a batch's dimension moves by one.
-    """
-
-    _dims: ClassVar[tuple[bool, ...]]
+class _Pair(LinearFunction):
+    """A `LinearFunction` whose constants are a mesh, an axis and what else there is."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        signature = inspect.signature(cls.forward)
-        cls.forward.__signature__ = signature  # type: ignore[attr-defined]  # else apply derives it in every call
-        cls._dims = tuple(name.endswith("dim") for name in signature.parameters)[1:]
         whole_in_graphs(cls)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.static = inputs[1:]
-
-    @classmethod
-    def jvp(cls, ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
-        return cls.apply(tangent, *ctx.static)
-
-    @classmethod
-    def vmap(cls, info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *static: Any) -> tuple[torch.Tensor, int]:
-        moved = (value + 1 if is_dim else value for value, is_dim in zip(static, cls._dims, strict=True))
-        return cls.apply(x.movedim(in_dims[0], 0), *moved), 0
 
 
 class _SumVarying(_Pair):
@@ -295,15 +271,9 @@ class _SumVarying(_Pair):
     def forward(x: torch.Tensor, mesh: Place, axis: str) -> torch.Tensor:
         return ops.all_reduce(x, mesh, axis)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _SumVarying.apply(grad, *ctx.static), None, None
-
 
 class _SumInvariant(_SumVarying):
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _Copy.apply(grad, *ctx.static), None, None
+    pass
 
 
 class _Copy(_Pair):
@@ -311,35 +281,21 @@ class _Copy(_Pair):
     def forward(x: torch.Tensor, mesh: Place, axis: str) -> torch.Tensor:
         return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _SumInvariant.apply(grad, *ctx.static), None, None
-
 
 class _Gather(_Pair):
     @staticmethod
     def forward(x: torch.Tensor, mesh: Place, axis: str, dim: int) -> torch.Tensor:
         return ops.all_gather(x, mesh, axis).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _Scatter.apply(grad, *ctx.static), None, None, None
-
 
 class _GatherInvariant(_Gather):
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _Split.apply(grad, *ctx.static), None, None, None
+    pass
 
 
 class _Split(_Pair):
     @staticmethod
     def forward(x: torch.Tensor, mesh: Place, axis: str, dim: int) -> torch.Tensor:
         return x.chunk(ranks(mesh, axis), dim)[mesh_of(mesh).coords[axis]].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _GatherInvariant.apply(grad, *ctx.static), None, None, None
 
 
 def _by_rank(x: torch.Tensor, mesh: Place, axis: str, dim: int) -> torch.Tensor:
@@ -353,10 +309,6 @@ class _Scatter(_Pair):
     def forward(x: torch.Tensor, mesh: Place, axis: str, dim: int) -> torch.Tensor:
         return ops.reduce_scatter(_by_rank(x, mesh, axis, dim), mesh, axis)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _Gather.apply(grad, *ctx.static), None, None, None
-
 
 class _Exchange(_Pair):
     @staticmethod
@@ -365,9 +317,8 @@ class _Exchange(_Pair):
         return out.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        mesh, axis, split_dim, concat_dim = ctx.static
-        return _Exchange.apply(grad, mesh, axis, concat_dim, split_dim), None, None, None, None
+    def of_dual(mesh: Place, axis: str, split_dim: int, concat_dim: int) -> tuple[Any, ...]:
+        return mesh, axis, concat_dim, split_dim
 
 
 class _Permute(_Pair):
@@ -376,21 +327,14 @@ class _Permute(_Pair):
         return ops.permute(x, mesh, axis, *itertools.chain(*pairs))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        mesh, axis, pairs = ctx.static
-        reversed_pairs = tuple((destination, source) for source, destination in pairs)
-        return _Permute.apply(grad, mesh, axis, reversed_pairs), None, None, None
+    def of_dual(mesh: Place, axis: str, pairs: Pairs) -> tuple[Any, ...]:
+        return mesh, axis, tuple((destination, source) for source, destination in pairs)
 
 
 class _Broadcast(_Pair):
     @staticmethod
     def forward(x: torch.Tensor, mesh: Place, axis: str, source: int) -> torch.Tensor:
         return ops.broadcast(x, mesh, axis, source)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        mesh, axis, source = ctx.static
-        return _SumTo.apply(grad, mesh, axis, source), None, None, None
 
 
 class _SumTo(_Pair):
@@ -401,6 +345,10 @@ class _SumTo(_Pair):
         out = ops.all_reduce(x, mesh, axis)
         return out if mesh_of(mesh).group(axis).rank == source else torch.zeros_like(out)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _Broadcast.apply(grad, *ctx.static), None, None, None
+
+_SumVarying.dual = _SumVarying
+_SumInvariant.dual, _Copy.dual = _Copy, _SumInvariant
+_Gather.dual, _Scatter.dual = _Scatter, _Gather
+_GatherInvariant.dual, _Split.dual = _Split, _GatherInvariant
+_Exchange.dual, _Permute.dual = _Exchange, _Permute
+_Broadcast.dual, _SumTo.dual = _SumTo, _Broadcast

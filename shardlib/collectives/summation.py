@@ -112,8 +112,7 @@ class Exact(Summation):
     def over(self, fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         if not isinstance(fn, SumOf):
             raise IllegalComposition(
-                f"reproducible() needs the terms of the sums that an optimizer makes, and {fn!r} returns a sum: pass "
-                "sl.optim.SumOf(terms) instead, where terms(*tensors) is the term of each element"
+                f"reproducible() needs the terms of an optimizer's sums, and {fn!r} returns a sum: pass sl.optim.SumOf(terms)"
             )
         if fn.exact is not None:
             return fn.exact(*tensors)

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardlib.collectives import pairs, primitives
 from shardlib.collectives.styles.slices import Slices
-from shardlib.collectives.tokens import Coming, TokenExchange
+from shardlib.collectives.tokens import PendingRows, TokenExchange
 from shardlib.common._compat import outside_of_graphs, pytree
 from shardlib.common.environment import within
 from shardlib.common.writes import owner_of
@@ -103,12 +103,12 @@ class Meeting:
         self._exchange, self._meet = exchange, meet
         self.axes, self.padded, self.spare = exchange.axes, exchange.padded, exchange.spare
 
-    def send(self, mesh: Mesh, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[Coming, Any]:
+    def send(self, mesh: Mesh, rows: torch.Tensor, counts: torch.Tensor, **how: Any) -> tuple[PendingRows, Any]:
         self._meet()
         coming, way = self._exchange.send(mesh, rows, counts, **how)
         return _Met(coming, self._meet), way
 
-    def back(self, mesh: Mesh, rows: torch.Tensor, way: Any) -> Coming:
+    def back(self, mesh: Mesh, rows: torch.Tensor, way: Any) -> PendingRows:
         self._meet()
         return _Met(self._exchange.back(mesh, rows, way), self._meet)
 
@@ -116,7 +116,7 @@ class Meeting:
 class _Met:
     """Rows under way, before whose gradients leave the ranks meet."""
 
-    def __init__(self, coming: Coming, meet: Callable[[], None]) -> None:
+    def __init__(self, coming: PendingRows, meet: Callable[[], None]) -> None:
         self._coming, self._meet = coming, meet
 
     def wait(self) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import weakref
@@ -10,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardlib.common._compat import OperatorMode, graph_task, storage_id
 from shardlib.execute.phases import Phase
@@ -42,13 +42,18 @@ def flops_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result:
     packet = _IN_PLACE.get(operator.overloadpacket, operator.overloadpacket)
     if further := _FURTHER.get(packet):
         done = further(*args)
-    elif count := flop_registry.get(packet):
+    elif count := _torchs().flop_registry.get(packet):
         done = count(*args, **kwargs, out_val=result)
     else:
         return None
     return Flops(
         done, _scores_again(operator, args, done) if attends(operator) and "backward" in operator.name() else 0
     )
+
+
+def _torchs() -> Any:
+    """Torch's counter, which is imported where somebody counts: its import takes a third of a second."""
+    return importlib.import_module("torch.utils.flop_counter")
 
 
 def attends(operator: Any) -> bool:
@@ -67,13 +72,13 @@ def _scores_again(operator: Any, args: Sequence[Any], done: int) -> int:
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+    return _torchs().sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
 def _scores_backward(
     gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> int:
-    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+    return _torchs().sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:

@@ -226,8 +226,8 @@ def defer(init_fn: Callable[[], Tree]) -> Deferred:
             tree = init_fn()
     except DataDependentOutputException as error:
         raise TreeError(
-            f"the initialiser reads a value it has not computed yet ({error}), so it cannot run leaf by leaf; make the "
-            "parameters first and pass the pytree to sl.shard"
+            f"the initialiser reads a value it has not computed yet ({error}); make the parameters first and pass the pytree "
+            "to sl.shard"
         ) from error
     # Some leaves, such as nn.Parameter, are made without an operation: take the tensors that they wrap.
     return Deferred(pytree.tree_map(lambda leaf: _plain(leaf, recorder), tree), recorder)
@@ -243,15 +243,15 @@ def _plain(leaf: Any, recorder: _Recorder) -> Any:
 def _require_initialiser(init_fn: Any) -> None:
     if isinstance(init_fn, torch.nn.Module):
         raise TreeError(
-            f"{type(init_fn).__name__} is a module, and what is sharded is a pytree of tensors: take its parameters, apply, "
-            "params = sl.from_module(module), shard those, and call apply(params, ...) in the loss function"
+            f"{type(init_fn).__name__} is a module, not a pytree of tensors: shard the params of apply, params = "
+            "sl.from_module(module)"
         )
     try:
         inspect.signature(init_fn).bind()
     except TypeError as error:
         raise TreeError(
-            f"{getattr(init_fn, '__name__', init_fn)} was passed for parameters and must make them when called without "
-            f"arguments, but {error}; pass a pytree of tensors, or a lambda that makes the call with arguments"
+            f"{getattr(init_fn, '__name__', init_fn)} was passed for parameters and must make them without arguments, but "
+            f"{error}; pass a lambda that has them"
         ) from None
     except ValueError:
         return  # a function without a signature

@@ -16,8 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from shardlib.collectives.codecs.base import Codec
-from shardlib.collectives.codecs.integers import Packing
+from shardlib.collectives.codecs.base import Codec, Packing
 from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.styles.base import Style
 from shardlib.collectives.summation import Summation

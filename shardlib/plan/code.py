@@ -14,7 +14,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlib.collectives.styles.layer import LayerStyle
+from shardlib.collectives.styles.base import LayerStyle
 from shardlib.plan.tables import shortened
 from shardlib.plan.transform import Transform
 

@@ -15,8 +15,7 @@ from functools import cached_property
 
 import torch
 
-from shardlib.collectives.codecs.base import BoundCodec, Codec, Kept, Rows
-from shardlib.collectives.codecs.integers import Packing
+from shardlib.collectives.codecs.base import BoundCodec, Codec, Kept, Packing, Rows
 from shardlib.collectives.summation import IN_FLOAT64, Summation
 from shardlib.common.dtypes import dtype_name
 from shardlib.mesh.mesh import rank_of

@@ -111,6 +111,6 @@ def _check(kind: str, blocks: torch.Tensor, mask_mod: MaskMod | None, block: int
         counts = (query < length) & (key < length)
         if not (seen == wanted)[counts.expand_as(seen)].all():
             raise ValueError(
-                f"inside its {kind} blocks, this BlockMask hides other pairs than causal={causal} does: a layout is of "
-                "whole blocks; pass causal, or make the mask of smaller blocks"
+                f"inside its {kind} blocks, this BlockMask hides other pairs than causal={causal} does: pass causal, or make "
+                "the mask of smaller blocks"
             )

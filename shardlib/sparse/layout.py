@@ -63,8 +63,8 @@ class Layout:
         rows = torch.arange(self.size, device=self.columns.device).expand_as(ends)[filled]
         if (self.columns[ends[filled].long() - 1] > rows).any():
             raise ValueError(
-                "a causal layout with blocks above the diagonal, which no position would see: take them out "
-                "(Layout.from_dense(matrix.tril(), block, causal=True)), or leave causal out"
+                "a causal layout with blocks above the diagonal: take Layout.from_dense(matrix.tril(), block, causal=True), "
+                "or leave causal out"
             )
 
     @classmethod

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardlib.collectives.codecs.integers import Packing
-from shardlib.collectives.codecs.named import packing_of
+from shardlib.collectives.codecs import packing_of
+from shardlib.collectives.codecs.base import Packing
 from shardlib.collectives.tokens import Direct, TokenExchange, TwoHops
 from shardlib.errors import IllegalComposition, listing
 from shardlib.mesh.specs import P

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlib.collectives.codecs.named import FORMS, FewBits, named
+from shardlib.collectives.codecs import FORMS, FewBits, named
 from shardlib.errors import IllegalComposition
 from shardlib.kernels.quantize import Blockwise
 from shardlib.plan.arguments import axis_of, choice, flag, integer

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from oracle.few_bits import FewBits
 
 import shardlib as sl
-from shardlib.collectives.codecs.base import CompressedSum, Item, Residuals, Rows
+from shardlib.collectives.codecs.base import Item, Residuals, Rows
 from shardlib.collectives.codecs.float8 import Float8
 from shardlib.collectives.codecs.integers import Integers, OneBit
+from shardlib.collectives.codecs.two_phase import CompressedSum
 from shardlib.kernels.quantize import Blockwise
 
 CODECS = {

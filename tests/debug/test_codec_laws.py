@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import shardlib as sl
+from shardlib.collectives.codecs import named
 from shardlib.collectives.codecs.integers import OneBit
-from shardlib.collectives.codecs.named import named
 from shardlib.debug.compressed import codec_laws
 
 _DRAW = torch.Generator().manual_seed(0)

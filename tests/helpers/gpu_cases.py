@@ -13,6 +13,7 @@ from helpers.gpu_compile import Case
 from shardlib.kernels.adamw import triton as adamw
 from shardlib.kernels.adamw8 import BLOCK
 from shardlib.kernels.adamw8 import triton as adamw8
+from shardlib.kernels.common import tiles
 from shardlib.kernels.counter import triton as counter
 from shardlib.kernels.frozen_adam import triton as frozen_adam
 from shardlib.kernels.global_norm import triton as global_norm
@@ -20,7 +21,8 @@ from shardlib.kernels.lion import triton as lion
 from shardlib.kernels.onebit import triton as onebit
 from shardlib.kernels.quantize import Blockwise
 from shardlib.kernels.quantize import triton as quantize
-from shardlib.kernels.sparse_attention import shapes, triton_backward, triton_forward
+from shardlib.kernels.sparse_attention import triton as shapes
+from shardlib.kernels.sparse_attention import triton_kernels
 
 
 def _onebit() -> dict[str, Case]:
@@ -62,24 +64,24 @@ def _optimizers() -> dict[str, Case]:
     for read, narrow in (("bf16", "bf16"), ("fp32", None), ("fp16", "fp16")):
         types = dict.fromkeys(("param", "mu", "nu"), "*fp32") | {"grad": f"*{read}", "scale": "*fp64", "count": "i64"}
         types |= dict.fromkeys(("b1", "rest1", "b2", "rest2", "decay", "size", "root", "eps"), "fp32")
-        constants: dict[str, Any] = {"TILE": adamw.TILE} | ({} if narrow else {"copy": None})
+        constants: dict[str, Any] = {"TILE": tiles.TILE} | ({} if narrow else {"copy": None})
         made[f"adamw, {read} gradient"] = Case(adamw._adamw, types | {"copy": f"*{narrow}"}, constants)
         types |= dict.fromkeys(("mu", "nu"), "*u8") | {"copy": f"*{narrow}"}
         types |= dict.fromkeys(("mu_scales", "nu_scales", "signed_lines", "unsigned_lines"), "*fp32")
         constants |= {"BLOCKS": adamw8.BLOCKS, "BLOCK": BLOCK}
         made[f"adamw in 8 bits, {read} gradient"] = Case(adamw8._adamw8, types, constants)
     types = dict.fromkeys(("param", "grad", "mu", "nu"), "*fp32") | {"scale": "*fp64", "count": "i64"}
-    types |= dict.fromkeys(("b1", "rest1", "b2", "rest2", "size", "root", "eps", "weight_decay"), "fp32")
-    made["Adam's direction"] = Case(adamw._direction, types, {"TILE": adamw.TILE})
+    types |= dict.fromkeys(("b1", "rest1", "b2", "rest2", "weight_decay", "size", "root", "eps"), "fp32")
+    made["Adam's direction"] = Case(adamw._direction, types, {"TILE": tiles.TILE})
     types = {"param": "*fp32", "grad": "*bf16", "mu": "*fp32", "copy": "*bf16", "scale": "*fp64", "count": "i64"}
     types |= dict.fromkeys(("b1", "rest1", "b2", "rest2", "decay", "size"), "fp32")
-    made["lion"] = Case(lion._lion, types, {"TILE": lion.TILE})
+    made["lion"] = Case(lion._lion, types, {"TILE": tiles.TILE})
     types = dict.fromkeys(("param", "grad", "mu", "nu", "moved", "before", "fresh"), "*fp32")
     types |= {"copy": "*bf16", "scale": "*fp64", "spread": "*fp64", "count": "i64"}
     types |= dict.fromkeys(("size", "eps", "weight_decay", "b1", "rest1", "b2", "rest2"), "fp32")
     for name in ("_local_momentum", "_frozen_step", "_local_step", "_fresh_step"):
         kernel = getattr(frozen_adam, name)
-        made[f"frozen Adam{name}"] = Case(kernel, types, {"TILE": frozen_adam.TILE})
+        made[f"frozen Adam{name}"] = Case(kernel, types, {"TILE": tiles.TILE})
     for dtype in ("fp32", "bf16"):
         types = {"x": f"*{dtype}", "count": "i64", "partial": "*fp64"}
         made[f"global norm, {dtype}"] = Case(global_norm._tiles, types, {"TILE": global_norm.TILE})
@@ -99,13 +101,13 @@ _TYPES = {
     torch.bfloat16: ("bf16", tl.bfloat16),
 }
 _SPARSE = {
-    "forward": triton_forward.attend,
-    "query": triton_backward.by_query,
-    "key": triton_backward.by_key,
-    "diagonal": triton_backward.by_diagonal,
-    "merge": triton_forward.merge,
-    "add": triton_backward.add,
-    "inner": triton_backward.inner,
+    "forward": triton_kernels.attend,
+    "query": triton_kernels.by_query,
+    "key": triton_kernels.by_key,
+    "diagonal": triton_kernels.by_diagonal,
+    "merge": triton_kernels.merge,
+    "add": triton_kernels.add,
+    "inner": triton_kernels.inner,
 }
 
 

@@ -41,10 +41,13 @@ SEGMENTS = {
 
 
 @contextlib.contextmanager
-def served_by(name: str):
+def served_by(name: str, dtype: torch.dtype | None = None):
     """The ``using`` that leads to an implementation: an instruction set, that of this processor with its work cut as that of
-    large tensors is, or the CUDA kernels run on the CPU.
+    large tensors is, the CUDA kernels run on the CPU, or the reference. None for float64, which has no other.
     """
+    if name == "reference" or dtype == torch.float64:
+        yield None if dtype == torch.float64 else name
+        return
     if name == CUT:
         with threads(3), thresholds.small(16):
             yield "cpu"
@@ -73,6 +76,16 @@ def threads(count: int):
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def assert_threads_change_nothing(run, *counts: int, smallest: int | None = None) -> None:
+    """``run()`` returns the same tensors in so many threads, with all that a size decides from ``smallest`` on."""
+    results = []
+    for count in counts:
+        with threads(count), contextlib.nullcontext() if smallest is None else thresholds.small(smallest):
+            results.append(run())
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0, equal_nan=True)
 
 
 def cuda_on_cpu(name: str) -> Path:

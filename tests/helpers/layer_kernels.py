@@ -221,6 +221,25 @@ def outputs_and_gradients(function: Callable, values: Tensors, dtype: torch.dtyp
     return [*found, *torch.autograd.grad(found, values, cotangents)]
 
 
+def check_every_way(loss: Callable, values: Tensors, batched: Tensors = (), dims: tuple = (), **compiles) -> Tensors:
+    """Gradients of a loss are the same however they are asked for; those of a batch, whose first element ``values`` are.
+
+    ``compiles``: the tolerance of compiled ones, by default torch's.
+    """
+    torch._dynamo.reset()  # the loss is one function to the compiler, whatever it closes over
+    everything = tuple(range(len(values)))
+    leaves = [value.clone().requires_grad_() for value in values]
+    wanted = torch.autograd.grad(loss(*leaves), leaves)
+    torch.testing.assert_close(torch.func.grad(loss, everything)(*values), wanted, rtol=0, atol=0)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(*leaves), leaves), wanted, **compiles)
+    if not batched:
+        return ()
+    found = torch.func.vmap(torch.func.grad(loss, everything), dims or 0)(*batched)
+    torch.testing.assert_close([mine[0] for mine in found], list(wanted), rtol=0, atol=0)
+    return found
+
+
 def check(
     name: str, using: str | None, shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contiguous", seed: int = 0
 ) -> None:

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib.collectives.codecs.base import TwoPhase
-from shardlib.collectives.codecs.integers import BoundPadded
+from shardlib.collectives.codecs.two_phase import BoundTwoPhase, TwoPhase
 from shardlib.plan.claims import Reduce
 from shardlib.plan.transform import Transform
 
@@ -31,36 +30,32 @@ class Exact(TwoPhase):
         out.copy_(message.clone().view(out.dtype))  # the rows of no elements begin at a byte each
 
 
-class ExactWire(BoundPadded):
-    """Rows padded to a multiple of 3; errors are zero."""
+class ExactWire(BoundTwoPhase):
+    """Rows padded to a multiple of 3; errors are zero, and there are no scales."""
 
     def __init__(self, rows, feedback):
-        super().__init__(rows, feedback, 3)
-        self.widths = (self.row * rows.dtype.itemsize,) * 2
+        super().__init__(rows, feedback, 3, (0, torch.uint8), rows.row(3) * rows.dtype.itemsize)
 
-    def encode(self, error, x):
-        assert not error.any()
+    def _encode(self, residual, x):
+        assert not residual.any()
         sent = x.view(self.rows.ways, -1).clone().view(torch.uint8)
         x.zero_()
-        return sent
+        return sent[:, :0], sent
 
-    def add(self, messages):
-        return self.rows.unpadded(self._sum(messages))
-
-    def add_encode(self, messages, error):
-        assert not error.any()
-        return self._sum(messages).view(torch.uint8)
-
-    def decode(self, messages, out=None):
-        assert out is None
-        return self._values(messages).reshape(-1)[: self.rows.elements]
-
-    def _values(self, messages):
-        return messages.reshape(-1).clone().view(self.rows.dtype).view(len(messages), self.row)
-
-    def _sum(self, messages):
-        total = self._values(messages).sum(0)
+    def _sum(self, scales, values):
+        total = self._values(values).sum(0)
         return total / self.rows.ways if self.rows.mean else total
+
+    def _sum_encode(self, scales, values, residual):
+        assert not residual.any()
+        return values[0, :0], self._sum(scales, values).view(torch.uint8)
+
+    def _decode(self, scales, values, out):
+        assert out is None
+        return self._values(values).reshape(-1)
+
+    def _values(self, values):
+        return values.reshape(-1).clone().view(self.rows.dtype).view(len(values), self.row)
 
 
 @dataclass(frozen=True)

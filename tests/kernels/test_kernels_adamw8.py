@@ -3,7 +3,6 @@
 import pytest
 import torch
 from helpers import kernels, step_kernels
-from helpers.interpreter import interpret
 from helpers.step_kernels import BF16, DTYPES, F32, F64
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,21 +113,16 @@ def test_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled):
         step_kernels.check_adamw8(using, elements, dtypes, seed, offset, scale, spoiled)
 
 
-def test_triton_is_the_reference():
-    interpret("adamw8", step_kernels.__file__)
-
-
 def test_threads_change_nothing():
-    elements = 2**18 + 77
-    grad, start = (step_kernels.buffer(elements, F32, seed, 3) for seed in range(2))
-    results = []
-    for threads in (1, 3):
-        param, state = start.clone(), [*SIGNED.encode(start), *UNSIGNED.encode(start.abs())]
-        with kernels.threads(threads):
-            adamw8.adamw8_(param, grad, *state, FACTORS, using="cpu")
-        results.append((param, *state))
-    for one, three in zip(*results):
-        assert torch.equal(one, three)
+    grad, start = (step_kernels.buffer(2**18 + 77, F32, seed, 3) for seed in range(2))
+    before = [start, *SIGNED.encode(start), *UNSIGNED.encode(start.abs())]
+
+    def run():
+        param, *state = (tensor.clone() for tensor in before)
+        adamw8.adamw8_(param, grad, *state, FACTORS, using="cpu")
+        return param, *state
+
+    kernels.assert_threads_change_nothing(run, 1, 3)
 
 
 def test_a_small_variance_beside_a_large_one_is_not_lost():
@@ -142,11 +136,9 @@ def test_a_small_variance_beside_a_large_one_is_not_lost():
 def test_wrong_arguments_reach_no_kernel():
     param, grad = torch.zeros(300), torch.zeros(300)
     mu, scales = torch.zeros(300, dtype=torch.uint8), torch.zeros(2)
-    with pytest.raises(
-        ValueError, match=r"mu_scales is torch.float32 of shape \(1,\): for a param of shape \(300,\) make"
-    ):
+    with pytest.raises(ValueError, match=r"mu_scales has shape \(1,\), not \(2,\)"):
         adamw8.adamw8_(param, grad, mu, scales[:1], mu, scales, FACTORS)
-    with pytest.raises(ValueError, match=r"nu is torch.float32 of shape \(300,\).*uint8"):
+    with pytest.raises(TypeError, match=r"nu is torch.float32, not one of \(torch.uint8,\): cast it"):
         adamw8.adamw8_(param, grad, mu, scales, param, scales, FACTORS)
     with pytest.raises(TypeError, match="float64 or strided tensors are served by plain torch, not by cpu"):
         adamw8.adamw8_(param.double(), grad.double(), mu, scales, mu, scales, FACTORS, using="cpu")

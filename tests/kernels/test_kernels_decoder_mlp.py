@@ -165,10 +165,10 @@ def test_wrong_arguments():
         lambda: MLP(norm, eps, experts.gate, up, experts.down, experts.choice),
         lambda: MLP(norm, eps, experts.gate, None, experts.down, experts.choice._replace(taken=4)),
     ):
-        with pytest.raises(ValueError, match=r"MLP of \(4,\) of torch.float.*: they must be a norm \[width\]"):
+        with pytest.raises(ValueError, match=r"MLP of \(4,\) of torch.float.*: they do not fit each other"):
             wrong()
     for x in (torch.zeros(2, 5), torch.zeros(4), torch.zeros(2, 4).double()):
-        with pytest.raises(ValueError, match=r"x must be \[tokens, width\]"):
+        with pytest.raises(ValueError, match=r"it must be \[tokens, 4\], torch.float32"):
             decoder_mlp(x, layer)
     with pytest.raises(ValueError, match="no gradients: call it under"):
         decoder_mlp(torch.zeros(2, 4, requires_grad=True), layer)

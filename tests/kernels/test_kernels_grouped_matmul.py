@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.kernels import CUT, WITH_AMX, served_by
-from helpers.layer_kernels import outputs_and_gradients
+from helpers.layer_kernels import check_every_way, outputs_and_gradients
 from helpers.rounding import rounding
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -190,19 +190,12 @@ def test_numbers_without_end_stay_in_their_rows():
 
 
 def test_every_way_to_a_gradient_is_the_same():
-    torch._dynamo.reset()
     x, weight, offsets = drawn([2, 0, 3], 7, 5, torch.float32)
 
     def loss(x, weight):
         return grouped_matmul(x, weight, offsets).sin().square().sum()
 
-    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    wanted = torch.autograd.grad(loss(*leaves), leaves)
-    torch.testing.assert_close(torch.func.grad(loss, (0, 1))(x, weight), wanted, rtol=0, atol=0)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(torch.autograd.grad(compiled(*leaves), leaves), wanted)
-    batched = torch.func.vmap(torch.func.grad(loss, (0, 1)), (0, None))(torch.stack([x, 2 * x]), weight)
-    torch.testing.assert_close([value[0] for value in batched], list(wanted), rtol=0, atol=0)
+    check_every_way(loss, (x, weight), (torch.stack([x, 2 * x]), weight), (0, None))
 
 
 def test_autocast_is_that_of_a_product():

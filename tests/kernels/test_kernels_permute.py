@@ -5,12 +5,10 @@ import sys
 import pytest
 import torch
 from helpers import kernels
-from helpers.interpreter import interpret
-from helpers.layer_kernels import TOLERANCES, outputs_and_gradients
+from helpers.layer_kernels import TOLERANCES, check_every_way, outputs_and_gradients
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.common import thresholds
 from shardlib.kernels.permute import permute, unpermute
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -88,15 +86,8 @@ def check(using, tokens, k, columns, dtype, seed=0, spare=0):
     seed=st.integers(0, 2**30),
 )
 def test_drawn(by, tokens, k, columns, dtype, spare, seed):
-    if by == "reference":
-        check(by, tokens, k, columns, dtype, seed, spare)
-        return
     with kernels.served_by(by) as using:
         check(using, tokens, k, columns, dtype, seed, spare)
-
-
-def test_triton():
-    interpret("permute", __file__)
 
 
 @pytest.mark.parametrize("by", ["reference", "cpu"])
@@ -124,16 +115,12 @@ def test_threads_change_nothing():
     x, rows, weights, positions = drawn(301, 2, 517, torch.float32, 1)
     for inputs, weighted in (((x, rows), False), ((rows, weights), True)):
         kernel, _ = functions(positions, len(rows), weighted, using="cpu")
-        results = []
-        for threads in (1, 3, 70):
-            with kernels.threads(threads), thresholds.small(1):
-                results.append(outputs_and_gradients(kernel, inputs, torch.float32, 1))
-        assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
+        run = lambda kernel=kernel, inputs=inputs: outputs_and_gradients(kernel, inputs, torch.float32, 1)  # noqa: E731
+        kernels.assert_threads_change_nothing(run, 1, 3, 70, smallest=1)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_every_way_to_a_gradient_is_the_same(weighted):
-    torch._dynamo.reset()
     x, rows, weights, positions = drawn(4, 2, 21, torch.float32, 3)
     inputs = (rows, weights) if weighted else (x, rows)
     kernel, _ = functions(positions, len(rows), weighted)
@@ -142,15 +129,7 @@ def test_every_way_to_a_gradient_is_the_same(weighted):
         found = kernel(*values)
         return sum((y.sin() ** 2).sum() for y in ([found] if isinstance(found, torch.Tensor) else found))
 
-    leaves = [value.clone().requires_grad_() for value in inputs]
-    wanted = torch.autograd.grad(loss(*leaves), leaves)
-    torch.testing.assert_close(torch.func.grad(loss, (0, 1))(*inputs), wanted, rtol=0, atol=0)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(torch.autograd.grad(compiled(*leaves), leaves), wanted)
-    batched = [torch.stack([value, 2 * value]) for value in inputs]
-    found = torch.func.vmap(torch.func.grad(loss, (0, 1)))(*batched)
-    for mine, one in zip(found, wanted):
-        torch.testing.assert_close(mine[0], one, rtol=0, atol=0)
+    check_every_way(loss, inputs, [torch.stack([value, 2 * value]) for value in inputs])
 
 
 def test_opcheck():

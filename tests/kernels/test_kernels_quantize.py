@@ -6,7 +6,6 @@ from fractions import Fraction
 import pytest
 import torch
 from helpers import kernels
-from helpers.interpreter import interpret
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,10 +68,6 @@ def test_drawn_sizes(name, form, elements, seed, ranks):
         kernels.check_quantize(using, elements, form, torch.float32, seed, ranks)
 
 
-def test_triton_is_the_reference():
-    interpret("quantize", kernels.__file__)
-
-
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -95,15 +90,13 @@ def test_nonfinite_elements_show_only_in_their_scale(name, bits, bad):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_threads_change_nothing(bits):
     form, x = Blockwise(bits), kernels.values(2**20 + 77, 1)
-    results = []
-    for threads in (1, 2, 3):
+
+    def run():
         residual = kernels.values(len(x), 2)
-        with kernels.threads(threads):
-            values, scales = quantize.quantize(x, form, residual, using="cpu")
-            back = quantize.dequantize(values, scales, form, len(x), using="cpu")
-        results.append((values, scales, residual, back))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+        values, scales = quantize.quantize(x, form, residual, using="cpu")
+        return values, scales, residual, quantize.dequantize(values, scales, form, len(x), using="cpu")
+
+    kernels.assert_threads_change_nothing(run, 1, 2, 3)
 
 
 @given(form=forms, elements=sizes, seed=st.integers(0, 2**30))

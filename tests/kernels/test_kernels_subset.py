@@ -5,12 +5,10 @@ import sys
 import pytest
 import torch
 from helpers import kernels
-from helpers.interpreter import interpret
-from helpers.layer_kernels import outputs_and_gradients
+from helpers.layer_kernels import check_every_way, outputs_and_gradients
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.common import thresholds
 from shardlib.kernels.subset import put, take
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,15 +55,8 @@ def check(using, batch, length, taken, columns, dtype, seed=0):
     seed=st.integers(0, 2**30),
 )
 def test_drawn(by, batch, length, taken, columns, dtype, seed):
-    if by == "reference":
-        check(by, batch, length, taken, columns, dtype, seed)
-        return
     with kernels.served_by(by) as using:
         check(using, batch, length, taken, columns, dtype, seed)
-
-
-def test_triton():
-    interpret("subset", __file__)
 
 
 def test_each_undoes_the_other():
@@ -75,26 +66,14 @@ def test_each_undoes_the_other():
 
 def test_threads_change_nothing():
     x, rows, index = drawn(3, 301, 100, 517, torch.float32, 1)
-    results = []
-    for threads in (1, 3, 70):
-        with kernels.threads(threads), thresholds.small(1):
-            results.append(outputs_and_gradients(both(index, "cpu"), (x, rows), torch.float32, 1))
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
+    run = lambda: outputs_and_gradients(both(index, "cpu"), (x, rows), torch.float32, 1)  # noqa: E731
+    kernels.assert_threads_change_nothing(run, 1, 3, 70, smallest=1)
 
 
 def test_every_way_to_a_gradient_is_the_same():
-    torch._dynamo.reset()
     x, rows, index = drawn(2, 7, 3, 21, torch.float32, 3)
-
-    def loss(x, rows):
-        return (take(x, index).sin().sum() + put(x, index, rows).cos().sum()) * 2
-
-    leaves = [value.clone().requires_grad_() for value in (x, rows)]
-    wanted = torch.autograd.grad(loss(*leaves), leaves)
-    leaves = [value.clone().requires_grad_() for value in (x, rows)]
-    compiled = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves), leaves)
-    for found in (torch.func.grad(loss, (0, 1))(x, rows), compiled):
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    loss = lambda x, rows: take(x, index).sin().sum() + put(x, index, rows).cos().sum()  # noqa: E731
+    check_every_way(loss, (x, rows), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,7 @@ def check_plain(using, rows, inputs, outputs, dtype, seed):
 )
 @example(rows=17, inputs=33, outputs=33, dtype=torch.bfloat16, seed=0)
 def test_plain_weights(by, rows, inputs, outputs, dtype, seed):
-    if by == "reference" or dtype == torch.float64:
-        check_plain(None if dtype == torch.float64 else by, rows, inputs, outputs, dtype, seed)
-        return
-    with kernels.served_by(by) as using:
+    with kernels.served_by(by, dtype) as using:
         check_plain(using, rows, inputs, outputs, dtype, seed)
 
 
@@ -119,10 +116,7 @@ def test_what_is_not_finite_stays_in_its_column(by, dtype, special):
 )
 @example(rows=65, inputs=2048, outputs=9, bits=4, block=4096, dtype=torch.float32, seed=0)
 def test_drawn(by, rows, inputs, outputs, bits, block, dtype, seed):
-    if by == "reference" or dtype == torch.float64:
-        check(None if dtype == torch.float64 else by, rows, inputs, outputs, bits, block, dtype, seed)
-        return
-    with kernels.served_by(by) as using:
+    with kernels.served_by(by, dtype) as using:
         check(using, rows, inputs, outputs, bits, block, dtype, seed)
 
 

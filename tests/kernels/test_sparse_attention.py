@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from helpers import kernels, sparse_cases
 from helpers.dense_attention import dense_attention
-from helpers.interpreter import interpret
 from helpers.sparse_cases import Case, check_padding, make
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -327,7 +326,3 @@ def test_wrong_arguments_reach_no_kernel():
     with pytest.raises(TypeError, match="layout is a Tensor"):
         sl.nn.attention(q, q, q, layout=torch.ones(3, 3))
     refused(TypeError, "float64 is served by plain torch", q=q.double(), k=q.double(), v=q.double(), using="cpu")
-
-
-def test_triton_is_dense_masked_attention():
-    interpret("sparse_attention", sparse_cases.__file__)

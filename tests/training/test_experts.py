@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.collectives.codecs.named import packing_of
+from shardlib.collectives.codecs import packing_of
 from shardlib.collectives.primitives import all_gather_object
 from shardlib.errors import HandleError, IllegalComposition, RankMismatch, ShardlibError
 from shardlib.nn import routers

@@ -1,4 +1,4 @@
-"""A codec of 8-bit floats, e4m3 with one scale per block. Messages are as in `shardlib.collectives.codecs.integers`.
+"""A codec of 8-bit floats, e4m3 with one scale per block.
 
 q = fp8(c / s) with s = max|c| / 448, where 448 is the largest e4m3 value. The mantissa has 3 bits everywhere in a block's
 range, where int8 has 7 near the largest element and none near zero. Written in plain PyTorch: the casts are instructions on
@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from shardlib.collectives.codecs.base import BoundTwoPhase, Rows, TwoPhase
-from shardlib.collectives.codecs.integers import BoundPadded, joined, padded, rows_of, split
+from shardlib.collectives.codecs.base import Rows
+from shardlib.collectives.codecs.two_phase import BoundTwoPhase, Coded, TwoPhase, joined, padded, rows_of, split
 
 _FP8, _LARGEST = torch.float8_e4m3fn, 448.0
 
@@ -55,46 +55,39 @@ class Float8(TwoPhase):
         return f"fp8, a scale per {self.block} elements{'' if self.feedback else ', no error feedback'}"
 
 
-class _Float8Blocks(BoundPadded):
+class _Float8Blocks(BoundTwoPhase):
     """8-bit floats with one scale per block of elements."""
 
     def __init__(self, rows: Rows, feedback: bool, block: int) -> None:
-        super().__init__(rows, feedback, block)
-        self._block, self._scales = block, self.row // block
-        width = 4 * self._scales + self.row
-        self.widths = (width, width)
+        self._block, row = block, rows.row(block)
+        super().__init__(rows, feedback, block, (row // block, torch.float32), row)
 
-    def encode(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return joined(*self._encode_rows(x.add_(residual), self.rows.ways))
+    def _encode(self, residual: torch.Tensor, x: torch.Tensor) -> Coded:
+        scales, values = self._coded(x.add_(residual))
+        return scales.view(self.rows.ways, -1), values.view(self.rows.ways, -1)
 
-    def add(self, messages: torch.Tensor) -> torch.Tensor:
-        return self.rows.unpadded(self._add(messages))
+    def _sum(self, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        first, *others = self._rows(scales, values)  # added in the order of the ranks
+        return sum(others, start=first)
 
-    def add_encode(self, messages: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return joined(*self._encode_rows(residual.add_(self._add(messages)), 1))[0]
+    def _sum_encode(self, scales: torch.Tensor, values: torch.Tensor, residual: torch.Tensor) -> Coded:
+        return self._coded(residual.add_(self._sum(scales, values)))
 
-    def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self.unpadded(self._values(messages).reshape(-1), out)
+    def _decode(self, scales: torch.Tensor, values: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        return self._rows(scales, values).reshape(-1)
 
-    def _encode_rows(self, c: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales and bytes of ``rows`` rows. Writes the residual over ``c``."""
+    def _coded(self, c: torch.Tensor) -> Coded:
+        """The scales and bytes of ``c``, flat; writes the residual over it."""
         blocks = c.view(-1, self._block)
         values, scales = _encode(blocks)
         residual = blocks - values.float() * scales[:, None]
         blocks.copy_(torch.where(scales.isfinite()[:, None], residual, blocks))
-        return scales.view(rows, -1), values.view(torch.uint8).view(rows, -1)
+        return scales, values.view(torch.uint8).view(-1)
 
-    def _add(self, messages: torch.Tensor) -> torch.Tensor:
-        """The sum (or mean) of the ranks' rows, added in the order of the ranks."""
-        first, *others = self._values(messages, self.rows.ways if self.rows.mean else 1)
-        return sum(others, start=first)
-
-    def _values(self, messages: torch.Tensor, divisor: int = 1) -> torch.Tensor:
-        """The decoded messages over ``divisor``, ``[rows, row]``."""
-        scales, values = split(messages, self._scales, torch.float32)
-        scales = scales / divisor
-        blocks = values.contiguous().view(_FP8).float().view(len(messages), -1, self._block)
-        return (blocks * scales[..., None]).view(len(messages), -1)
+    def _rows(self, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The decoded messages, ``[rows, row]``."""
+        blocks = values.contiguous().view(_FP8).float().view(len(values), -1, self._block)
+        return (blocks * scales[..., None]).view(len(values), -1)
 
 
 def _encode(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

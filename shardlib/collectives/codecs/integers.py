@@ -1,89 +1,20 @@
-"""Codecs for sums and gathers of signs or integers. A message has the scales first, then the values.
-
-Error feedback (arXiv 2102.02888): a message's residual is added to the next buffer. Residuals are fp32 (float64 for float64).
-A buffer x and its residual e are interchangeable in x + e, so the new residual is written over the *buffer*. The old residual
-stays unchanged, in case the step is dropped.
-"""
+"""Codecs for sums and gathers of signs or integers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
-from shardlib.collectives.codecs.base import BoundTwoPhase, Kept, RowResidual, Rows, SentResidual, TwoPhase
+from shardlib.collectives.codecs.base import Rows
+from shardlib.collectives.codecs.two_phase import BoundTwoPhase, Coded, TwoPhase, joined, padded, rows_of, split
 from shardlib.errors import IllegalComposition
 from shardlib.kernels import onebit, quantize
-from shardlib.kernels.common.operators import opaque
 from shardlib.kernels.onebit import Segments
 from shardlib.kernels.quantize import Blockwise
-
-
-class Packing(Protocol):
-    """An encoding of gathered or exchanged values in few bits, without error feedback. Frozen and comparable."""
-
-    @property
-    def wide(self) -> bool: ...
-
-    def size(self, elements: int) -> int:
-        """The length in bytes of ``elements`` packed elements."""
-        ...
-
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` ``[..., d]`` as uint8 ``[..., size(d)]``: each row is a message of its own, which no other row changes.
-
-        A message of zero bytes stands for zeros.
-        """
-        ...
-
-    def unpack(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """Decode ``message``, which `pack` returned, into ``out`` ``[..., d]``, which is contiguous."""
-        ...
-
-
-_packings: list[Packing] = []  # those that operators name by their place
-
-
-def _number_of(packing: Packing) -> int:
-    if packing not in _packings:
-        _packings.append(packing)
-    return _packings.index(packing)
-
-
-def packed(x: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """``packing.pack(x)``, which a graph has as an operator."""
-    return _pack(x, _number_of(packing))
-
-
-def unpacked(message: torch.Tensor, packing: Packing, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """What ``packing.unpack`` writes to rows of ``width`` elements, which a graph has as an operator."""
-    return _unpack(message, _number_of(packing), width, dtype)
-
-
-def _packed(x: torch.Tensor, packing: int) -> torch.Tensor:
-    return _packings[packing].pack(x)
-
-
-def _unpacked(message: torch.Tensor, packing: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    out = message.new_empty((*message.shape[:-1], width), dtype=dtype)
-    _packings[packing].unpack(message, out)
-    return out
-
-
-_pack = opaque(
-    "pack_rows",
-    _packed,
-    lambda x, packing: x.new_empty((*x.shape[:-1], _packings[packing].size(x.shape[-1])), dtype=torch.uint8),
-)
-_unpack = opaque(
-    "unpack_rows",
-    _unpacked,
-    lambda message, packing, width, dtype: message.new_empty((*message.shape[:-1], width), dtype=dtype),
-)
 
 
 @dataclass(frozen=True)
@@ -172,89 +103,38 @@ class Integers(TwoPhase):
         return text + ("" if self.feedback else ", no error feedback")
 
 
-class BoundPadded:
-    """The base of `BoundTwoPhase`s whose rows are padded to a multiple of ``grain`` elements."""
-
-    widths: tuple[int, int]
-
-    def __init__(self, rows: Rows, feedback: bool, grain: int) -> None:
-        self.rows, self.row, self._feedback, self._grain = rows, rows.row(grain), feedback, grain
-
-    @property
-    def keeps(self) -> tuple[Kept, ...]:
-        if not self._feedback:
-            return ()
-        sent = SentResidual(self._length)
-        return (sent,) if self.rows.scattered else (sent, RowResidual(self.row))
-
-    @property
-    def payload(self) -> int:
-        first, second = self.widths
-        return (self.rows.ways - 1) * (first if self.rows.scattered else first + second)
-
-    def start(self, device: torch.device) -> list[torch.Tensor]:
-        return [torch.zeros(kept.elements, dtype=self.rows.dtype, device=device) for kept in self.keeps]
-
-    def pad(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rows.pad(x, self._grain)
-
-    @property
-    def _length(self) -> int:
-        return self.rows.ways * self.row
-
-    def _whole(self, out: torch.Tensor | None) -> torch.Tensor | None:
-        """``out`` if a padded buffer can be decoded into it, else None."""
-        return out if out is not None and len(out) == self._length and out.dtype == self.rows.dtype else None
-
-    def unpadded(self, whole: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """The decoded buffer ``whole`` without its padding; in ``out``, if given."""
-        if out is None:
-            return whole[: self.rows.elements]
-        return out if whole is out else out.copy_(whole[: self.rows.elements])
-
-
-class _LeafBits(BoundPadded):
+class _LeafBits(BoundTwoPhase):
     """Signs with one scale per leaf: of the leaf's elements in a row where rows are scattered, else in the whole buffer.
 
     The padding before each leaf is a segment too, whose scale is 0 and is not sent.
     """
 
+    averages = True
+
     def __init__(self, rows: Rows, feedback: bool) -> None:
-        super().__init__(rows, feedback, 8)
         self._leaves = len(rows.filled) // (rows.ways if rows.scattered else 1)
-        width = self._leaves * rows.dtype.itemsize + self.row // 8
-        self.widths = (width, width)
+        super().__init__(rows, feedback, 8, (self._leaves, rows.dtype), rows.row(8) // 8)
 
-    def encode(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _encode(self, residual: torch.Tensor, x: torch.Tensor) -> Coded:
         bits, scales = onebit.compress(residual, x, self._segments)
-        sent = scales[1::2]
-        heads = sent.view(self.rows.ways, -1) if self.rows.scattered else sent.expand(self.rows.ways, -1)
-        return joined(heads, bits.view(self.rows.ways, -1))
+        sent, ways = scales[1::2], self.rows.ways
+        return sent.view(ways, -1) if self.rows.scattered else sent.expand(ways, -1), bits.view(ways, -1)
 
-    def add(self, messages: torch.Tensor) -> torch.Tensor:
-        scales, bits = self._read(messages)
-        return self.rows.unpadded(onebit.average(bits, self._weighed(scales), self._row_segments))
+    def _sum(self, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return onebit.average(values, self._of_segments(scales), self._row_segments)
 
-    def add_encode(self, messages: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        scales, bits = self._read(messages)
-        bits, scales = onebit.average_compress(bits, self._weighed(scales), residual, self._row_segments)
-        return joined(scales[None, 1::2], bits[None])[0]
+    def _sum_encode(self, scales: torch.Tensor, values: torch.Tensor, residual: torch.Tensor) -> Coded:
+        bits, made = onebit.average_compress(values, self._of_segments(scales), residual, self._row_segments)
+        return made[1::2], bits
 
-    def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        scales, bits = self._read(messages)
-        sent = bits.reshape(-1), scales.reshape(-1), self._split
-        return self.unpadded(onebit.decompress(*sent, out=self._whole(out)), out)
+    def _decode(self, scales: torch.Tensor, values: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        return onebit.decompress(values.reshape(-1), self._of_segments(scales).view(-1), self._split, out=out)
 
-    def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The messages' scales, with zeros for the padding between them, and bits."""
-        sent, bits = split(messages, self._leaves, self.rows.dtype)
+    def _of_segments(self, sent: torch.Tensor) -> torch.Tensor:
+        """Scales with zeros for the padding between them."""
         scales = sent.new_zeros((len(sent), 2 * self._leaves))
         scales[:, 1::2] = sent
-        return scales, bits
-
-    def _weighed(self, scales: torch.Tensor) -> torch.Tensor:
-        """Scales that make the kernels, which average, return the sum where a sum is due."""
-        return scales if self.rows.mean else scales * self.rows.ways
+        return scales
 
     # As many as there are ranks: found when values are exchanged, not for a plan.
     @cached_property
@@ -276,37 +156,31 @@ class _LeafBits(BoundPadded):
         return Segments(segments.offsets[first : first + 2 * self._leaves + 1], self.row)
 
 
-class _BlockBits(BoundPadded):
+class _BlockBits(BoundTwoPhase):
     """Signs with one scale per block of elements, across leaves."""
 
-    def __init__(self, rows: Rows, feedback: bool, block: int) -> None:
-        super().__init__(rows, feedback, block)
-        self._block = block
-        self._blocks = Segments.blocks(block, self._length)
-        self._row_blocks = Segments.blocks(block, self.row)
-        width = self._row_blocks.count * rows.dtype.itemsize + self.row // 8
-        self.widths = (width, width)
+    averages = True
 
-    def encode(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def __init__(self, rows: Rows, feedback: bool, block: int) -> None:
+        self._block, row = block, rows.row(block)
+        self._blocks, self._row_blocks = Segments.blocks(block, rows.ways * row), Segments.blocks(block, row)
+        super().__init__(rows, feedback, block, (self._row_blocks.count, rows.dtype), row // 8)
+
+    def _encode(self, residual: torch.Tensor, x: torch.Tensor) -> Coded:
         bits, scales = onebit.compress(residual, x, self._blocks)
         _clear(x, self._gaps)
-        return joined(scales.view(self.rows.ways, -1), bits.view(self.rows.ways, -1))
+        return scales.view(self.rows.ways, -1), bits.view(self.rows.ways, -1)
 
-    def add(self, messages: torch.Tensor) -> torch.Tensor:
-        scales, bits = self._read(messages)
-        row = onebit.average(bits, scales, self._row_blocks)
-        return self.rows.unpadded(_clear(row, self._row_gaps))
+    def _sum(self, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return _clear(onebit.average(values, scales, self._row_blocks), self._row_gaps)
 
-    def add_encode(self, messages: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        scales, bits = self._read(messages)
-        bits, scales = onebit.average_compress(bits, scales, residual, self._row_blocks)
+    def _sum_encode(self, scales: torch.Tensor, values: torch.Tensor, residual: torch.Tensor) -> Coded:
+        bits, made = onebit.average_compress(values, scales, residual, self._row_blocks)
         _clear(residual, self._row_gaps)
-        return joined(scales[None], bits[None])[0]
+        return made, bits
 
-    def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        scales, bits = split(messages, self._row_blocks.count, self.rows.dtype)
-        whole = onebit.decompress(bits.reshape(-1), scales.reshape(-1), self._blocks, out=self._whole(out))
-        return self.unpadded(_clear(whole, self._gaps), out)
+    def _decode(self, scales: torch.Tensor, values: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        return _clear(onebit.decompress(values.reshape(-1), scales.reshape(-1), self._blocks, out=out), self._gaps)
 
     @cached_property
     def _gaps(self) -> list[tuple[int, int]]:
@@ -319,69 +193,32 @@ class _BlockBits(BoundPadded):
         clipped = [(max(start, first) - first, min(end, stop) - first) for start, end in self._gaps]
         return [(start, end) for start, end in clipped if start < end]
 
-    def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scales, bits = split(messages, self._row_blocks.count, self.rows.dtype)
-        return scales if self.rows.mean else scales * self.rows.ways, bits
 
-
-class _Blocks(BoundPadded):
+class _Blocks(BoundTwoPhase):
     """Integers with one scale per block of elements. Padding is 0 and stays 0."""
 
     def __init__(self, rows: Rows, feedback: bool, form: Blockwise) -> None:
-        super().__init__(rows, feedback, form.block)
-        self._form = form
-        self._scales = form.scales(self.row)
-        width = 4 * self._scales + form.bytes(self.row)
-        self.widths = (width, width)
+        self._form, row = form, rows.row(form.block)
+        super().__init__(rows, feedback, form.block, (form.scales(row), torch.float32), form.bytes(row))
 
-    def encode(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _encode(self, residual: torch.Tensor, x: torch.Tensor) -> Coded:
         values, scales = quantize.quantize(residual, self._form, x)
-        return joined(scales.view(self.rows.ways, -1), values.view(torch.uint8).view(self.rows.ways, -1))
+        return scales.view(self.rows.ways, -1), values.view(torch.uint8).view(self.rows.ways, -1)
 
-    def add(self, messages: torch.Tensor) -> torch.Tensor:
-        return self.rows.unpadded(quantize.dequantize_sum(*self._read(messages), self._form, self.row))
+    def _sum(self, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return quantize.dequantize_sum(self._typed(values), scales, self._form, self.row)
 
-    def add_encode(self, messages: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        sent = self._read(messages)
-        values, scales = quantize.dequantize_sum_quantize(*sent, self._form, self.row, self._form, residual)
-        return joined(scales[None], values.view(torch.uint8)[None])[0]
+    def _sum_encode(self, scales: torch.Tensor, values: torch.Tensor, residual: torch.Tensor) -> Coded:
+        sent = self._typed(values), scales, self._form, self.row
+        made, made_scales = quantize.dequantize_sum_quantize(*sent, self._form, residual)
+        return made_scales, made.view(torch.uint8)
 
-    def decode(self, messages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        scales, values = split(messages, self._scales, torch.float32)
-        sent = values.reshape(-1).view(self._form.dtype), scales.reshape(-1), self._form, self._length
-        return self.unpadded(quantize.dequantize(*sent, out=self._whole(out)), out)
+    def _decode(self, scales: torch.Tensor, values: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        sent = self._typed(values).view(-1), scales.reshape(-1), self._form, self._length
+        return quantize.dequantize(*sent, out=out)
 
-    def _read(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scales, values = split(messages, self._scales, torch.float32)
-        return values.contiguous().view(self._form.dtype), scales / self.rows.ways if self.rows.mean else scales
-
-
-def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """``[..., d]`` as ``[rows, d]``."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def padded(rows: torch.Tensor, by: int) -> torch.Tensor:
-    """``rows`` with ``by`` zeros at the end of each; themselves for none, of which `F.pad` would make a copy."""
-    return F.pad(rows, (0, by)) if by else rows
-
-
-def joined(scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Scales ``[rows, k]`` and bytes ``[rows, b]`` as uint8 ``[rows, 4k + b]``."""
-    return torch.cat([_whole(scales).view(torch.uint8), values], dim=1)
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy. A dimension of size 1 too has the stride of its shape, which a view as another dtype requires."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def split(messages: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """``count`` scales of ``dtype`` and the bytes behind them, from every row: the inverse of `joined`."""
-    width = count * dtype.itemsize
-    # Flat, since torch refuses to view rows without elements as another dtype.
-    scales = _whole(messages[:, :width]).view(-1).view(dtype)
-    return scales.view(len(messages), count), messages[:, width:]
+    def _typed(self, values: torch.Tensor) -> torch.Tensor:
+        return values.contiguous().view(self._form.dtype)
 
 
 def _gaps(filled: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:

@@ -166,7 +166,7 @@ class LowRankSum:
         return _joined([matrix @ q for matrix, q in pairs], item.buffer, item.codec.elements[0])
 
     def wait(self, out: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor]:
-        """Each item's sum: see `Exchange.wait`."""
+        """Each item's sum: see `shardlib.collectives.codecs.base.SumsUnderWay.wait`."""
         summed = zip(self._items, self._first.wait(), strict=True)
         bases = [[torch.linalg.qr(p).Q for p in item.codec.left(message)] for item, message in summed]
         seconds = [self._second(item, base) for item, base in zip(self._items, bases, strict=True)]

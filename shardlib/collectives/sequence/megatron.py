@@ -23,9 +23,8 @@ class Megatron(SequenceKind):
     def check(self, sliced: Collection[str]) -> None:
         if self.axis not in sliced:
             raise IllegalComposition(
-                f"sequence(axis={self.axis!r}, kind={self.name!r}) changes the exchanges of layers that are sliced over "
-                f"{self.axis!r}, and none is: add tensor_slicing(rules, axis={self.axis!r}), or use kind='ulysses' or "
-                "'ring', which need none"
+                f"sequence(axis={self.axis!r}, kind={self.name!r}) is for sliced layers, and none is: add "
+                f"tensor_slicing(rules, axis={self.axis!r}), or use kind='ulysses' or 'ring'"
             )
 
     def attention(

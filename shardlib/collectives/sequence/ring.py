@@ -32,8 +32,7 @@ class Ring(SequenceKind):
     """A kind in which keys and values travel around the ring of ranks, each of which holds two chunks of the sequence.
 
     Memory: two other ranks' keys and values (one in use, one arriving), and the scores of one block. Payload per rank: P−1
-        times
-    its keys and values in forward; in backward the same again, and as many gradients (in fp32 or wider).
+    times its keys and values in forward; in backward the same again, and as many gradients (in fp32 or wider).
     """
 
     name: ClassVar[str] = "ring"
@@ -58,13 +57,13 @@ class Ring(SequenceKind):
         """
         if k.shape[2] != q.shape[2] or q.shape[2] % 2:
             raise SpecError(
-                f"ring attention over axis {self.axis!r} takes as many keys as queries, in two chunks a rank, and got "
-                f"{k.shape[2]} keys and {q.shape[2]} queries on each; pad both to one even number, or use kind='ulysses'"
+                f"ring attention over axis {self.axis!r} got {k.shape[2]} keys and {q.shape[2]} queries on each rank; pad "
+                "both to one even number, or use kind='ulysses'"
             )
         if how.key_mask is not None or how.layout is not None or how.segments is not None:
             raise SpecError(
-                f"ring attention over axis {self.axis!r} takes no key_mask, no layout and no segments: no rank ever holds "
-                "the scores of a whole row; use kind='ulysses' or 'megatron'"
+                f"ring attention over axis {self.axis!r} takes no key_mask, no layout and no segments; use kind='ulysses' or "
+                "'megatron'"
             )
         scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
         return _Ring.apply(q, k, v, place_of(mesh, self.axis), self.axis, how.causal, scale)[0]

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from shardlib.collectives.styles.base import Compute
-from shardlib.collectives.styles.layer import LayerStyle
+from shardlib.collectives.styles.base import Compute, LayerStyle
 from shardlib.collectives.styles.slices import Slice
 from shardlib.errors import HandleError
 from shardlib.mesh.specs import P

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from shardlib.collectives.styles.base import Compute
-from shardlib.collectives.styles.layer import LayerStyle
+from shardlib.collectives.styles.base import Compute, LayerStyle
 from shardlib.collectives.styles.slices import Slice
 from shardlib.errors import HandleError
 from shardlib.mesh.specs import P
@@ -43,8 +42,8 @@ class Row(LayerStyle):
         inputs = weight.local.shape[self.dim(weight.local.shape)]
         if x.shape[-1] != inputs:
             raise HandleError(
-                f"{weight.path} has the style row and takes {inputs} inputs on this rank, but gets {x.shape[-1]}: its input "
-                "must come from column-sliced layers; use sl.row(split=True) where it comes whole"
+                f"{weight.path} has the style row and takes {inputs} inputs on this rank, but gets {x.shape[-1]}; use "
+                "sl.row(split=True) where the input comes whole"
             )
         y = weight.leave(compute(x, weight.local, None))
         # The bias is whole, and added once, after the sum.

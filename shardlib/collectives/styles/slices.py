@@ -115,8 +115,8 @@ class Slices:
     def _with_sequence(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() < 3:
             raise SpecError(
-                f"a sliced layer where sequences are cut ({self._sequence}) takes activations (batch, sequence, width) and "
-                f"got shape {tuple(x.shape)}; keep the three dimensions, or leave the layer whole"
+                f"a sliced layer where sequences are cut ({self._sequence}) got shape {tuple(x.shape)}; pass (batch, "
+                "sequence, width), or leave the layer whole"
             )
         return x
 

@@ -1,8 +1,6 @@
-"""Exchanges of tokens with experts that are dealt out over mesh axes: one file per kind, and the base of new kinds."""
+"""Exchanges of tokens with experts that are sharded over mesh axes, and the base of new kinds."""
 
-from shardlib.collectives.tokens.base import Coming, TokenExchange, Way
-from shardlib.collectives.tokens.direct import Direct
-from shardlib.collectives.tokens.payload import Payload
-from shardlib.collectives.tokens.two_hops import TwoHops
+from shardlib.collectives.tokens.all_to_all import Direct, TwoHops
+from shardlib.collectives.tokens.base import Payload, PendingRows, TokenExchange, TokenRoute
 
-__all__ = ["Coming", "Direct", "Payload", "TokenExchange", "TwoHops", "Way"]
+__all__ = ["Direct", "Payload", "PendingRows", "TokenExchange", "TokenRoute", "TwoHops"]

@@ -1,28 +1,27 @@
-"""The base of token exchanges, each of which is a way of rows to the ranks that hold their experts, and back."""
+"""The base of token exchanges: the dispatch of rows to the ranks that hold their experts, and the combine of results."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from shardlib.collectives.tokens.payload import Payload
 from shardlib.mesh.mesh import Mesh
 
 
-class Coming(Protocol):
-    """Rows under way. What is computed before `wait` is computed while they travel."""
+class PendingRows(Protocol):
+    """The handle of an all-to-all. What is computed before `wait` is computed while rows are under way."""
 
     def wait(self) -> torch.Tensor:
         """The rows that have arrived; may be called again."""
         ...
 
 
-class Way(Protocol):
-    """The way of rows that were sent, on which their results come back.
+class TokenRoute(Protocol):
+    """The route of rows that were dispatched, on which their results come back.
 
     Attributes:
         ends: int64 ``[experts of a rank]``: of the rows that arrive, the row after each expert's last one.
@@ -36,9 +35,33 @@ class Way(Protocol):
     def arriving(self) -> int: ...
 
 
+class Payload(NamedTuple):
+    """Bytes that one rank sends along each axis, for one layer and one micro-batch.
+
+    Attributes:
+        sizes: of the messages that say how many rows come; in a forward alone.
+        there: of rows to their experts in a forward; in a backward, of the gradients of results.
+        back: of results in a forward; in a backward, of the gradients of rows.
+    """
+
+    sizes: Mapping[str, int]
+    there: Mapping[str, int]
+    back: Mapping[str, int]
+
+    @property
+    def forward(self) -> dict[str, int]:
+        """Axis -> bytes of a forward."""
+        return {axis: sent + self.sizes[axis] for axis, sent in self.backward.items()}
+
+    @property
+    def backward(self) -> dict[str, int]:
+        """Axis -> bytes of a backward."""
+        return {axis: sent + self.back[axis] for axis, sent in self.there.items()}
+
+
 @dataclass(frozen=True)
 class TokenExchange(ABC):
-    """A way of rows to experts that are dealt out over mesh axes, and back. A new one is a subclass.
+    """A dispatch of rows to experts that are sharded over mesh axes, and the combine. A new one is a subclass.
 
     An exchange is a frozen value, equal to another of the same class and options. Experts lie in equal runs on the ranks of
     ``axes``, the first axis major.
@@ -49,8 +72,8 @@ class TokenExchange(ABC):
 
     Attributes:
         padded: whether rows to experts that have a capacity are to be padded to it: whether layers give `send` its ``slots``.
-        spare: a rank's slots for second copies of other ranks' experts. Layers that have them send to slots instead of
-            experts: what is said here of experts is then said of slots.
+        spare: a rank's slots for replicas of other ranks' experts. Layers that have them send to slots instead of experts:
+            what is said here of experts is then said of slots.
         name: the exchange's name in a plan's print-out and in messages.
     """
 
@@ -62,7 +85,7 @@ class TokenExchange(ABC):
     @property
     @abstractmethod
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes over which experts are dealt out, from major to minor."""
+        """The mesh axes over which experts are sharded, from major to minor."""
 
     @abstractmethod
     def send(
@@ -73,7 +96,7 @@ class TokenExchange(ABC):
         *,
         slots: int | None = None,
         anchor: torch.Tensor | None = None,
-    ) -> tuple[Coming, Any]:
+    ) -> tuple[PendingRows, Any]:
         """Start to send rows to their experts.
 
         Args:
@@ -87,16 +110,16 @@ class TokenExchange(ABC):
                 its own, which `torch.Tensor.backward` reaches, and `torch.autograd.grad` with ``inputs`` does not.
 
         Returns:
-            the rows that come, sorted by expert of this rank and then by source rank, and the `Way` for `back`. What is
-            added up over a row's place in an expert does not depend on the order of arrival.
+            the rows that come, sorted by expert of this rank and then by source rank, and the `TokenRoute` for `back`. What
+            is added up over a row's place in an expert does not depend on the order of arrival.
 
         Raises:
             SpecError: sizes that do not fit each other or the axes.
         """
 
     @abstractmethod
-    def back(self, mesh: Mesh, rows: torch.Tensor, way: Any) -> Coming:
-        """Start to send experts' results ``[arriving, W']`` back along the `Way` of `send`.
+    def back(self, mesh: Mesh, rows: torch.Tensor, way: Any) -> PendingRows:
+        """Start to send experts' results ``[arriving, W']`` back along the `TokenRoute` of `send`.
 
         What comes is ``[R, W']``, in the order of the rows that were sent; 0 for a row that stayed.
         """

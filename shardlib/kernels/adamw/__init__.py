@@ -25,21 +25,20 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.common.chunks import chunks
-from shardlib.kernels.common import native
 from shardlib.kernels.common.dispatch import Plain
-from shardlib.kernels.common.flat import FLOATS, run
+from shardlib.kernels.common.flat import CompiledSteps, run
 
-__all__ = ["Old", "adam_direction_", "adamw_", "changes", "direction_at", "factors_at"]
+__all__ = ["AdamWOld", "adam_direction_", "adamw_", "changes", "direction_at", "factors_at"]
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
 class AdamWFactors(NamedTuple):
-    """Factors of one AdamW step, in float64.
+    """Factors of one AdamW step, or of Adam's direction, which has η = 1; in float64.
 
     Attributes:
         b1, b2: β1 and β2; ``rest1`` and ``rest2`` are 1 − β1 and 1 − β2.
-        decay: 1 − η·λ.
+        decay: 1 − η·λ; of the direction λ.
         size: η/(1 − β1ᵗ).
         root: 1/√(1 − β2ᵗ).
         eps: ε.
@@ -53,19 +52,6 @@ class AdamWFactors(NamedTuple):
     size: float
     root: float
     eps: float
-
-
-class DirectionFactors(NamedTuple):
-    """Factors of Adam's direction: those of a step with η = 1, and λ as ``weight_decay``."""
-
-    b1: float
-    rest1: float
-    b2: float
-    rest2: float
-    size: float
-    root: float
-    eps: float
-    weight_decay: float
 
 
 class AdamWStep(NamedTuple):
@@ -95,7 +81,7 @@ class Direction(NamedTuple):
     grad: torch.Tensor
     mu: torch.Tensor
     nu: torch.Tensor
-    factors: DirectionFactors
+    factors: AdamWFactors
     scale: torch.Tensor | None
 
 
@@ -103,22 +89,14 @@ def factors_at(count: Any, lr: Any, b1: float, b2: float, eps: float, weight_dec
     """The factors of step ``count`` (from 1) at rate ``lr``: numbers, or differentiable 0-d float64 tensors."""
     correction = 1 - b2**count
     root: Any = correction.sqrt() if isinstance(correction, torch.Tensor) else math.sqrt(correction)
-    return AdamWFactors(
-        b1=b1,
-        rest1=1 - b1,
-        b2=b2,
-        rest2=1 - b2,
-        decay=1 - lr * weight_decay,
-        size=lr / (1 - b1**count),
-        root=1 / root,
-        eps=eps,
-    )
+    return AdamWFactors(b1, 1 - b1, b2, 1 - b2, 1 - lr * weight_decay, lr / (1 - b1**count), 1 / root, eps)
 
 
-def direction_at(count: float | None, b1: float, b2: float, eps: float, weight_decay: float) -> DirectionFactors:
+def direction_at(count: float | None, b1: float, b2: float, eps: float, weight_decay: float) -> AdamWFactors:
     """The factors of Adam's direction at step ``count`` (from 1); without bias correction if ``count`` is None."""
-    size, root = (1.0, 1.0) if count is None else factors_at(count, 1.0, b1, b2, eps, 0.0)[5:7]
-    return DirectionFactors(b1, 1 - b1, b2, 1 - b2, size, root, eps, weight_decay)
+    if count is None:
+        return AdamWFactors(b1, 1 - b1, b2, 1 - b2, weight_decay, 1.0, 1.0, eps)
+    return factors_at(count, 1.0, b1, b2, eps, 0.0)._replace(decay=weight_decay)
 
 
 def adamw_(
@@ -146,8 +124,7 @@ def adamw_(
         ValueError: shapes or devices differ.
         TypeError: a dtype is not supported.
     """
-    step = AdamWStep(param, grad, mu, nu, copy, factors, scale)
-    run("adamw", "adamw_", step, "param", using, dtypes=FLOATS, read=("grad",), old=old)
+    run("adamw_", AdamWStep(param, grad, mu, nu, copy, factors, scale), using, mixed=True, old=old)
 
 
 def adam_direction_(
@@ -155,7 +132,7 @@ def adam_direction_(
     grad: torch.Tensor,
     mu: torch.Tensor,
     nu: torch.Tensor,
-    factors: DirectionFactors,
+    factors: AdamWFactors,
     *,
     scale: torch.Tensor | None = None,
     using: str | None = None,
@@ -166,17 +143,20 @@ def adam_direction_(
         factors: of the step, by `direction_at`.
         scale, using: see `adamw_`.
     """
-    run("adamw", "adam_direction_", Direction(param, grad, mu, nu, factors, scale), "param", using)
+    run("adam_direction_", Direction(param, grad, mu, nu, factors, scale), using)
 
 
 class reference(Plain):
-    """In plain torch, one operation at a time: the oracle of the kernels, and the fallback. Supports every dtype."""
+    """In plain torch, one operation at a time: the oracle of the kernels, and the fallback."""
 
     @staticmethod
     def adamw_(step: AdamWStep) -> None:
         param, grad, mu, nu, copy, factors, scale = step
         for p, g, m, v, *narrow in chunks([param, grad, mu, nu] if copy is None else [param, grad, mu, nu, copy]):
-            _step(AdamWStep(p, g, m, v, narrow[0] if narrow else None, factors, scale))
+            new_m, new_v, moved = changes(g, m, v, factors, scale)
+            new_p = p.to(new_m.dtype) * factors.decay - moved
+            for target, value in ((m, new_m), (v, new_v), (p, new_p), *((each, new_p) for each in narrow)):
+                target.copy_(value)
 
     @staticmethod
     def adam_direction_(direction: Direction) -> None:
@@ -184,16 +164,7 @@ class reference(Plain):
         m, v = _moments(grad if scale is None else grad * scale, mu, nu, factors)
         mu.copy_(m)
         nu.copy_(v)
-        grad.copy_(_ratio(m, v, factors) + param * factors.weight_decay)
-
-
-def _step(step: AdamWStep) -> None:
-    param, grad, mu, nu, copy, factors, scale = step
-    m, v, moved = changes(grad, mu, nu, factors, scale)
-    p = param.to(m.dtype) * factors.decay - moved
-    for target, value in ((mu, m), (nu, v), (param, p), (copy, p)):
-        if target is not None:
-            target.copy_(value)
+        grad.copy_(_ratio(m, v, factors) + param * factors.decay)
 
 
 def changes(
@@ -207,52 +178,20 @@ def changes(
 
 
 def _moments(
-    g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, factors: AdamWFactors | DirectionFactors
+    g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, factors: AdamWFactors
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Each product is rounded before it is added, which torch.add(..., alpha=) does not do.
     return m * factors.b1 + g * factors.rest1, v * factors.b2 + g * g * factors.rest2
 
 
-def _ratio(m: torch.Tensor, v: torch.Tensor, factors: AdamWFactors | DirectionFactors) -> torch.Tensor:
+def _ratio(m: torch.Tensor, v: torch.Tensor, factors: AdamWFactors) -> torch.Tensor:
     root = v.to(torch.float64).sqrt().to(v.dtype)  # torch's fp32 root is not always correctly rounded
     return m * factors.size / (root * factors.root + factors.eps)
 
 
-class _CompiledAdamW(native.Compiled):
-    """By C++ and by CUDA, which take the same arguments."""
-
-    @classmethod
-    def adamw_(cls, step: AdamWStep, old: AdamWOld | None = None) -> None:
-        param, grad, mu, nu, copy, factors, scale = step
-        before = (old or (param, mu, nu)) if cls.READS_OLD else ()
-        buffers = (*before, *native.typed(param, grad), mu, nu, *native.copied(copy))
-        rest = (cls.factor(scale), cls.runs_on(param.device))
-        cls.library().adamw_step(*buffers, param.numel(), *factors, *rest)
-
-    @classmethod
-    def adam_direction_(cls, direction: Direction) -> None:
-        param, grad, mu, nu, factors, scale = direction
-        rest = (cls.factor(scale), cls.runs_on(param.device))
-        cls.library().adam_direction(param, grad, mu, nu, param.numel(), *factors, *rest)
-
-
-class cpu(
-    _CompiledAdamW,
-    native.Cpp,
-    operation="adamw",
-    adamw_step="ppppipipppil" + "f" * 9 + "i",
-    adam_direction="ppppl" + "f" * 9 + "i",
-):
+class cpu(CompiledSteps, mixed=("adamw_",), adamw_=AdamWStep, adam_direction_=Direction):
     """By adamw.cpp."""
 
-    READS_OLD = True
 
-
-class cuda(
-    _CompiledAdamW,
-    native.Cuda,
-    operation="adamw",
-    adamw_step="pipipppil" + "f" * 8 + "pp",
-    adam_direction="ppppl" + "f" * 8 + "pp",
-):
+class cuda(cpu):
     """By adamw.cu."""

@@ -1,4 +1,4 @@
-// AdamW on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
+// AdamW on the CPU; see __init__.py for the mathematics. Compiled once per instruction set (ISA names it).
 #include "../common/elementwise.h"
 
 namespace {
@@ -27,7 +27,7 @@ struct AdamW {
 struct Direction {
     const float* param;
     float *grad, *mu, *nu;
-    float b1, rest1, b2, rest2, size, root, eps, weight_decay, scale;
+    float b1, rest1, b2, rest2, weight_decay, size, root, eps, scale;
 
     template <typename Lanes>
     void at(int64_t i) const {
@@ -44,31 +44,26 @@ struct Direction {
 }  // namespace
 
 EXPORT(adam_direction)(const float* param, float* grad, float* mu, float* nu, int64_t count, float b1, float rest1,
-                       float b2, float rest2, float size, float root, float eps, float weight_decay, float scale,
+                       float b2, float rest2, float weight_decay, float size, float root, float eps, float scale,
                        int threads) {
-    Direction op = {param, grad, mu, nu, b1, rest1, b2, rest2, size, root, eps, weight_decay, scale};
+    Direction op = {param, grad, mu, nu, b1, rest1, b2, rest2, weight_decay, size, root, eps, scale};
     sweep(op, count, nullptr, threads);
 }
 
-// dtypes: 0 float, 1 bfloat16, 2 half; of the copy -1 for none. States are read at `from_` and written at the others, which
-// may be the same.
-EXPORT(adamw_step)(const void* from_param, const void* from_mu, const void* from_nu, void* param, int dtype,
-                   const void* grad, int grad_dtype, void* mu, void* nu, uint16_t* copy, int copy_dtype, int64_t count,
-                   float b1, float rest1, float b2, float rest2, float decay, float size, float root, float eps,
-                   float scale, int threads) {
-    with_type(dtype, [&](auto kept) {
-        with_type(grad_dtype, [&](auto read) {
-            with_copy(copy_dtype, [&](auto narrow) {
-                typedef decltype(kept) Kept;
-                typedef decltype(read) Grad;
-                State<Kept> p(from_param, param), m(from_mu, mu), v(from_nu, nu);
-                with_states(copy, [&](auto elsewhere) {
-                    AdamW<Kept, Grad, decltype(narrow), decltype(elsewhere)::value> op = {
-                        p, static_cast<const typename Grad::Element*>(grad), m, v, copy,
-                        b1, rest1, b2, rest2, decay, size, root, eps, scale};
-                    sweep(op, count, copy, threads);
-                }, p, m, v);
-            });
-        });
+// States are read at `from_` and written at the others, which may be the same.
+EXPORT(adamw)(const void* from_param, const void* from_mu, const void* from_nu, void* param, int dtype,
+              const void* grad, int grad_dtype, void* mu, void* nu, uint16_t* copy, int copy_dtype, int64_t count,
+              float b1, float rest1, float b2, float rest2, float decay, float size, float root, float eps,
+              float scale, int threads) {
+    with_types(dtype, grad_dtype, copy_dtype, [&](auto kept, auto read, auto narrow) {
+        typedef decltype(kept) Kept;
+        typedef decltype(read) Grad;
+        State<Kept> p(from_param, param), m(from_mu, mu), v(from_nu, nu);
+        with_states(copy, [&](auto elsewhere) {
+            AdamW<Kept, Grad, decltype(narrow), decltype(elsewhere)::value> op = {
+                p, static_cast<const typename Grad::Element*>(grad), m, v, copy,
+                b1, rest1, b2, rest2, decay, size, root, eps, scale};
+            sweep(op, count, copy, threads);
+        }, p, m, v);
     });
 }

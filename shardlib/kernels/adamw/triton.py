@@ -5,24 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardlib.kernels.adamw import AdamWStep, Direction
 from shardlib.kernels.common import tiles
 
-TILE = 1024
-
 load = tiles.triton_name
-
-
-def adamw_(step: AdamWStep) -> None:
-    param, grad, mu, nu, copy, factors, scale = step
-    grid = (triton.cdiv(param.numel(), TILE),)
-    _adamw[grid](param, grad, mu, nu, copy, scale, param.numel(), *factors, TILE=TILE, **tiles.EXACT)
-
-
-def adam_direction_(direction: Direction) -> None:
-    param, grad, mu, nu, factors, scale = direction
-    grid = (triton.cdiv(param.numel(), TILE),)
-    _direction[grid](param, grad, mu, nu, scale, param.numel(), *factors, TILE=TILE, **tiles.EXACT)
 
 
 @triton.jit
@@ -47,7 +32,7 @@ def _adamw(
 
 @triton.jit
 def _direction(
-    param, grad, mu, nu, scale, count, b1, rest1, b2, rest2, size, root, eps, weight_decay, TILE: tl.constexpr
+    param, grad, mu, nu, scale, count, b1, rest1, b2, rest2, weight_decay, size, root, eps, TILE: tl.constexpr
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = at < count
@@ -60,3 +45,7 @@ def _direction(
     tl.store(mu + at, m, mask=valid)
     tl.store(nu + at, v, mask=valid)
     tl.store(grad + at, tl.div_rn(m * size, tl.sqrt_rn(v) * root + eps) + decay, mask=valid)
+
+
+adamw_ = tiles.by(_adamw)
+adam_direction_ = tiles.by(_direction)

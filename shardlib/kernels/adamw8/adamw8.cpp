@@ -1,4 +1,4 @@
-// AdamW with moments in 8 bits on the CPU; see op.py and codes.py for the mathematics. Compiled once per instruction set
+// AdamW with moments in 8 bits on the CPU; see __init__.py and codes.py for the mathematics. Compiled once per instruction set
 // (ISA names it).
 //
 // A block's new moments stay in the first-level cache until their largest magnitude is known, and are then coded.
@@ -141,25 +141,20 @@ struct AdamW8 {
 
 }  // namespace
 
-// dtypes: 0 float, 1 bfloat16, 2 half; of the copy -1 for none.
 EXPORT(adamw8_step)(void* param, int dtype, const void* grad, int grad_dtype, uint8_t* mu, float* mu_scales, uint8_t* nu,
                     float* nu_scales, uint16_t* copy, int copy_dtype, const float* signed_lines,
                     const float* unsigned_lines, int64_t count, float b1, float rest1, float b2, float rest2,
                     float decay, float size, float root, float eps, float scale, int threads) {
-    with_type(dtype, [&](auto kept) {
-        with_type(grad_dtype, [&](auto read) {
-            with_copy(copy_dtype, [&](auto narrow) {
-                typedef decltype(kept) Kept;
-                typedef decltype(read) Grad;
-                AdamW8<Kept, Grad, decltype(narrow)> op = {
-                    static_cast<typename Kept::Element*>(param), static_cast<const typename Grad::Element*>(grad),
-                    mu, mu_scales, nu, nu_scales, copy, {signed_lines}, {unsigned_lines},
-                    b1, rest1, b2, rest2, decay, size, root, eps, scale};
-                parallel((count + BLOCK - 1) / BLOCK, enough(threads, count), [&](int64_t first, int64_t last) {
-                    FlushDenormals flush;
-                    for (int64_t number = first; number < last; ++number) op.block(number, count);
-                });
-            });
+    with_types(dtype, grad_dtype, copy_dtype, [&](auto kept, auto read, auto narrow) {
+        typedef decltype(kept) Kept;
+        typedef decltype(read) Grad;
+        AdamW8<Kept, Grad, decltype(narrow)> op = {
+            static_cast<typename Kept::Element*>(param), static_cast<const typename Grad::Element*>(grad),
+            mu, mu_scales, nu, nu_scales, copy, {signed_lines}, {unsigned_lines},
+            b1, rest1, b2, rest2, decay, size, root, eps, scale};
+        parallel((count + BLOCK - 1) / BLOCK, enough(threads, count), [&](int64_t first, int64_t last) {
+            FlushDenormals flush;
+            for (int64_t number = first; number < last; ++number) op.block(number, count);
         });
     });
 }

@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardlib.kernels.adamw8 import CodedStep
-from shardlib.kernels.adamw8.codes import BLOCK, SIGNED, UNSIGNED
+from shardlib.kernels.adamw8 import BLOCK, SIGNED, UNSIGNED, CodedStep
 from shardlib.kernels.common import tiles
 
 BLOCKS = 4  # of a program

@@ -9,8 +9,6 @@ q and y are ``[N, heads, size]``, k and v ``[N, kv_heads, size]``, K and V ``[ro
 fp32 or bf16 (fp16 and float64 by plain torch), computed in fp32; g = h // (heads / kv_heads). Bytes moved: the keys and
 values that are seen, once for all heads that share them. Operations: 4·size for each head and key, and an exponential. A
 sequence's results do not depend on the others. Nothing has gradients.
-
-``using`` names one implementation ("cpu", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -49,30 +47,21 @@ class CachedAttention(NamedTuple):
             ValueError: they do not fit.
         """
         q, k, v, keys, values, rows, starts, window = self
-        shapes = ", ".join(
-            f"{name} {tuple(x.shape)}" for name, x in self._asdict().items() if isinstance(x, torch.Tensor)
-        )
-        number = (len(q),)
+        tensors = {name: x for name, x in self._asdict().items() if isinstance(x, torch.Tensor)}
         if (
-            q.dim() != 3
-            or k.dim() != 3
-            or keys.dim() != 4
+            [x.dim() for x in tensors.values()] != [3, 3, 3, 4, 4, 1, 1]
             or k.shape != v.shape
             or keys.shape != values.shape
-            or k.shape != (*number, keys.shape[1], q.shape[2])
+            or k.shape != (len(q), keys.shape[1], q.shape[2])
             or keys.shape[3] != q.shape[2]
             or q.shape[1] % max(1, k.shape[1])
-            or rows.shape != number
-            or starts.shape != number
+            or not len(q) == len(rows) == len(starts)
         ):
-            raise ValueError(
-                f"{shapes}: they must be [N, heads, size], twice [N, kv_heads, size], twice [rows, kv_heads, room, size] and "
-                "twice [N], with kv_heads a divisor of heads"
-            )
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+            raise ValueError(f"{shapes}: they do not fit. help(cached_attention) has the shapes")
         if len({x.dtype for x in (q, k, v, keys, values)}) > 1:
-            raise ValueError(
-                f"q is {q.dtype}, k {k.dtype}, v {v.dtype}, keys {keys.dtype}, values {values.dtype}: cast them"
-            )
+            dtypes = ", ".join(f"{name} {x.dtype}" for name, x in list(tensors.items())[:5])
+            raise ValueError(f"{dtypes}: cast them to one")
         if not (keys.is_contiguous() and values.is_contiguous()):
             raise ValueError("keys and values are filled in place, so they must be contiguous")
         if window < 1:
@@ -81,10 +70,8 @@ class CachedAttention(NamedTuple):
             0 <= int(rows.min()) <= int(rows.max()) < len(keys)
             and 0 <= int(starts.min()) <= int(starts.max()) < keys.shape[2]
         ):
-            raise ValueError(
-                f"rows {rows.tolist()} and starts {starts.tolist()}: the cache has {len(keys)} rows, with room for "
-                f"{keys.shape[2]} tokens each"
-            )
+            cache = f"the cache has {len(keys)} rows, room for {keys.shape[2]} tokens each"
+            raise ValueError(f"rows {rows.tolist()} and starts {starts.tolist()}: {cache}")
 
 
 def cached_attention(
@@ -118,13 +105,8 @@ def cached_attention(
     >>> cached_attention(q, v, v, keys, values, torch.tensor([0]), torch.tensor([1])).flatten()
     tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
-    check_tensors(
-        "cached_attention",
-        {"q": q, "k": k, "v": v, "keys": keys, "values": values},
-    )
-    check_tensors(
-        "cached_attention", {"rows": rows, "starts": starts}, exactly=dict.fromkeys(("rows", "starts"), torch.int64)
-    )
+    given = {"q": q, "k": k, "v": v, "keys": keys, "values": values, "rows": rows, "starts": starts}
+    check_tensors("cached_attention", given, exactly={"rows": torch.int64, "starts": torch.int64})
     how = CachedAttention(q, k, v, keys, values, rows, starts, keys.shape[-2] if window is None else window)
     how.check()
     with on(q.device):
@@ -148,7 +130,7 @@ class reference(Plain):
         return y
 
 
-class cpu(native.Cpp, operation="cached_attention", cached_attention="pppppppillllllppi"):
+class cpu(native.Compiled, cached_attention="pppppppillllllppi"):
     """By cached_attention.cpp."""
 
     @staticmethod

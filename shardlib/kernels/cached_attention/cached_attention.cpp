@@ -1,4 +1,4 @@
-// Attention of one new token of each sequence to a cache on the CPU; see op.py. Compiled once per instruction set.
+// Attention of one new token of each sequence to a cache on the CPU; see __init__.py. Compiled once per instruction set.
 #include "../common/attend.h"
 
 // dtype: 0 float, 1 bfloat16. scores: number · heads · room floats.

@@ -63,6 +63,31 @@ def one_device(tensors: Mapping[str, Any]) -> None:
         raise ValueError(f"{where}: move them to one device")
 
 
+def check_buffers(
+    filled: tuple[str, ...] = (), **tensors: tuple[torch.Tensor | None, tuple[int, ...], tuple[torch.dtype, ...]]
+) -> None:
+    """Refuses buffers that a kernel would read or write wrongly.
+
+    Args:
+        filled: names of those that are written in place.
+        tensors: argument name -> the tensor, which may be None, its shape and the dtypes that it may have.
+
+    Raises:
+        ValueError: another shape, several devices, or one that is ``filled`` and not contiguous.
+        TypeError: another dtype.
+    """
+    given = {name: tensor for name, (tensor, _, _) in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
+        _, shape, dtypes = tensors[name]
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(shape)}")
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} is {tensor.dtype}, not one of {dtypes}: cast it")
+        if name in filled and not tensor.is_contiguous():
+            raise ValueError(f"{name} is filled in place, so it must be contiguous")
+    one_device(given)
+
+
 def check_rows(function: str, x: torch.Tensor) -> None:
     """Refuses a tensor without dimensions, which has no rows.
 

@@ -1,4 +1,4 @@
-// The mixer of the counter's random bits; see counter/op.py.
+// The mixer of the counter's random bits; see counter/__init__.py.
 #pragma once
 #include "simd.h"
 

@@ -169,4 +169,15 @@ inline void with_copy(int dtype, Visit visit) {
     else visit(Nothing{});
 }
 
+// Calls visit(Type{}, Type{}, Type{}) for the dtypes of a step's states, gradient and copy: 0 float, 1 bfloat16, 2 half; of the
+// copy -1 for none.
+template <typename Visit>
+inline void with_types(int dtype, int grad_dtype, int copy_dtype, Visit visit) {
+    with_type(dtype, [&](auto kept) {
+        with_type(grad_dtype, [&](auto read) {
+            with_copy(copy_dtype, [&](auto narrow) { visit(kept, read, narrow); });
+        });
+    });
+}
+
 }  // namespace

@@ -1,13 +1,19 @@
-"""Operations on flat tensors of one shape, the steps of optimizers and sums over elements: their checks and dispatch."""
+"""Operations on flat tensors of one shape, the steps of optimizers and sums over elements: their checks and dispatch.
+
+A step is a record (a NamedTuple) of tensors and factors, which all its implementations take: plain torch, a Triton kernel
+(`shardlib.kernels.common.tiles.by`), and a C function (`CompiledSteps`).
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, get_type_hints
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
+from shardlib.kernels.common import native
 from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.common.dispatch import choose, load, on
 
@@ -15,56 +21,54 @@ NARROW = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *NARROW)
 
 
-def run(
-    operation: str,
-    function: str,
-    step: Any,
-    like: str,
-    using: str | None,
-    *,
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
-    read: tuple[str, ...] = (),
-    old: Any = None,
-) -> None:
+class StepFields(NamedTuple):
+    """A step's fields by kind: the tensors, those of them that may be None, and the numbers or records of numbers."""
+
+    tensors: tuple[str, ...]
+    optional: tuple[str, ...]
+    factors: tuple[str, ...]
+
+
+@functools.cache
+def fields_of(record: Any) -> StepFields:
+    """The fields of a step's record, in order."""
+    kinds = get_type_hints(record)
+    optional = tuple(name for name, kind in kinds.items() if kind == torch.Tensor | None)
+    tensors = tuple(name for name, kind in kinds.items() if kind == torch.Tensor or name in optional)
+    return StepFields(tensors, optional, tuple(name for name in kinds if name not in tensors))
+
+
+def run(function: str, step: Any, using: str | None, *, mixed: bool = False, old: Any = None) -> None:
     """Checks the tensors of a step, and runs it by the implementation that takes them.
 
     Args:
         function: its name in the operation's implementations.
-        step: the record that they take; its tensors are checked as by `check`.
-        like, read: see `check`. What is only read becomes contiguous.
-        using, dtypes: see `serving`.
+        mixed: whether kernels take states of any dtype of `FLOATS`, and a ``grad`` of another; else fp32 alone.
         old: a record of the values before a step that writes them elsewhere. Where an implementation works in place alone,
             they are copied first.
+
+    Raises:
+        ValueError: shapes or devices differ.
+        TypeError: a dtype is not supported, or ``using`` names a kernel that does not take these tensors.
     """
-    required, optional = _tensors_of(step.__class__)
-    tensors = {name: step[at] for name, at in required}
-    for name, at in optional:
-        if step[at] is not None:
-            tensors[name] = step[at]
-    if old is not None:
-        tensors |= {f"old.{name}": tensor for name, tensor in old._asdict().items()}
-    check(tensors, like, read)
-    for name in read:
-        if not tensors[name].is_contiguous():
-            tensors[name] = tensors[name].contiguous()
-            step = step._replace(**{name: tensors[name]})
-    with on(tensors[like].device):
-        serves = serving(operation, tensors, like, dtypes, using)
-        if old is not None and getattr(serves, "READS_OLD", False):
+    fields, like = fields_of(step.__class__), step._fields[0]
+    tensors = {name: getattr(step, name) for name in fields.tensors}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None or name not in fields.optional}
+    before = {} if old is None else old._asdict()
+    tensors |= {f"old.{name}": tensor for name, tensor in before.items()}
+    check(tensors, like, ("grad",) if mixed else ())
+    if mixed and not step.grad.is_contiguous():
+        tensors["grad"] = step.grad.contiguous()
+        step = step._replace(grad=tensors["grad"])
+    with on(step[0].device):
+        operation = step.__class__.__module__.rpartition(".")[2]
+        serves = serving(operation, tensors, like, FLOATS if mixed else FLOATS[:1], using)
+        if before and getattr(serves, "READS_OLD", False):
             getattr(serves, function)(step, old)
             return
-        if old is not None:
-            for name, value in old._asdict().items():
-                tensors[name].copy_(value)
+        for name, value in before.items():
+            tensors[name].copy_(value)
         getattr(serves, function)(step)
-
-
-@functools.cache
-def _tensors_of(record: Any) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """The names and positions of a record's fields that are tensors, and of those that may be None too."""
-    kinds = list(enumerate(get_type_hints(record).items()))
-    required = [(name, at) for at, (name, kind) in kinds if kind == torch.Tensor]
-    return required, [(name, at) for at, (name, kind) in kinds if kind == torch.Tensor | None]
 
 
 def check(tensors: Mapping[str, torch.Tensor], like: str, read: tuple[str, ...] = ()) -> None:
@@ -83,18 +87,15 @@ def check(tensors: Mapping[str, torch.Tensor], like: str, read: tuple[str, ...] 
     first = tensors[like]
     for name, tensor in tensors.items():
         if name == "scale":
+            if tensor.dtype != torch.float64:
+                raise TypeError(f"scale is {tensor.dtype}: make it float64")
             continue
         if tensor.shape != first.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, {like} {tuple(first.shape)}")
         if name == "copy" or tensor.dtype != first.dtype:
             allowed = NARROW if name == "copy" else (first.dtype, *(FLOATS if name in read else ()))
             if tensor.dtype not in allowed:
-                raise TypeError(
-                    f"{name} is {tensor.dtype} beside {like} of {first.dtype}, not one of {allowed}: cast it"
-                )
-    scale = tensors.get("scale")
-    if scale is not None and scale.dtype != torch.float64:
-        raise TypeError(f"scale is {scale.dtype} on {scale.device}: make it float64 on {first.device}")
+                raise TypeError(f"{name} is {tensor.dtype}, {like} {first.dtype}: cast it to one of {allowed}")
 
 
 def serving(
@@ -120,3 +121,59 @@ def serving(
         using = "reference"
     choice = choose(operation, first.device) if using is None else load(operation, using, first.device)
     return choice.implementation
+
+
+class CompiledSteps(native.Compiled):
+    """Steps by C functions, each called as the step is, without the last underscore.
+
+    ``class cpu(CompiledSteps, mixed=("lion_",), lion_=LionStep)`` names the steps' records. A C function takes the tensors in
+    order, the number of elements, the factors, ``scale``, and a number of threads or a stream. A copy, and the param and the
+    grad of a mixed step, are followed by their dtype's number. A mixed step in C++ first takes the states as they were.
+    """
+
+    READS_OLD = False  # whether steps read states elsewhere than they write them
+    _mixed: tuple[str, ...] = ()
+    _records: Mapping[str, Any] = MappingProxyType({})
+
+    def __init_subclass__(cls, mixed: tuple[str, ...] = (), **records: Any) -> None:
+        super().__init_subclass__()
+        if records:
+            cls._mixed, cls._records = mixed, records
+        cls.READS_OLD = bool(cls._mixed) and not cls.of_gpus
+        cls.signatures = {}
+        for function, record in cls._records.items():
+            setattr(cls, function, cls._step(function, record))
+
+    @classmethod
+    def _step(cls, function: str, record: Any) -> Callable[..., None]:
+        name, mixed, fields, kinds = (
+            function.rstrip("_"),
+            function in cls._mixed,
+            fields_of(record),
+            get_type_hints(record),
+        )
+        scaled = "scale" in fields.tensors
+        buffers = [each for each in fields.tensors if each != "scale"]
+        typed = {"copy", *(("param", "grad") if mixed else ())}
+        states = [each for each in buffers if each not in ("grad", "copy")] if mixed and not cls.of_gpus else []
+        numbers = sum(len(getattr(kinds[each], "_fields", (each,))) for each in fields.factors)
+        letters = "p" * len(states) + "".join("pi" if each in typed else "p" for each in buffers) + "l" + "f" * numbers
+        scale, where = ("p", "p") if cls.of_gpus else ("f", "i")
+        cls.signatures |= {name: letters + scale * scaled + where}
+
+        def call(step: Any, old: Any = None) -> None:
+            values: list[Any] = [getattr(old or step, each) for each in states]
+            for each in buffers:
+                tensor = getattr(step, each)
+                values.append(tensor)
+                if each in typed:
+                    values.append(-1 if tensor is None else native.DTYPES[tensor.dtype])
+            values.append(step[0].numel())
+            for each in fields.factors:
+                factor = getattr(step, each)
+                values += factor if isinstance(factor, tuple) else (factor,)
+            if scaled:
+                values.append(step.scale if cls.of_gpus else 1.0 if step.scale is None else float(step.scale))
+            getattr(cls.library(), name)(*values, cls.runs_on(step[0].device))
+
+        return call

@@ -10,7 +10,7 @@ import functools
 import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -135,81 +135,44 @@ def cuda_functions(name: str, signatures: Mapping[str, str]) -> Any:
 
 
 class Compiled:
-    """What an operation's ``cpu`` and ``cuda`` have in common, for functions that both take with the same arguments.
+    """The base of an operation's ``cpu`` and ``cuda``, whose functions call those of ``<operation>.cpp`` and ``.cu``.
 
-    ``class cpu(Cpp, operation="gelu", gelu="pipillpi")`` names the operation, and the signature of each C function; see
-    `functions`.
+    ``class cpu(Compiled, gelu="pipillpi")`` gives the signature of each C function; see `functions`. Those of ``cuda(cpu)``
+    are the same, but for the last argument.
     """
 
-    READS_OLD = False  # whether steps read states elsewhere than they write them
+    of_gpus = False
     operation: str
-    signatures: Mapping[str, str]
+    signatures: Mapping[str, str] = MappingProxyType({})
 
-    def __init_subclass__(cls, operation: str = "", **signatures: str) -> None:
-        cls.operation, cls.signatures = operation, signatures
-
-    @classmethod
-    def library(cls) -> Any:
-        """The C functions, as attributes."""
-        raise NotImplementedError
-
-    @staticmethod
-    def factor(scale: torch.Tensor | None) -> Any:
-        """How functions take the number by which a step multiplies the gradient."""
-        raise NotImplementedError
-
-    @staticmethod
-    def runs_on(device: torch.device) -> int:
-        """The last argument of functions: a number of threads, or a stream."""
-        raise NotImplementedError
-
-
-class Cpp(Compiled):
-    """The base of an operation's ``cpu``, whose functions call those of ``<operation>.cpp``."""
+    def __init_subclass__(cls, **signatures: str) -> None:
+        cls.operation, cls.of_gpus = cls.__module__.rpartition(".")[2], cls.__name__ == "cuda"
+        cls.signatures = signatures or {name: letters[:-1] + "p" for name, letters in cls.signatures.items()}
 
     @classmethod
     def load(cls, device: torch.device) -> str:
-        return description(cls.operation)
-
-    @classmethod
-    def library(cls) -> Any:
-        return cpp_functions(cls.operation, cls.signatures)
-
-    @staticmethod
-    def factor(scale: torch.Tensor | None) -> float:
-        return 1.0 if scale is None else float(scale)
-
-    @staticmethod
-    def runs_on(device: torch.device) -> int:
-        return threads()
-
-
-class Cuda(Compiled):
-    """The base of an operation's ``cuda``, whose functions call those of ``<operation>.cu``."""
-
-    @classmethod
-    def load(cls, device: torch.device) -> str:
+        if not cls.of_gpus:
+            return description(cls.operation)
         cls.library()
         return "CUDA C++"
 
     @classmethod
     def library(cls) -> Any:
-        return cuda_functions(cls.operation, cls.signatures)
+        """The C functions, as attributes."""
+        return (cuda_functions if cls.of_gpus else cpp_functions)(cls.operation, cls.signatures)
 
-    @staticmethod
-    def factor(scale: torch.Tensor | None) -> torch.Tensor | None:
-        return scale
-
-    @staticmethod
-    def runs_on(device: torch.device) -> int:
-        return stream(device)
+    @classmethod
+    def runs_on(cls, device: torch.device) -> int:
+        """The last argument of functions: a stream, or a number of threads."""
+        return stream(device) if cls.of_gpus else threads()
 
 
 def cuda_recipe(name: str, capability: tuple[int, int]) -> Recipe:
     """``<name>/<name>.cu`` for GPUs of one compute capability, and for later ones by its PTX."""
     flags = ("-O3", "-std=c++17", f"-arch=sm_{capability[0]}{capability[1]}", "-Xcompiler=-fPIC", "-fmad=false")
-    includes = (_OPERATIONS / name / f"{name}.cuh", *sorted(_COMMON.glob("*.cuh")))
-    return Recipe(f"{name}-cuda", "nvcc", ((_OPERATIONS / name / f"{name}.cu", ()),), includes, flags)
+    return Recipe(
+        f"{name}-cuda", "nvcc", ((_OPERATIONS / name / f"{name}.cu", ()),), tuple(sorted(_COMMON.glob("*.cuh"))), flags
+    )
 
 
 @functools.cache
@@ -257,13 +220,3 @@ def floats(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-def typed(*tensors: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
-    """Each tensor and its dtype's number in `DTYPES`."""
-    return tuple(given for tensor in tensors for given in (tensor, DTYPES[tensor.dtype]))
-
-
-def copied(copy: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
-    """A step's copy of the parameter and its dtype's number in `DTYPES`, −1 without a copy."""
-    return copy, -1 if copy is None else DTYPES[copy.dtype]

@@ -16,14 +16,16 @@ functions take.
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils.flop_counter import register_flop_formula
 
 from shardlib.common._compat import below_autograd, forward_level, no_autocast, transformed
 from shardlib.kernels.common.saved import can_hook
@@ -33,6 +35,9 @@ Pass = Callable[..., list[torch.Tensor]]
 Operator = TypeVar("Operator", bound=Callable[..., torch.Tensor | list[torch.Tensor]])
 PerInput = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Sequence[torch.Tensor | None]]
 Keep = Callable[[tuple[Any, ...], tuple[torch.Tensor, ...]], tuple[Any, ...]]
+
+_COUNTER = "torch.utils.flop_counter"
+_formulas: dict[Any, Callable[..., int]] = {}  # of `counted`, that torch's counter does not have yet
 
 # The autograd.Functions of backward operators, by name: inside a backward, the compiler finds such a class only in globals.
 _backwards: dict[str, type[torch.autograd.Function]] = {}
@@ -133,7 +138,7 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            kept = _saved(ctx)
+            kept, _ = _saved(ctx)
             positions, pull = _pull_of(plain_backward, kept)
             return _replaced((None,) * len(kept), positions, pull(gradients))
 
@@ -155,7 +160,7 @@ def differentiable(
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             gradients = gradients[: len(gradients) - backward_only]
             gradients = tuple(gradient.contiguous() for gradient in gradients)
-            values = (*_saved(ctx), *gradients)
+            values = (*_saved(ctx)[0], *gradients)
             # Seldom does anything differentiate a gradient, and applying the Function takes as long as a small kernel.
             if _without_derivatives():
                 computed = _computed(backward_pass, values)
@@ -167,14 +172,14 @@ def differentiable(
     class PushedBackward(Backward):
         @staticmethod
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-            kept, outputs = _saved_for_forward(ctx)
+            kept, outputs = _saved(ctx)
             positions, pull = _pull_of(plain_backward, kept)
             return _pushed(lambda *gradients: pull(gradients), outputs, [tangents[i] for i in positions])
 
     class PushedForward(Forward):
         @staticmethod
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            kept, outputs = _saved_for_forward(ctx)
+            kept, outputs = _saved(ctx)
 
             def pull(*gradients: torch.Tensor) -> Sequence[torch.Tensor | None]:
                 return per_input(tuple(plain_backward(*kept, *gradients)), gradients)
@@ -215,7 +220,8 @@ def counted(name: str, *, forward: Callable[..., int], backward: Callable[..., i
     >>> backward = sl.kernels.common.opaque("mylib::product_backward", product, lambda x, w: [torch.empty_like(x)])
     >>> flops = lambda x, w, **_: 2 * x[0] * x[1] * w[1]
     >>> sl.kernels.common.counted("mylib::product", forward=flops, backward=flops)
-    >>> with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    >>> from torch.utils.flop_counter import FlopCounterMode
+    >>> with FlopCounterMode(display=False) as counter:
     ...     _ = make(torch.ones(2, 3), torch.ones(3, 4))
     >>> counter.get_total_flops()
     48
@@ -223,7 +229,36 @@ def counted(name: str, *, forward: Callable[..., int], backward: Callable[..., i
     namespace, operation = _qualified(name).split("::")
     operators = getattr(torch.ops, namespace)
     for suffix, formula in (("", forward), ("_backward", backward)):
-        register_flop_formula(getattr(operators, operation + suffix))(formula)
+        _formulas[getattr(operators, operation + suffix)] = formula
+    if _COUNTER in sys.modules:
+        _register_formulas()
+
+
+def _register_formulas() -> None:
+    for operator, formula in _formulas.items():
+        sys.modules[_COUNTER].register_flop_formula(operator)(formula)
+    _formulas.clear()
+
+
+class _CounterFinder(importlib.abc.MetaPathFinder):
+    """Gives torch's counter the formulas once somebody imports it: with Triton its import takes a third of a second."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: Any) -> None:
+            execute(module)
+            _register_formulas()
+
+        spec.loader.exec_module = execute_and_register
+        return spec
+
+
+sys.meta_path.insert(0, _CounterFinder())
 
 
 def _qualified(name: str) -> str:
@@ -270,7 +305,7 @@ def _refusing_gradients(name: str, operator: Callable[..., Any]) -> Callable[...
         if torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values):
             raise RuntimeError(
                 f"{name}: torch.func.grad inside torch.compile loses this operation's gradient; compile the loss and "
-                "differentiate it by torch.autograd.grad, or leave torch.func.grad uncompiled"
+                "differentiate it by torch.autograd.grad"
             )
         with below_autograd():
             return operator(*values)
@@ -318,11 +353,7 @@ def _save(ctx: Any, values: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) 
     ctx.tensors, ctx.constants = tensors, _replaced(values, tensors, [None] * len(tensors))
 
 
-def _saved(ctx: Any) -> tuple[Any, ...]:
-    return _replaced(ctx.constants, ctx.tensors, ctx.saved_tensors[: len(ctx.tensors)])
-
-
-def _saved_for_forward(ctx: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+def _saved(ctx: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
     """What `_save` saved, and the outputs, where forward mode asks."""
     count = len(ctx.tensors)
     return _replaced(ctx.constants, ctx.tensors, ctx.saved_tensors[:count]), ctx.saved_tensors[count:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ import triton
 
 from shardlib.common.thresholds import Threshold
 from shardlib.kernels.common.build import BuildError
+from shardlib.kernels.common.flat import fields_of
 
+TILE = 1024  # elements of a program that computes element by element
 # Products are rounded before they are added, as in the other implementations.
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
@@ -25,6 +28,24 @@ def triton_name(device: torch.device) -> str:
     if device.type != "cuda":
         raise BuildError(f"Triton does not compile for {device.type}")
     return f"Triton {triton.__version__}"
+
+
+def by(kernel: Any) -> Callable[[Any], None]:
+    """A step (see `shardlib.kernels.common.flat`) by an elementwise kernel.
+
+    The kernel takes the step's tensors in order, their number of elements, its factors, and ``TILE``.
+    """
+
+    def step_by(step: Any) -> None:
+        fields = fields_of(step.__class__)
+        count, factors = step[0].numel(), []
+        for name in fields.factors:
+            factor = getattr(step, name)
+            factors += factor if isinstance(factor, tuple) else (factor,)
+        tensors = [getattr(step, name) for name in fields.tensors]
+        kernel[(triton.cdiv(count, TILE),)](*tensors, count, *factors, TILE=TILE, **EXACT)
+
+    return step_by
 
 
 _SUMS = Threshold(64)

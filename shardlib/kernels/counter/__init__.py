@@ -83,7 +83,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-class cpu(native.Cpp, operation="counter", random_bits="lplpi"):
+class cpu(native.Compiled, random_bits="lplpi"):
     """By counter.cpp."""
 
     @staticmethod

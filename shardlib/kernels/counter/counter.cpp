@@ -1,4 +1,4 @@
-// Random bits from a counter on the CPU; see op.py. Compiled once per instruction set (ISA names it).
+// Random bits from a counter on the CPU; see __init__.py. Compiled once per instruction set (ISA names it).
 #include "../common/counter.h"
 #include "../common/rows.h"
 

@@ -12,8 +12,6 @@ x and y are ``[T, width]`` in fp32 or bf16 (fp16 and float64 by plain torch), we
 weights quantised. Results are rounded to it after each product, norm, rotation and attention. Bytes moved: those of the
 weights, once for up to 32 tokens, and of the keys and values that are seen. More tokens are products of torch's. Nothing has
 gradients. It is one call for the reason that `shardlib.kernels.decoder_mlp` is. A token's results do not depend on others.
-
-``using`` names one implementation ("cpu", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -24,14 +22,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import has_torch_function
 
 from shardlib.common._compat import differentiated
 from shardlib.common.thresholds import threads
 from shardlib.kernels.cached_attention import cached_attention
 from shardlib.kernels.common import native
 from shardlib.kernels.common.dispatch import Plain, on, serving
-from shardlib.kernels.thin_matmul import FEW, Linear, Matrix, line, lines, readable
+from shardlib.kernels.thin_matmul import FEW, DecoderWeights, Linear
 
 __all__ = ["Heads", "Seats", "decoder_attention"]
 
@@ -39,7 +36,7 @@ IMPLEMENTATIONS = {"cpu": ("cpu",)}
 
 
 @dataclass(frozen=True, eq=False)
-class Heads:
+class Heads(DecoderWeights):
     """The weights of a norm and of the self-attention after it; all of one dtype.
 
     Attributes:
@@ -66,15 +63,22 @@ class Heads:
     k_norm: torch.Tensor | None = None
     window: int | None = None
 
-    def __post_init__(self) -> None:
-        if self._computes_itself or self._fits():
-            return
-        shapes = ", ".join(f"{tuple(part.shape)} of {part.dtype}" for part in self._parts if part is not None)
-        raise ValueError(
-            f"Heads of {shapes}, of size {self.size}: they must be a norm [width], q [heads · size, width], k and v "
-            "[kv_heads · size, width], o [width, heads · size], biases [outputs], norms of heads [size], with kv_heads a "
-            "divisor of heads and an even size; all of one dtype"
-        )
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.q, self.k, self.v, self.o
+
+    @property
+    def others(self) -> tuple[torch.Tensor | None, ...]:
+        return self.q_norm, self.k_norm
+
+    def shapes(self) -> list[tuple[Any, tuple[int, ...]]] | None:
+        (width,), size = self.norm.shape, self.size
+        wide, narrow = self.q.weight.shape[0], self.k.weight.shape[0]
+        if size <= 0 or size % 2 or narrow % size or not narrow or wide % narrow:
+            return None
+        wanted = zip(self.linears, ((wide, width), (narrow, width), (narrow, width), (width, wide)))
+        parts = [each for part, shape in wanted for each in ((part.weight, shape), (part.bias, shape[:1]))]
+        return [*parts, (self.q_norm, (size,)), (self.k_norm, (size,))]
 
     def of(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -92,40 +96,6 @@ class Heads:
     def after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The tokens ``x`` after this half, ``[T, width]``, of the results of attention, ``[T, heads, size]``."""
         return x + self.o(attended.flatten(1))
-
-    @cached_property
-    def lines(self) -> Any:
-        """What decoder_attention.cpp calls a layer; None where it cannot read it."""
-        if self._computes_itself or not readable(self._parts, self.norm.dtype):
-            return None
-        return lines(*[line(*linear) for linear in self._linears])
-
-    @property
-    def _linears(self) -> tuple[Linear, ...]:
-        return self.q, self.k, self.v, self.o
-
-    @property
-    def _parts(self) -> tuple[Any, ...]:
-        return (self.norm, self.q_norm, self.k_norm, *(part for linear in self._linears for part in linear))
-
-    @cached_property
-    def _computes_itself(self) -> bool:
-        return has_torch_function(tuple(part for part in self._parts if not isinstance(part, Matrix)))
-
-    def _fits(self) -> bool:
-        (width,), size = self.norm.shape, self.size
-        wide, narrow = self.q.weight.shape[0], self.k.weight.shape[0]
-        wanted: list[tuple[Any, tuple[int, ...]]] = [(self.q_norm, (size,)), (self.k_norm, (size,))]
-        for linear, shape in zip(self._linears, ((wide, width), (narrow, width), (narrow, width), (width, wide))):
-            wanted += [(linear.weight, shape), (linear.bias, shape[:1])]
-        given = [(part, shape) for part, shape in wanted if part is not None]
-        return (
-            size > 0
-            and size % 2 == 0
-            and narrow % size == 0 < narrow
-            and wide % narrow == 0
-            and all(part.shape == shape and part.dtype == self.norm.dtype for part, shape in given)
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,14 +160,14 @@ def decoder_attention(
     tokens, norm, size = len(x), layer.norm, layer.size
     rows, heads, room = keys.shape[:3] if keys.dim() == 4 else (0, 0, 0)
     least, row, start = seats.bounds
+    given = {"x": x, "cos": cos, "sin": sin, "keys": keys, "values": values}
     if not (
         x.shape == (tokens, *norm.shape)
         and cos.shape == sin.shape == (tokens, size // 2)
         and keys.shape == values.shape == (rows, heads, room, size)
         and seats.rows.shape == seats.starts.shape == (tokens,)
         and seats.rows.dtype == seats.starts.dtype == torch.int64
-        and {t.dtype for t in (x, cos, sin, keys, values)} == {norm.dtype}
-        and {t.device for t in (x, cos, sin, keys, values)} == {norm.device}
+        and {(t.dtype, t.device) for t in given.values()} == {(norm.dtype, norm.device)}
         and (layer.lines is None or heads * size == layer.k.weight.shape[0])
         and keys.is_contiguous()
         and values.is_contiguous()
@@ -205,13 +175,9 @@ def decoder_attention(
         and row < rows
         and start < room
     ):
-        shapes = {"x": x, "cos": cos, "sin": sin, "keys": keys, "values": values, "norm": norm}
-        raise ValueError(
-            f"{', '.join(f'{name} {tuple(t.shape)} of {t.dtype}' for name, t in shapes.items())}, in rows "
-            f"{seats.rows.tolist()} that hold {seats.starts.tolist()} tokens: they must be [tokens, width], twice [tokens, "
-            f"{size // 2}], twice [rows, kv_heads, room, {size}] and contiguous, and [width], of one dtype and device, and "
-            "each row must have room"
-        )
+        tensors = ", ".join(f"{name} {tuple(t.shape)} of {t.dtype}" for name, t in given.items())
+        held = f"rows {seats.rows.tolist()} with {seats.starts.tolist()} tokens"
+        raise ValueError(f"{tensors}, {held}: they do not fit. help(decoder_attention) has the shapes")
     if torch.is_grad_enabled() and differentiated(x):
         raise ValueError("decoder_attention has no gradients: call it under torch.no_grad()")
     with on(x.device):
@@ -222,35 +188,21 @@ class reference(Plain):
     """In plain torch, one operation after the other."""
 
     @staticmethod
-    def apply(
-        x: torch.Tensor,
-        layer: Heads,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        seats: Seats,
-    ) -> torch.Tensor:
+    def apply(x: torch.Tensor, layer: Heads, *rest: Any) -> torch.Tensor:
+        cos, sin, keys, values, seats = rest
         given = (*layer.of(x, cos, sin), keys, values, seats.rows, seats.starts)
         return layer.after(x, cached_attention(*given, window=layer.window))
 
 
-class cpu(native.Cpp, operation="decoder_attention", decoder_attention="pilppppfppppppllllpi"):
+class cpu(native.Compiled, decoder_attention="pilppppfppppppllllpi"):
     """By decoder_attention.cpp, for few tokens."""
 
     @staticmethod
-    def apply(
-        x: torch.Tensor,
-        layer: Heads,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        seats: Seats,
-    ) -> torch.Tensor:
+    def apply(x: torch.Tensor, layer: Heads, *rest: Any) -> torch.Tensor:
         lines = layer.lines
         if lines is None or len(x) > FEW():
-            return reference.apply(x, layer, cos, sin, keys, values, seats)
+            return reference.apply(x, layer, *rest)
+        cos, sin, keys, values, seats = rest
         x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
         _, heads, room, size = keys.shape
         cpu.library().decoder_attention(

@@ -1,4 +1,4 @@
-// The first half of a decoder's layer, for one new token of each sequence, on the CPU; see op.py. Compiled once per instruction
+// The first half of a decoder's layer, for one new token of each sequence, on the CPU; see __init__.py. Compiled once per instruction
 // set.
 #include "../common/attend.h"
 #include "../common/thin.h"

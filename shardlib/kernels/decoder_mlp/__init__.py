@@ -11,19 +11,15 @@ of an MLP. Results are rounded to it after each product, norm and activation. By
 only those that a token chose, once for up to 32 tokens. More tokens are products of torch's. Nothing has gradients. For one
 token, reading weights takes longest; in Python the ten operations take half as long again, as weights evict its data from the
 caches. So this is one call. A token's results do not depend on the others.
-
-``using`` names one implementation ("cpu", "reference"), for tests.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import has_torch_function
 
 from shardlib.common._compat import differentiated
 from shardlib.common.thresholds import threads
@@ -32,9 +28,9 @@ from shardlib.kernels.common.dispatch import Plain, on, serving
 from shardlib.kernels.grouped_matmul import grouped_matmul
 from shardlib.kernels.permute import permute, unpermute
 from shardlib.kernels.routing import by_expert
-from shardlib.kernels.thin_matmul import FEW, Linear, Matrix, line, lines, readable
+from shardlib.kernels.thin_matmul import FEW, DecoderWeights, Linear
 
-__all__ = ["MLP", "Choice", "decoder_mlp"]
+__all__ = ["MLP", "ChosenExperts", "decoder_mlp"]
 
 IMPLEMENTATIONS = {"cpu": ("cpu",)}
 
@@ -59,7 +55,7 @@ class ChosenExperts(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class MLP:
+class MLP(DecoderWeights):
     """A norm's weight, and the weights of an MLP, or of experts among which tokens choose; all of one dtype.
 
     Attributes:
@@ -80,56 +76,22 @@ class MLP:
     down: Linear
     choice: ChosenExperts | None = None
 
-    def __post_init__(self) -> None:
-        if self._computes_itself or self._fits():
-            return
-        shapes = ", ".join(f"{tuple(part.shape)} of {part.dtype}" for part in self._parts if part is not None)
-        raise ValueError(
-            f"MLP of {shapes}: they must be a norm [width], gate and up [inner, width], and down [width, inner], or with "
-            "experts [experts, 2 · inner, width] and [experts, width, inner], and a router [experts, width], with at least "
-            "as many experts as a token takes; biases [outputs], none with experts; all of one dtype"
-        )
-
-    @cached_property
-    def lines(self) -> Any:
-        """What decoder_mlp.cpp calls a layer; None where it cannot read it."""
-        if self._computes_itself or not readable(self._parts, self.norm.dtype):
-            return None
-        router = None if self.choice is None else self.choice.router
-        return lines(line(router), line(*self.gate), line(*self.up) if self.up else line(None), line(*self.down))
-
     @property
-    def _parts(self) -> tuple[Any, ...]:
-        return (self.norm, *self.gate, *(self.up or ()), *self.down, *((self.choice.router,) if self.choice else ()))
+    def linears(self) -> tuple[Linear | None, ...]:
+        return Linear(self.choice.router) if self.choice else None, self.gate, self.up, self.down
 
-    @cached_property
-    def _computes_itself(self) -> bool:
-        return has_torch_function(tuple(part for part in self._parts if not isinstance(part, Matrix)))
-
-    def _fits(self) -> bool:
+    def shapes(self) -> list[tuple[Any, tuple[int, ...]]] | None:
         (width,), inner = self.norm.shape, self.down.weight.shape[-1]
-        wanted: list[tuple[Any, tuple[int, ...]]] = []
         if self.choice is None:
             if self.up is None:
-                return False
-            for part, shape in ((self.gate, (inner, width)), (self.up, (inner, width)), (self.down, (width, inner))):
-                wanted += [(part.weight, shape), (part.bias, shape[:1])]
-        else:
-            experts = len(self.choice.router)
-            if (
-                self.up
-                or self.gate.bias is not None
-                or self.down.bias is not None
-                or not 1 <= self.choice.taken <= experts
-            ):
-                return False
-            wanted = [
-                (self.choice.router, (experts, width)),
-                (self.gate.weight, (experts, 2 * inner, width)),
-                (self.down.weight, (experts, width, inner)),
-            ]
-        given = [(part, shape) for part, shape in wanted if part is not None]
-        return all(part.shape == shape and part.dtype == self.norm.dtype for part, shape in given)
+                return None
+            wanted = ((self.gate, (inner, width)), (self.up, (inner, width)), (self.down, (width, inner)))
+            return [each for part, shape in wanted for each in ((part.weight, shape), (part.bias, shape[:1]))]
+        experts, biases = len(self.choice.router), (self.gate.bias, self.down.bias)
+        if self.up or biases != (None, None) or not 1 <= self.choice.taken <= experts:
+            return None
+        router, gate, down = self.choice.router, self.gate.weight, self.down.weight
+        return [(router, (experts, width)), (gate, (experts, 2 * inner, width)), (down, (experts, width, inner))]
 
 
 def decoder_mlp(x: torch.Tensor, layer: MLP, *, using: str | None = None) -> torch.Tensor:
@@ -150,8 +112,7 @@ def decoder_mlp(x: torch.Tensor, layer: MLP, *, using: str | None = None) -> tor
     norm = layer.norm
     if x.dim() != 2 or x.shape[1] != norm.shape[0] or x.dtype != norm.dtype or x.device != norm.device:
         raise ValueError(
-            f"x is {tuple(x.shape)}, {x.dtype} on {x.device}, and the layer's norm {tuple(norm.shape)}, {norm.dtype} on "
-            f"{norm.device}: x must be [tokens, width], the rest the same"
+            f"x is {tuple(x.shape)}, {x.dtype} on {x.device}: it must be [tokens, {len(norm)}], {norm.dtype} on {norm.device}"
         )
     if torch.is_grad_enabled() and differentiated(x):
         raise ValueError("decoder_mlp has no gradients: call it under torch.no_grad()")
@@ -182,7 +143,7 @@ def _experts(x: torch.Tensor, layer: MLP, choice: ChosenExperts) -> torch.Tensor
     return unpermute(rows, positions, weights).to(x.dtype)
 
 
-class cpu(native.Cpp, operation="decoder_mlp", decoder_mlp="pilppflipi"):
+class cpu(native.Compiled, decoder_mlp="pilppflipi"):
     """By decoder_mlp.cpp, for few tokens."""
 
     @staticmethod

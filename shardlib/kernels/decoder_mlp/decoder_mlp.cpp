@@ -1,4 +1,4 @@
-// The second half of a decoder's layer, for a few tokens, on the CPU; see op.py. Compiled once per instruction set.
+// The second half of a decoder's layer, for a few tokens, on the CPU; see __init__.py. Compiled once per instruction set.
 #include "../common/simd_math.h"
 #include "../common/thin.h"
 

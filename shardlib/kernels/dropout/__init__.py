@@ -7,8 +7,6 @@ depend on the number of threads;  dr = dy.
 x, r, y and their gradients are ``[..., columns]`` in fp32, bf16 or fp16 (float64 by plain torch), computed in fp32; b is
 ``[columns]``. Bytes moved per element in fp32: x, r and y forward, dy and dx backward, 12 and 8; plain torch moves 29 and
 13 with a mask of bytes, and some 200 if it draws this mask. Operations: 20 of integers for the mask.
-
-``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -157,7 +155,7 @@ def _factor(x: torch.Tensor, draw: DropoutDraw) -> torch.Tensor:
     return (keep.to(x.dtype) / (1.0 - draw.p)).reshape(x.shape)
 
 
-class cpu(native.Cpp, operation="dropout", dropout="pippfillpllpi", dropout_backward="pifillpllpppi"):
+class cpu(native.Compiled, dropout="pippfillpllpi", dropout_backward="pifillpllpppi"):
     """By dropout.cpp."""
 
     @staticmethod

@@ -1,4 +1,4 @@
-// Dropout from a counter on the CPU; see op.py and counter.h. Compiled once per instruction set (ISA names it).
+// Dropout from a counter on the CPU; see __init__.py and counter.h. Compiled once per instruction set (ISA names it).
 #include "../common/counter.h"
 #include "../common/rows.h"
 

@@ -45,7 +45,7 @@ class reference(Plain):
         return torch.stack([digits.total(chunk.double().square()) for chunk in chunks]).sum(dim=0)
 
 
-class cpu(native.Cpp, operation="exact_sum", digits_of_squares="pilppi"):
+class cpu(native.Compiled, digits_of_squares="pilppi"):
     """By exact_sum.cpp."""
 
     @staticmethod

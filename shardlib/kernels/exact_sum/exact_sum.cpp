@@ -1,4 +1,4 @@
-// The digits of Σ x² on the CPU; see op.py and digits.py. Compiled once per instruction set (ISA names it).
+// The digits of Σ x² on the CPU; see __init__.py and digits.py. Compiled once per instruction set (ISA names it).
 #include "../common/halves.h"
 
 namespace {

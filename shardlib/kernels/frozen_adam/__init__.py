@@ -22,9 +22,8 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.kernels.common import native
 from shardlib.kernels.common.dispatch import Plain
-from shardlib.kernels.common.flat import run
+from shardlib.kernels.common.flat import CompiledSteps, run
 
 __all__ = ["fresh_step_", "frozen_move", "frozen_step_", "local_momentum_", "local_step_"]
 
@@ -66,12 +65,12 @@ class FreshStep(NamedTuple):
     before: torch.Tensor
     nu: torch.Tensor
     fresh: torch.Tensor
-    scale: torch.Tensor
     b1: float
     rest1: float
     b2: float
     rest2: float
     eps: float
+    scale: torch.Tensor
 
 
 def local_momentum_(
@@ -81,9 +80,9 @@ def local_momentum_(
 
     Args:
         scale: multiplies the gradient first, a 0-d float64 tensor on its device.
-        using: names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
+        using: as for `shardlib.kernels.adamw.adamw_`.
     """
-    run("frozen_adam", "local_momentum_", LocalMomentum(grad, mu, b1, 1 - b1, scale), "mu", using)
+    run("local_momentum_", LocalMomentum(grad, mu, b1, 1 - b1, scale), using)
 
 
 def frozen_step_(
@@ -102,10 +101,10 @@ def frozen_step_(
     Args:
         lr: 0-d float tensor.
         copy: is filled with the new parameter, bf16 or fp16.
-        using: names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
+        using: see `local_momentum_`.
     """
     step = FrozenStep(param, mu, nu, copy, -float(lr), eps, weight_decay)
-    run("frozen_adam", "frozen_step_", step, "mu", using)
+    run("frozen_step_", step, using)
 
 
 def frozen_move(
@@ -132,10 +131,10 @@ def local_step_(
     Args:
         lr: 0-d float tensor.
         scale: multiplies the gradient first, a 0-d float64 tensor on its device.
-        using: see `frozen_step_`.
+        using: see `local_momentum_`.
     """
     step = LocalStep(grad, mu, nu, moved, -float(lr), b1, 1 - b1, eps, scale)
-    run("frozen_adam", "local_step_", step, "mu", using)
+    run("local_step_", step, using)
 
 
 def fresh_step_(
@@ -157,14 +156,14 @@ def fresh_step_(
         before: the last step's momentum; receives the direction.
         fresh: the variance as it would have become.
         spread: the factor by which momentum was multiplied when sent, a 0-d float64 tensor on its device.
-        using: see `frozen_step_`.
+        using: see `local_momentum_`.
     """
-    step = FreshStep(mu, before, nu, fresh, spread, b1, 1 - b1, b2, 1 - b2, eps)
-    run("frozen_adam", "fresh_step_", step, "mu", using)
+    step = FreshStep(mu, before, nu, fresh, b1, 1 - b1, b2, 1 - b2, eps, spread)
+    run("fresh_step_", step, using)
 
 
 class reference(Plain):
-    """In plain torch: the oracle of the kernels, and the fallback. Supports every dtype."""
+    """In plain torch: the oracle of the kernels, and the fallback."""
 
     @staticmethod
     def local_momentum_(step: LocalMomentum) -> None:
@@ -188,7 +187,7 @@ class reference(Plain):
 
     @staticmethod
     def fresh_step_(step: FreshStep) -> None:
-        mu, before, nu, fresh, spread, b1, rest1, b2, rest2, eps = step
+        mu, before, nu, fresh, b1, rest1, b2, rest2, eps, spread = step
         mu.div_(spread)
         u = _direction(mu, nu, eps)
         g = (mu - before * b1) / torch.full_like(mu, rest1)  # CUDA would multiply by a Python number's reciprocal
@@ -208,53 +207,15 @@ def _direction(mu: torch.Tensor, nu: torch.Tensor, eps: float) -> torch.Tensor:
     return mu / (root + eps)
 
 
-class _CompiledFrozenAdam(native.Compiled):
-    """By C++ and by CUDA, which take the same arguments."""
-
-    @classmethod
-    def local_momentum_(cls, step: LocalMomentum) -> None:
-        grad, mu, *factors, scale = step
-        rest = (cls.factor(scale), cls.runs_on(mu.device))
-        cls.library().local_momentum(grad, mu, mu.numel(), *factors, *rest)
-
-    @classmethod
-    def frozen_step_(cls, step: FrozenStep) -> None:
-        param, mu, nu, copy, *factors = step
-        buffers = (param, mu, nu, *native.copied(copy))
-        cls.library().frozen_step(*buffers, nu.numel(), *factors, cls.runs_on(nu.device))
-
-    @classmethod
-    def local_step_(cls, step: LocalStep) -> None:
-        *buffers, size, b1, rest1, eps, scale = step
-        rest = (cls.factor(scale), cls.runs_on(step.nu.device))
-        cls.library().local_step(*buffers, step.nu.numel(), size, b1, rest1, eps, *rest)
-
-    @classmethod
-    def fresh_step_(cls, step: FreshStep) -> None:
-        mu, before, nu, fresh, scale, *factors = step
-        rest = (cls.factor(scale), *factors, cls.runs_on(mu.device))
-        cls.library().fresh_step(mu, before, nu, fresh, mu.numel(), *rest)
-
-
 class cpu(
-    _CompiledFrozenAdam,
-    native.Cpp,
-    operation="frozen_adam",
-    local_momentum="pplfffi",
-    frozen_step="ppppilfffi",
-    local_step="pppplfffffi",
-    fresh_step="pppplffffffi",
+    CompiledSteps,
+    local_momentum_=LocalMomentum,
+    frozen_step_=FrozenStep,
+    local_step_=LocalStep,
+    fresh_step_=FreshStep,
 ):
     """By frozen_adam.cpp."""
 
 
-class cuda(
-    _CompiledFrozenAdam,
-    native.Cuda,
-    operation="frozen_adam",
-    local_momentum="pplffpp",
-    frozen_step="ppppilfffp",
-    local_step="pppplffffpp",
-    fresh_step="pppplpfffffp",
-):
+class cuda(cpu):
     """By frozen_adam.cu."""

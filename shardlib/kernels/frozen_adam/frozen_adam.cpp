@@ -1,4 +1,4 @@
-// Adam's steps with a frozen variance on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA
+// Adam's steps with a frozen variance on the CPU; see __init__.py for the mathematics. Compiled once per instruction set (ISA
 // names it).
 #include "../common/elementwise.h"
 
@@ -63,7 +63,7 @@ struct FreshStep {
     float *mu, *before;
     const float* nu;
     float* fresh;
-    float spread, b1, rest1, b2, rest2, eps;
+    float b1, rest1, b2, rest2, eps, spread;
 
     template <typename Lanes>
     void at(int64_t i) const {
@@ -99,8 +99,8 @@ EXPORT(local_step)(const float* grad, float* mu, const float* nu, float* moved, 
     sweep(op, count, nullptr, threads);
 }
 
-EXPORT(fresh_step)(float* mu, float* before, const float* nu, float* fresh, int64_t count, float spread, float b1,
-                   float rest1, float b2, float rest2, float eps, int threads) {
-    FreshStep op = {mu, before, nu, fresh, spread, b1, rest1, b2, rest2, eps};
+EXPORT(fresh_step)(float* mu, float* before, const float* nu, float* fresh, int64_t count, float b1, float rest1,
+                   float b2, float rest2, float eps, float spread, int threads) {
+    FreshStep op = {mu, before, nu, fresh, b1, rest1, b2, rest2, eps, spread};
     sweep(op, count, nullptr, threads);
 }

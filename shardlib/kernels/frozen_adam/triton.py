@@ -2,40 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.frozen_adam import FreshStep, FrozenStep, LocalMomentum, LocalStep
-
-TILE = 1024
 
 load = tiles.triton_name
-
-
-def local_momentum_(step: LocalMomentum) -> None:
-    grad, mu, *factors, scale = step
-    _local_momentum[_grid(mu)](grad, mu, scale, mu.numel(), *factors, TILE=TILE, **tiles.EXACT)
-
-
-def frozen_step_(step: FrozenStep) -> None:
-    param, mu, nu, copy, *factors = step
-    _frozen_step[_grid(nu)](param, mu, nu, copy, nu.numel(), *factors, TILE=TILE, **tiles.EXACT)
-
-
-def local_step_(step: LocalStep) -> None:
-    grad, mu, nu, moved, *factors, scale = step
-    _local_step[_grid(nu)](grad, mu, nu, moved, scale, nu.numel(), *factors, TILE=TILE, **tiles.EXACT)
-
-
-def fresh_step_(step: FreshStep) -> None:
-    mu, before, nu, fresh, spread, *factors = step
-    _fresh_step[_grid(mu)](mu, before, nu, fresh, spread, mu.numel(), *factors, TILE=TILE, **tiles.EXACT)
-
-
-def _grid(x: torch.Tensor) -> tuple[int]:
-    return (triton.cdiv(x.numel(), TILE),)
 
 
 @triton.jit
@@ -98,3 +70,9 @@ def _fresh_step(mu, before, nu, fresh, spread, count, b1, rest1, b2, rest2, eps,
     tl.store(mu + at, m, mask=valid)
     tl.store(fresh + at, f, mask=valid)
     tl.store(before + at, tl.div_rn(m, tl.sqrt_rn(v) + eps), mask=valid)
+
+
+local_momentum_ = tiles.by(_local_momentum)
+frozen_step_ = tiles.by(_frozen_step)
+local_step_ = tiles.by(_local_step)
+fresh_step_ = tiles.by(_fresh_step)

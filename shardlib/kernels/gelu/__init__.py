@@ -9,8 +9,6 @@ With z = x + b (b may be missing), Φ and φ the standard normal distribution an
 x, y and their gradients are ``[..., columns]`` in fp32, bf16 or fp16 (float64 by plain torch), computed in fp32; b is
 ``[columns]``. Bytes moved per element: x and y forward, x, dy and dx backward, 8 and 12 in fp32; plain torch moves 16 and
 24 with a bias. Operations: an exponential, one or two divisions and a dozen more, some 20 to 30. Only x and b are saved.
-
-``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -101,7 +99,7 @@ def _sum(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return rows.wide(x) if bias is None else rows.wide(x) + bias
 
 
-class cpu(native.Cpp, operation="gelu", gelu="pipillpi", gelu_backward="pipipllpppi"):
+class cpu(native.Compiled, gelu="pipillpi", gelu_backward="pipipllpppi"):
     """By gelu.cpp."""
 
     @staticmethod

@@ -44,10 +44,10 @@ class reference(Plain):
         return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
-class _CompiledNorm(native.Compiled):
-    """By C++ and by CUDA, which take the same arguments."""
+class cpu(native.Compiled, sum_of_squares="pilppi"):
+    """By global_norm.cpp."""
 
-    EACH: int  # elements of a partial sum
+    EACH = 1 << 16  # elements of a partial sum, as in global_norm.cpp
 
     @classmethod
     def sum_of_squares(cls, x: torch.Tensor) -> torch.Tensor:
@@ -58,13 +58,7 @@ class _CompiledNorm(native.Compiled):
         return out
 
 
-class cpu(_CompiledNorm, native.Cpp, operation="global_norm", sum_of_squares="pilppi"):
-    """By global_norm.cpp."""
-
-    EACH = 1 << 16  # as in global_norm.cpp
-
-
-class cuda(_CompiledNorm, native.Cuda, operation="global_norm", sum_of_squares="pilppp"):
+class cuda(cpu):
     """By global_norm.cu."""
 
-    EACH = 8192  # as in global_norm.cuh
+    EACH = 8192  # as in global_norm.cu

@@ -1,4 +1,4 @@
-// Σ x² on the CPU; see op.py. Compiled once per instruction set (ISA names it). Squares are exact in fp64 and are added over
+// Σ x² on the CPU; see __init__.py. Compiled once per instruction set (ISA names it). Squares are exact in fp64 and are added over
 // 32 lanes, within a span and then over spans: all instruction sets and numbers of threads give the same bits.
 #include "../common/halves.h"
 

@@ -13,8 +13,6 @@ those of one product: the matrices of the other experts that have rows, and of a
 On a CPU with AMX tiles, bf16 has a kernel: it packs a block of a matrix once, in the order in which tiles are read, for all
 rows of the expert. On a GPU, ``F.grouped_mm`` multiplies bf16 with rows of multiples of 16 bytes. Everywhere else each
 expert's product is one of torch's, written where the result belongs.
-
-``using`` names one implementation ("cpu", "cuda", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -196,8 +194,7 @@ def ranges(offsets: torch.Tensor, count: int) -> list[tuple[int, int]]:
 
 
 class cpu(
-    native.Cpp,
-    operation="grouped_matmul",
+    native.Compiled,
     grouped_matmul=f"pl{_MATRICES}{_SIZES}pppi",
     grouped_matmul_backward=f"ppl{_MATRICES}{_SIZES}pppi",
     grouped_matmul_room="p",

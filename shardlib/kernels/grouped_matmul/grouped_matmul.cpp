@@ -1,4 +1,4 @@
-// Products of bf16 by expert on the CPU; see op.py for the mathematics. AMX tiles alone serve them (ISA names the instruction
+// Products of bf16 by expert on the CPU; see __init__.py for the mathematics. AMX tiles alone serve them (ISA names the instruction
 // set that this is compiled for): elsewhere torch's own products do.
 #if defined(__AMX_BF16__)
 #include "product.h"

@@ -14,8 +14,6 @@ x is ``[tokens, width]``, W ``[V, width]``, in fp32, bf16 or fp16 (float64 by pl
 dW over chunks are in fp32. Memory besides the gradients: one chunk of logits, 2^24 numbers on CPU and 2^27 on CUDA (at least
 one token's), where plain torch stores tokens·V numbers three times. Operations: 6·tokens·V·width. The kernel here computes
 losses from logits and replaces these by dz: it reads them three times and writes them once.
-
-``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -240,7 +238,7 @@ def _slope(z: torch.Tensor, aim: Aim) -> torch.Tensor:
     return (torch.softmax(z, -1) - (1 - label_smoothing) * onehot - label_smoothing / z.shape[1]) * counts
 
 
-class cpu(native.Cpp, operation="linear_cross_entropy", cross_entropy="piplfillpi"):
+class cpu(native.Compiled, cross_entropy="piplfillpi"):
     """By linear_cross_entropy.cpp."""
 
     @staticmethod

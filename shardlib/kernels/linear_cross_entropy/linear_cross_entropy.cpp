@@ -1,4 +1,4 @@
-// Cross entropy of rows of logits on the CPU; the gradients replace the logits. See op.py for the mathematics. Compiled once
+// Cross entropy of rows of logits on the CPU; the gradients replace the logits. See __init__.py for the mathematics. Compiled once
 // per instruction set (ISA names it).
 #include "../common/rows.h"
 #include "../common/simd_math.h"

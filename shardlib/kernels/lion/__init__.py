@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.kernels.common import native
 from shardlib.kernels.common.dispatch import Plain
-from shardlib.kernels.common.flat import FLOATS, run
+from shardlib.kernels.common.flat import CompiledSteps, run
 
-__all__ = ["Old", "changes", "factors_at", "lion_"]
+__all__ = ["LionOld", "changes", "factors_at", "lion_"]
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
@@ -84,12 +83,11 @@ def lion_(
         factors: of the step, by `factors_at` of numbers.
         scale, copy, old, using: as for `shardlib.kernels.adamw.adamw_`, which raises the same errors.
     """
-    step = LionStep(param, grad, mu, copy, factors, scale)
-    run("lion", "lion_", step, "param", using, dtypes=FLOATS, read=("grad",), old=old)
+    run("lion_", LionStep(param, grad, mu, copy, factors, scale), using, mixed=True, old=old)
 
 
 class reference(Plain):
-    """In plain torch, one operation at a time: the oracle of the kernels, and the fallback. Supports every dtype."""
+    """In plain torch, one operation at a time: the oracle of the kernels, and the fallback."""
 
     @staticmethod
     def lion_(step: LionStep) -> None:
@@ -119,23 +117,9 @@ def _sign(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x == x, x.sign(), x)
 
 
-class _CompiledLion(native.Compiled):
-    """By C++ and by CUDA, which take the same arguments."""
-
-    @classmethod
-    def lion_(cls, step: LionStep, old: LionOld | None = None) -> None:
-        param, grad, mu, copy, factors, scale = step
-        before = (old or (param, mu)) if cls.READS_OLD else ()
-        buffers = (*before, *native.typed(param, grad), mu, *native.copied(copy))
-        rest = (cls.factor(scale), cls.runs_on(param.device))
-        cls.library().lion_step(*buffers, param.numel(), *factors, *rest)
-
-
-class cpu(_CompiledLion, native.Cpp, operation="lion", lion_step="pppipippil" + "f" * 7 + "i"):
+class cpu(CompiledSteps, mixed=("lion_",), lion_=LionStep):
     """By lion.cpp."""
 
-    READS_OLD = True
 
-
-class cuda(_CompiledLion, native.Cuda, operation="lion", lion_step="pipippil" + "f" * 6 + "pp"):
+class cuda(cpu):
     """By lion.cu."""

@@ -1,4 +1,4 @@
-// Lion on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
+// Lion on the CPU; see __init__.py for the mathematics. Compiled once per instruction set (ISA names it).
 #include "../common/elementwise.h"
 
 namespace {
@@ -27,24 +27,19 @@ struct Lion {
 
 }  // namespace
 
-// dtypes: 0 float, 1 bfloat16, 2 half; of the copy -1 for none. States are read at `from_` and written at the others, which
-// may be the same.
-EXPORT(lion_step)(const void* from_param, const void* from_mu, void* param, int dtype, const void* grad, int grad_dtype,
-                  void* mu, uint16_t* copy, int copy_dtype, int64_t count, float b1, float rest1, float b2, float rest2,
-                  float decay, float size, float scale, int threads) {
-    with_type(dtype, [&](auto kept) {
-        with_type(grad_dtype, [&](auto read) {
-            with_copy(copy_dtype, [&](auto narrow) {
-                typedef decltype(kept) Kept;
-                typedef decltype(read) Grad;
-                State<Kept> p(from_param, param), m(from_mu, mu);
-                with_states(copy, [&](auto elsewhere) {
-                    Lion<Kept, Grad, decltype(narrow), decltype(elsewhere)::value> op = {
-                        p, static_cast<const typename Grad::Element*>(grad), m, copy,
-                        b1, rest1, b2, rest2, decay, size, scale};
-                    sweep(op, count, copy, threads);
-                }, p, m);
-            });
-        });
+// States are read at `from_` and written at the others, which may be the same.
+EXPORT(lion)(const void* from_param, const void* from_mu, void* param, int dtype, const void* grad, int grad_dtype,
+             void* mu, uint16_t* copy, int copy_dtype, int64_t count, float b1, float rest1, float b2, float rest2,
+             float decay, float size, float scale, int threads) {
+    with_types(dtype, grad_dtype, copy_dtype, [&](auto kept, auto read, auto narrow) {
+        typedef decltype(kept) Kept;
+        typedef decltype(read) Grad;
+        State<Kept> p(from_param, param), m(from_mu, mu);
+        with_states(copy, [&](auto elsewhere) {
+            Lion<Kept, Grad, decltype(narrow), decltype(elsewhere)::value> op = {
+                p, static_cast<const typename Grad::Element*>(grad), m, copy,
+                b1, rest1, b2, rest2, decay, size, scale};
+            sweep(op, count, copy, threads);
+        }, p, m);
     });
 }

@@ -6,17 +6,8 @@ import triton
 import triton.language as tl
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.lion import LionStep
-
-TILE = 1024
 
 load = tiles.triton_name
-
-
-def lion_(step: LionStep) -> None:
-    param, grad, mu, copy, factors, scale = step
-    grid = (triton.cdiv(param.numel(), TILE),)
-    _lion[grid](param, grad, mu, copy, scale, param.numel(), *factors, TILE=TILE, **tiles.EXACT)
 
 
 @triton.jit
@@ -34,3 +25,6 @@ def _lion(param, grad, mu, copy, scale, count, b1, rest1, b2, rest2, decay, size
     tl.store(param + at, p, mask=valid)
     if copy is not None:
         tl.store(copy + at, p, mask=valid)
+
+
+lion_ = tiles.by(_lion)

@@ -11,8 +11,6 @@ x, r, y and s are ``[..., d]`` in fp32, bf16 or fp16 (float64 by plain torch), a
 any floating dtype. Only s and w are saved: backward reads the rows anyway, and computes μ and ρ from them again.
 Bytes moved per element in fp32: forward 8 (x, y), of a sum 16 (x, r, s, y); backward 12 (s, dy, ds), of a sum 16. Plain
 torch adds first, 12 bytes more, and adds gradients of the sum, 12 more. Operations: 8 forward, some 15 backward.
-
-``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -217,7 +215,7 @@ def _normed(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
     return x * rho, rho
 
 
-class cpu(native.Cpp, operation="norm", norm="ppippfillppi", norm_backward="pipfillpppppi"):
+class cpu(native.Compiled, norm="ppippfillppi", norm_backward="pipfillpppppi"):
     """By norm.cpp."""
 
     @classmethod

@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
+// LayerNorm and RMSNorm on the CPU; see __init__.py for the mathematics. Compiled once per instruction set (ISA names it).
 //
 // A row is read several times but comes from memory once: it stays in the first- or second-level cache.
 #include "../common/rows.h"

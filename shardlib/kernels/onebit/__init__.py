@@ -15,21 +15,25 @@ Bytes moved per element in fp32: 12.125 if a segment fits the cache (x and e in,
 twice; plain torch takes about 150. The time of arithmetic is negligible.
 
 NaN or infinity in a segment makes the segment's scale NaN or infinity and leaves its residual unchanged, so check the scales
-before using other results. ``using`` names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
+before using other results.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from shardlib.kernels.common import native
-from shardlib.kernels.common.arguments import one_device
+from shardlib.kernels.common.arguments import check_buffers
 from shardlib.kernels.common.dispatch import Plain, on, serving
+from shardlib.kernels.common.flat import FLOATS
 from shardlib.kernels.onebit.segments import Segments
 
 __all__ = ["Segments", "average", "average_compress", "compress", "decompress"]
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}  # Triton's were the faster ones on an H100
+_WIDE = (torch.float32, torch.float64)
 
 
 def compress(
@@ -44,7 +48,8 @@ def compress(
     Returns:
         bits uint8 ``[segments.bytes]``, and scales ``[segments.count]`` of the residual's dtype; 0 for empty segments.
     """
-    _check(x=(x, (segments.length,)), residual=(residual, (segments.length,)))
+    shape = (segments.length,)
+    check_buffers(("residual",), x=(x, shape, (*FLOATS, torch.float64)), residual=(residual, shape, _WIDE))
     if x.dtype == torch.float64 != residual.dtype:
         raise TypeError(f"x is float64 and the residual {residual.dtype}: keep the residual in float64, or cast x")
     with on(residual.device):
@@ -80,7 +85,7 @@ def average(
     """
     if out is None:
         out = scales.new_empty(segments.length)
-    _check_sent(bits, scales, segments, out=out)
+    check_buffers(("out",), **_sent(bits, scales, segments), out=(out, (segments.length,), (scales.dtype,)))
     with on(scales.device):
         serving("onebit", scales, using).average(bits.contiguous(), scales.contiguous(), segments, out)
     return out
@@ -99,33 +104,19 @@ def average_compress(
     Returns:
         bits and scales, as in `compress`.
     """
-    _check_sent(bits, scales, segments, residual=residual)
+    kept = (residual, (segments.length,), (scales.dtype,))
+    check_buffers(("residual",), **_sent(bits, scales, segments), residual=kept)
     with on(residual.device):
         chosen = serving("onebit", residual, using)
         return chosen.average_compress(bits.contiguous(), scales.contiguous(), residual, segments)
 
 
-def _check_sent(bits: torch.Tensor, scales: torch.Tensor, segments: Segments, **filled: torch.Tensor) -> None:
-    """Refuses ranks' bits and scales, and tensors to be filled from them, of wrong shapes or dtypes."""
-    shapes = {name: (tensor, (segments.length,)) for name, tensor in filled.items()}
-    _check(bits=(bits, (len(bits), segments.bytes)), scales=(scales, (len(bits), segments.count)), **shapes)
-    for name, tensor in filled.items():
-        if tensor.dtype != scales.dtype:
-            raise TypeError(f"{name} is {tensor.dtype} and the scales are {scales.dtype}: cast one")
-
-
-def _check(**tensors: tuple[torch.Tensor, tuple[int, ...]]) -> None:
-    """Refuses tensors whose shapes or dtypes a kernel would read or write wrongly."""
-    floats = (torch.float32, torch.float64)
-    dtypes = {"x": (*floats, torch.bfloat16, torch.float16), "bits": (torch.uint8,)}
-    for name, (tensor, shape) in tensors.items():
-        if tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, its segments ask for {shape}")
-        if tensor.dtype not in dtypes.get(name, floats):
-            raise TypeError(f"{name} is {tensor.dtype}, not one of {dtypes.get(name, floats)}: cast it")
-        if name in ("residual", "out") and not tensor.is_contiguous():
-            raise ValueError(f"{name} is filled in place, so it must be contiguous")
-    one_device({name: tensor for name, (tensor, _) in tensors.items()})
+def _sent(bits: torch.Tensor, scales: torch.Tensor, segments: Segments) -> dict[str, Any]:
+    """What `check_buffers` is to expect of ranks' bits and scales."""
+    return {
+        "bits": (bits, (len(bits), segments.bytes), (torch.uint8,)),
+        "scales": (scales, (len(bits), segments.count), _WIDE),
+    }
 
 
 class reference(Plain):
@@ -180,10 +171,15 @@ def _unpack(bits: torch.Tensor, length: int) -> torch.Tensor:
     return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :length].bool()
 
 
-class _CompiledOnebit(native.Compiled):
-    """By C++ and by CUDA, which take the same arguments."""
+class cpu(
+    native.Compiled,
+    onebit_compress="pippllllpppi",
+    onebit_average="pplpllllpi",
+    onebit_average_compress="pplppllllpppi",
+):
+    """By onebit.cpp."""
 
-    EACH: int  # elements of a span or tile
+    EACH = 1 << 16  # elements of a span, as in onebit.cpp
 
     @classmethod
     def compress(cls, x: torch.Tensor, residual: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,38 +222,19 @@ class _CompiledOnebit(native.Compiled):
     @staticmethod
     def _table(segments: Segments, device: torch.device) -> tuple[torch.Tensor | int | None, ...]:
         """The arguments by which the C functions take ``segments``."""
-        raise NotImplementedError
-
-
-class cpu(
-    _CompiledOnebit,
-    native.Cpp,
-    operation="onebit",
-    onebit_compress="pippllllpppi",
-    onebit_average="pplpllllpi",
-    onebit_average_compress="pplppllllpppi",
-):
-    """By onebit.cpp."""
-
-    EACH = 1 << 16  # as in onebit.cpp
-
-    @staticmethod
-    def _table(segments: Segments, device: torch.device) -> tuple[torch.Tensor | int | None, ...]:
         offsets = segments.offsets if segments.block is None else None
         return offsets, segments.block or 0, segments.count, segments.elements, segments.length
 
 
 class cuda(
-    _CompiledOnebit,
-    native.Cuda,
-    operation="onebit",
+    cpu,
     onebit_compress="pipppllllpppp",
     onebit_average="pplppllllpp",
     onebit_average_compress="pplpppllllpppp",
 ):
     """By onebit.cu, in one pass where blocks allow it."""
 
-    EACH = 2048  # as in onebit.cuh
+    EACH = 2048  # of a tile, as in onebit.cu
 
     @staticmethod
     def _in_one_pass(segments: Segments) -> bool:

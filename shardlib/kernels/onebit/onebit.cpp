@@ -1,4 +1,4 @@
-// 1-bit compression on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
+// 1-bit compression on the CPU; see __init__.py for the mathematics. Compiled once per instruction set (ISA names it).
 //
 // The buffer is cut into spans of whole bytes of signs; a thread takes a range of spans. A first pass packs the signs and
 // sums the squares. When a segment ends, its scale is known, and a second pass writes its residual (`residual`). A segment that

@@ -10,8 +10,6 @@ x and y are ``[T, columns]``, r ``[R, columns]``, in fp32, bf16 or fp16 (float64
 floating dtype. Sums are in fp32, each product rounded before it is added. No two assignments may have one position.
 Bytes moved per element of x in fp32: 4 + 4k each way, weighted backward 4 + 8k; plain torch moves 8k to permute and 16k
 back. Only positions are saved, and rows where weights are learned.
-
-``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -202,9 +200,7 @@ def _found(rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, t
     return inside, padded[positions.where(inside, len(rows))]
 
 
-class cpu(
-    native.Cpp, operation="permute", permute="plpllllppi", unpermute="pipplllpli", unpermute_backward="ppippllllpppi"
-):
+class cpu(native.Compiled, permute="plpllllppi", unpermute="pipplllpli", unpermute_backward="ppippllllpppi"):
     """By permute.cpp."""
 
     @staticmethod

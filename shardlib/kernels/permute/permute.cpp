@@ -1,4 +1,4 @@
-// Permutation of rows on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
+// Permutation of rows on the CPU; see __init__.py for the mathematics. Compiled once per instruction set (ISA names it).
 #include "../common/halves.h"
 #include "../common/rows.h"
 

@@ -14,24 +14,25 @@ Bytes moved per element, fp32 in: 4 + bits/8 to quantise (12 + bits/8 with a res
 scales add 4/block. Operations: two passes over a block that stays in the cache, one division per element.
 
 NaN or infinity in a block makes its scale NaN or infinity and its values 0, and leaves its residual unchanged, so check the
-scales before using other results. ``using`` names one implementation ("cpu", "cuda", "triton", "reference"), for tests.
+scales before using other results.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from shardlib.kernels.common import native
-from shardlib.kernels.common.arguments import one_device
+from shardlib.kernels.common.arguments import check_buffers
 from shardlib.kernels.common.dispatch import Plain, on, serving
+from shardlib.kernels.common.flat import FLOATS
 
 __all__ = ["Blockwise", "dequantize", "dequantize_sum", "dequantize_sum_quantize", "quantize"]
 
 IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}  # Triton's were the faster ones on an H100
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FILLED = ("residual", "out", "out_values", "out_scales")
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,8 @@ def quantize(
     Returns:
         values of ``form.dtype`` ``[form.bytes(d)]``, and scales fp32 ``[form.scales(d)]``.
     """
-    _check(x=(x, (len(x),), _FLOATS))
-    _check_residual(residual, len(x))
     out = _outputs(form, len(x), x.device) if out is None else out
-    _check_outputs(out, form, len(x))
-    one_device(_named(x=x, residual=residual, out_values=out[0], out_scales=out[1]))
+    check_buffers(_FILLED, x=(x, (len(x),), FLOATS), **_expected(len(x), residual, form, out))
     with on(x.device):
         serving("quantize", x, using).quantize(x, residual, Quantized(*out, form))
     return out
@@ -138,11 +136,9 @@ def dequantize_sum(
         scales: fp32 ``[n, form.scales(elements)]``.
         out: fp32, bf16 or fp16 ``[elements]``: receives the sum, if given; allocating memory takes longer than the sum.
     """
-    _check_sent(values, scales, form, elements)
     if out is None:
         out = torch.empty(elements, dtype=dtype, device=values.device)
-    _check(out=(out, (elements,), _FLOATS))
-    one_device(_named(values=values, scales=scales, out=out))
+    check_buffers(_FILLED, **_sent(values, scales, form, elements), out=(out, (elements,), FLOATS))
     with on(values.device):
         sent = Quantized(values.contiguous(), scales.contiguous(), form)
         serving("quantize", values, using).dequantize_sum(sent, out)
@@ -172,15 +168,11 @@ def dequantize_sum_quantize(
     Returns:
         values and scales in ``out_form``, as in `quantize`.
     """
-    _check_sent(values, scales, form, elements)
-    _check_residual(residual, elements)
     if out_form.block != form.block:
-        raise ValueError(
-            f"blocks of {form.block} and of {out_form.block} elements: quantise to the blocks that come in"
-        )
+        raise ValueError(f"blocks of {form.block} and of {out_form.block}: quantise to the blocks that come in")
     out = _outputs(out_form, elements, values.device) if out is None else out
-    _check_outputs(out, out_form, elements)
-    one_device(_named(values=values, scales=scales, residual=residual, out_values=out[0], out_scales=out[1]))
+    sent_ones = _sent(values, scales, form, elements)
+    check_buffers(_FILLED, **sent_ones, **_expected(elements, residual, out_form, out))
     with on(values.device):
         sent = Quantized(values.contiguous(), scales.contiguous(), form)
         filled = Quantized(*out, out_form)
@@ -188,42 +180,28 @@ def dequantize_sum_quantize(
     return out
 
 
-def _named(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
 def _outputs(form: Blockwise, elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.empty(form.bytes(elements), dtype=form.dtype, device=device)
     return values, torch.empty(form.scales(elements), device=device)
 
 
-def _check_outputs(out: tuple[torch.Tensor, torch.Tensor], form: Blockwise, elements: int) -> None:
-    _check(out_values=(out[0], (form.bytes(elements),), (form.dtype,)))
-    _check(out_scales=(out[1], (form.scales(elements),), (torch.float32,)))
+def _sent(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, elements: int) -> dict[str, Any]:
+    """What `check_buffers` is to expect of ranks' values and scales."""
+    return {
+        "values": (values, (len(values), form.bytes(elements)), (form.dtype,)),
+        "scales": (scales, (len(values), form.scales(elements)), FLOATS[:1]),
+    }
 
 
-def _check_sent(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, elements: int) -> None:
-    ranks = len(values)
-    _check(
-        values=(values, (ranks, form.bytes(elements)), (form.dtype,)),
-        scales=(scales, (ranks, form.scales(elements)), (torch.float32,)),
-    )
-
-
-def _check_residual(residual: torch.Tensor | None, elements: int) -> None:
-    if residual is not None:
-        _check(residual=(residual, (elements,), (torch.float32,)))
-
-
-def _check(**tensors: tuple[torch.Tensor, tuple[int, ...], tuple[torch.dtype, ...]]) -> None:
-    """Refuses tensors whose shapes or dtypes a kernel would read or write wrongly."""
-    for name, (tensor, shape, dtypes) in tensors.items():
-        if tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} is {tensor.dtype}, not one of {dtypes}: cast it")
-        if name.startswith(("residual", "out")) and not tensor.is_contiguous():
-            raise ValueError(f"{name} is filled in place, so it must be contiguous")
+def _expected(
+    elements: int, residual: torch.Tensor | None, form: Blockwise, out: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, Any]:
+    """What it is to expect of what is filled."""
+    return {
+        "residual": (residual, (elements,), FLOATS[:1]),
+        "out_values": (out[0], (form.bytes(elements),), (form.dtype,)),
+        "out_scales": (out[1], (form.scales(elements),), FLOATS[:1]),
+    }
 
 
 class reference(Plain):
@@ -274,8 +252,13 @@ def _unpack(packed: torch.Tensor) -> torch.Tensor:
     return nibbles - ((nibbles & 8) << 1)
 
 
-class _CompiledQuantize(native.Compiled):
-    """By C++ and by CUDA, which take the same arguments."""
+class cpu(
+    native.Compiled,
+    quantize="pipillppi",
+    dequantize_sum="pplillpii",
+    dequantize_sum_quantize="pplipillppi",
+):
+    """By quantize.cpp."""
 
     @classmethod
     def quantize(cls, x: torch.Tensor, residual: torch.Tensor | None, out: Quantized) -> None:
@@ -304,23 +287,5 @@ class _CompiledQuantize(native.Compiled):
         cls.library().dequantize_sum_quantize(values, scales, len(values), form.bits, residual, *where)
 
 
-class cpu(
-    _CompiledQuantize,
-    native.Cpp,
-    operation="quantize",
-    quantize="pipillppi",
-    dequantize_sum="pplillpii",
-    dequantize_sum_quantize="pplipillppi",
-):
-    """By quantize.cpp."""
-
-
-class cuda(
-    _CompiledQuantize,
-    native.Cuda,
-    operation="quantize",
-    quantize="pipillppp",
-    dequantize_sum="pplillpip",
-    dequantize_sum_quantize="pplipillppp",
-):
+class cuda(cpu):
     """By quantize.cu."""

@@ -1,4 +1,4 @@
-// Blockwise int8 and int4 on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
+// Blockwise int8 and int4 on the CPU; see __init__.py for the mathematics. Compiled once per instruction set (ISA names it).
 //
 // A block's elements are collected in the first-level cache, then scaled, rounded and packed. Blocks are independent, so each
 // thread takes a range of them.

@@ -10,8 +10,6 @@ Numbers beyond the first d, twice the width of the angles, are unchanged.
 x is ``[..., heads, positions, size]`` in fp32, bf16 or fp16 (float64 by plain torch), computed in fp32; cos and sin are
 constants ``[positions, d/2]`` that all heads share. Bytes moved per element in fp32: 8 each way; plain torch moves some 32.
 Operations: 3. Only the angles are saved.
-
-``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -67,8 +65,8 @@ def rotary(
         or 2 * cos.shape[1] > x.shape[-1]
     ):
         raise ValueError(
-            f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} and x {tuple(x.shape)}: angles must be [positions, d / 2] for "
-            "x [..., positions, size], with d at most size"
+            f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} and x {tuple(x.shape)}: angles must be [positions, d / 2], x "
+            "[..., positions, d at least]"
         )
     if differentiated(cos) or differentiated(sin):
         raise ValueError("cos or sin requires a gradient, and is a constant here: detach it")
@@ -117,7 +115,7 @@ class reference(Plain):
         return torch.cat([rotated, rest], -1).to(x.dtype)
 
 
-class cpu(native.Cpp, operation="rotary", rotary="pippiillllpi"):
+class cpu(native.Compiled, rotary="pippiillllpi"):
     """By rotary.cpp."""
 
     @staticmethod

@@ -10,8 +10,6 @@ Token t of T is assigned to the experts e_t0, e_t1, …, by falling score, where
 Scores are ``[T, E]`` in fp32, bf16 or fp16 (float64 by plain torch). Bytes moved: the scores, 16 for an assignment, and 8
 that are read again; plain torch sorts twice. Operations: a comparison for each score, and k more where it is among the k
 largest so far. Nothing has gradients: weights are ``scores.gather(-1, experts)``.
-
-``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -122,7 +120,7 @@ class reference(Plain):
         return [counts[:count].clone(), positions.view(experts.shape).masked_fill(none, -1)]
 
 
-class cpu(native.Cpp, operation="routing", routing_top_k="pilllppppi", routing_by_expert="pllpppi"):
+class cpu(native.Compiled, routing_top_k="pilllppppi", routing_by_expert="pllpppi"):
     """By routing.cpp."""
 
     @staticmethod

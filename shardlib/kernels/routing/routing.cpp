@@ -1,4 +1,4 @@
-// Routing on the CPU; see op.py for what is computed. Compiled once per instruction set (ISA names it).
+// Routing on the CPU; see __init__.py for what is computed. Compiled once per instruction set (ISA names it).
 #include "../common/halves.h"
 #include "../common/rows.h"
 

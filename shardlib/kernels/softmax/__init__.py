@@ -9,8 +9,6 @@ for other keys y is 0, and x is not read. With m the maximum of scale·x over th
 In fp32, bf16 or fp16 (float64 by plain torch), computed in fp32. Bytes moved per element in fp32: 8 forward (x, y), 12
 backward (y, dy, dx), half of that if causal; plain torch moves 36 and 24 with a mask to fill. Operations: an exponential
 and five more. Only y is saved. If y itself is not needed, `F.scaled_dot_product_attention` stores no scores at all.
-
-``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ class reference(Plain):
         return (scale * p * (d - (p * d).sum(-1, keepdim=True))).to(y.dtype)
 
 
-class cpu(native.Cpp, operation="softmax", softmax="pipifllllpi", softmax_backward="piiflllppi"):
+class cpu(native.Compiled, softmax="pipifllllpi", softmax_backward="piiflllppi"):
     """By softmax.cpp."""
 
     @staticmethod

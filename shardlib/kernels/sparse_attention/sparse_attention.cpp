@@ -1,4 +1,4 @@
-// Block-sparse attention on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
+// Block-sparse attention on the CPU; see __init__.py for the mathematics. Compiled once per instruction set (ISA names it).
 //
 // A tile of 16 queries visits the keys of its blocks, 128 at a time, by the online softmax: it computes their scores, a new
 // maximum and weights, and adds weighted values to the result. Of the scores only the log-sum-exp is stored. Backward visits

@@ -5,7 +5,7 @@ See `shardlib.kernels.sparse_attention` for the mathematics, and its `packing` f
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,18 +14,12 @@ import triton.language as tl
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlib.kernels.common import tiles
-from shardlib.kernels.sparse_attention import (
-    ComputedBlocks,
-    Options,
-    SparseAttention,
-    shapes,
-    triton_backward,
-    triton_forward,
-)
+from shardlib.kernels.sparse_attention import ComputedBlocks, Options, SparseAttention
+from shardlib.kernels.sparse_attention import triton_kernels as kernels
 from shardlib.kernels.sparse_attention.packing import TilePacking, cells, pack
 
 _WORTH = 0.75  # a smaller tile is taken if it has at most this share of the work: its products are slower (estimated)
-_ROWS = 64  # of a program of `triton_backward.inner`
+_ROWS = 64  # of a program of `kernels.inner`
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _packed = WeakTensorKeyDictionary()  # a layout's row_offsets -> its packings
 
@@ -37,11 +31,11 @@ def forward(given: SparseAttention) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     if key_mask is not None:
         given = given._replace(v=_tainted(v, k, key_mask))
-    problem, head = _TritonProblem(given), shapes.head_of(q.shape[3])
+    problem, head = _TritonProblem(given), head_of(q.shape[3])
     for run in problem.runs("row", problem.choices("forward")):
         partial = {"partial": run.scratch(head), "partial_lse": run.scratch(1)}
-        run.launch(triton_forward.attend, out=out, lse=lse, **partial)
-        run.merge(triton_forward.merge, out=out, lse=lse, **partial)
+        run.launch(kernels.attend, out=out, lse=lse, **partial)
+        run.merge(kernels.merge, out=out, lse=lse, **partial)
     return out, lse
 
 
@@ -60,20 +54,20 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     q, k, v, _, _, bias, _ = given
     dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
-    size, head, rows = q.shape[3], shapes.head_of(q.shape[3]), lse.numel()
+    size, head, rows = q.shape[3], head_of(q.shape[3]), lse.numel()
     grid = (triton.cdiv(rows, _ROWS),)
-    triton_backward.inner[grid](dout, out, delta, rows, D=size, HEAD=head, TILE=_ROWS)
+    kernels.inner[grid](dout, out, delta, rows, D=size, HEAD=head, TILE=_ROWS)
     problem = _TritonProblem(given)
     saved = {"dout": dout, "lse": lse, "delta": delta}
     for run in problem.runs("row", problem.choices("query")):
         partial = run.scratch(head)
-        run.launch(triton_backward.by_query, dq=dq, partial=partial, **saved)
-        run.merge(triton_backward.add, partial=partial, result=dq)
+        run.launch(kernels.by_query, dq=dq, partial=partial, **saved)
+        run.merge(kernels.add, partial=partial, result=dq)
     for run in problem.runs("column", problem.choices("key")):
         partial_k, partial_v = run.scratch(head), run.scratch(head)
-        run.launch(triton_backward.by_key, dk=dk, dv=dv, partial_k=partial_k, partial_v=partial_v, **saved)
-        run.merge(triton_backward.add, partial=partial_k, result=dk)
-        run.merge(triton_backward.add, partial=partial_v, result=dv)
+        run.launch(kernels.by_key, dk=dk, dv=dv, partial_k=partial_k, partial_v=partial_v, **saved)
+        run.merge(kernels.add, partial=partial_k, result=dk)
+        run.merge(kernels.add, partial=partial_v, result=dv)
     return dq, dk, dv, None if bias is None else _bias_gradient(problem, bias, saved)
 
 
@@ -87,15 +81,15 @@ def work(q: torch.Tensor, k: torch.Tensor, blocks: ComputedBlocks, options: Opti
 
 def _bias_gradient(problem: _TritonProblem, bias: torch.Tensor, saved: dict[str, torch.Tensor]) -> torch.Tensor:
     batch, heads, size, head = problem.q.shape
-    choice = shapes.diagonal_choice(problem.options.block, head, problem.q.itemsize)
+    choice = diagonal_choice(problem.options.block, head, problem.q.itemsize)
     cell = choice.whole.cell
     cells = triton.cdiv(size, problem.options.block) * (problem.options.block // cell)
     sums = bias.new_empty(batch, heads, 2 * cells - 1, 2 * cell)
     for run in problem.runs("diagonal", [choice]):
         partial = run.scratch(2)
-        run.launch(triton_backward.by_diagonal, sums=sums, partial=partial, **saved)
+        run.launch(kernels.by_diagonal, sums=sums, partial=partial, **saved)
         row = {"D": 2 * cell, "HEAD": 2 * cell, "CELL": 1, "size": 2 * cells - 1}
-        run.merge(triton_backward.add, partial=partial, result=sums, **row)
+        run.merge(kernels.add, partial=partial, result=sums, **row)
     sums = sums.sum(dim=0).sum_to_size(len(bias), *sums.shape[2:])
     # The first half of a diagonal's sums and the second half of the previous diagonal's have the same distances.
     whole = F.pad(sums[..., :cell], (0, 0, 0, 1)) + F.pad(sums[..., cell:], (0, 0, 1, 0))
@@ -108,7 +102,7 @@ class _TritonProblem:
         q, k, v, blocks, key_mask, bias, options = given
         self.q, self.blocks, self.options = q, blocks, options
         self.group = q.shape[1] // k.shape[1]
-        head = shapes.head_of(q.shape[3])
+        head = head_of(q.shape[3])
         if self.group * q.shape[2] * head >= 2**31:
             raise ValueError(
                 f"{q.shape[2]} queries of {self.group} heads do not fit 32-bit indices: split the sequence"
@@ -128,13 +122,13 @@ class _TritonProblem:
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         }  # fmt: skip
 
-    def choices(self, kernel: str) -> list[shapes.TileShapes]:
+    def choices(self, kernel: str) -> list[TileShapes]:
         options = self.options
         rich = options.dropout > 0 or self.arguments["bias"] is not None
-        return shapes.choices(kernel, options.block, self.q.shape[3], self.q.itemsize, rich)
+        return choices(kernel, options.block, self.q.shape[3], self.q.itemsize, rich)
 
-    def runs(self, kind: str, choices: list[shapes.TileShapes]) -> list[_PackingRun]:
-        """The runs of the packings of the layout's lists ("row", "column" or "diagonal"), in the best of the shapes."""
+    def runs(self, kind: str, choices: list[TileShapes]) -> list[_PackingRun]:
+        """The runs of the packings of the layout's lists ("row", "column" or "diagonal"), in the best of the"""
         if not self.q.numel():
             return []
         group = self.group if kind == "column" else 1
@@ -149,7 +143,7 @@ class _TritonProblem:
             for packing in packings
         ]
 
-    def _packings(self, kind: str, choice: shapes.TileShapes) -> list[TilePacking]:
+    def _packings(self, kind: str, choice: TileShapes) -> list[TilePacking]:
         shape = choice.whole
         cut = cells(self.blocks, self.options.block, shape.cell, self.options.causal)
         if kind == "row":
@@ -161,7 +155,7 @@ class _TritonProblem:
         return pack(lists, shape.rows // shape.cell, shape.step // shape.cell, choice.lone.rows // shape.cell)
 
 
-def _best(packed: list[tuple[shapes.TileShapes, list[TilePacking]]]) -> tuple[shapes.TileShapes, list[TilePacking]]:
+def _best(packed: list[tuple[TileShapes, list[TilePacking]]]) -> tuple[TileShapes, list[TilePacking]]:
     """The first choice, with the largest tile, unless another has at most `_WORTH` of its work."""
     work = [choice.whole.cell**2 * sum(packing.work for packing in packings) for choice, packings in packed]
     least = min(range(len(work)), key=work.__getitem__)
@@ -171,7 +165,7 @@ def _best(packed: list[tuple[shapes.TileShapes, list[TilePacking]]]) -> tuple[sh
 class _PackingRun:
     """The launches of one packing, for ``heads`` heads of every sample."""
 
-    def __init__(self, problem: _TritonProblem, shape: shapes.TileShape, packing: TilePacking, heads: int) -> None:
+    def __init__(self, problem: _TritonProblem, shape: TileShape, packing: TilePacking, heads: int) -> None:
         shared = packing.heads == 1
         self.packing, self.leads = packing, len(problem.q) * (heads if shared else 1)
         self.lengths = packing.rows * shape.cell
@@ -209,3 +203,113 @@ class _PackingRun:
     def _run(self, kernel: Any, count: int, arguments: dict[str, Any]) -> None:
         given = self.arguments | {"count": count} | arguments
         kernel[(count * self.leads,)](**{name: given[name] for name in kernel.arg_names}, **self.options)
+
+
+# Sizes of tiles, for 227 KB of shared memory and 64 K registers (H100, H200). Each is the largest of those tried that
+# compiles without spilling registers; none has been timed on a GPU.
+
+
+class TileShape(NamedTuple):
+    """The shape of a program's tile.
+
+    Attributes:
+        rows: of the tile: queries, or keys in the kernel for dK and dV; a multiple of the cell.
+        step: rows gathered at a time; a multiple of the cell.
+        cell: side of the cells that rows and steps consist of.
+        chunk: numbers of a head that a product sums at a time.
+        warps: of 32 threads.
+        stages: steps that are loaded at once.
+    """
+
+    rows: int
+    step: int
+    cell: int
+    chunk: int
+    warps: int
+    stages: int
+
+
+def head_of(size: int) -> int:
+    """The power of two that a head of ``size`` numbers is padded to."""
+    return max(32, 1 << (size - 1).bit_length())
+
+
+_CELL = 32  # larger ones save nothing
+_Row = tuple[int, int, int, int, int]  # rows, step, chunk, warps, stages
+
+# For 16-bit numbers, by padded head size: tiles without bias and dropout, then tiles with one of them; the largest first.
+_HALF: dict[str, dict[int, tuple[tuple[_Row, ...], tuple[_Row, ...]]]] = {
+    "forward": {
+        32: (((128, 128, 32, 8, 3), (64, 64, 32, 4, 3)), ((128, 64, 32, 8, 3), (64, 64, 32, 4, 2))),
+        64: (((128, 128, 64, 8, 3), (64, 64, 64, 4, 3)), ((128, 64, 64, 8, 3), (64, 64, 64, 4, 2))),
+        128: (((128, 64, 128, 8, 3), (64, 64, 128, 4, 3)), ((64, 64, 128, 8, 2),)),
+        256: (((128, 64, 256, 8, 3), (64, 32, 256, 8, 2)), ((64, 32, 256, 8, 2),)),
+    },
+    "query": {
+        32: (((128, 64, 32, 8, 3), (64, 64, 32, 4, 3)), ((64, 32, 32, 4, 2),)),
+        64: (((128, 128, 64, 8, 3), (64, 64, 64, 4, 3)), ((128, 64, 64, 8, 3), (64, 64, 64, 4, 2))),
+        128: (((128, 64, 128, 8, 3), (64, 64, 128, 4, 3)), ((64, 32, 128, 8, 2),)),
+        256: (((128, 32, 256, 8, 2), (64, 32, 256, 8, 2)), ((64, 32, 64, 8, 2),)),
+    },
+    "key": {
+        32: (((128, 64, 32, 8, 2), (64, 64, 32, 4, 3)), ((64, 64, 32, 8, 2),)),
+        64: (((128, 64, 64, 8, 2), (64, 64, 64, 4, 3)), ((64, 64, 64, 8, 2),)),
+        128: (((128, 32, 128, 8, 2), (64, 32, 128, 8, 2)), ((64, 32, 64, 8, 2),)),
+        256: (((64, 32, 64, 8, 2),), ((64, 32, 64, 8, 2),)),
+    },
+}
+# For fp32; a product is three products of TF32.
+_SINGLE: dict[str, dict[int, tuple[tuple[_Row, ...], tuple[_Row, ...]]]] = {
+    "forward": {
+        32: (((128, 64, 32, 8, 2),), ((64, 64, 32, 8, 2),)),
+        64: (((64, 32, 64, 8, 2),), ((64, 32, 64, 8, 2),)),
+        128: (((64, 32, 32, 8, 2),), ((64, 32, 32, 8, 2),)),
+        256: (((64, 32, 32, 8, 1),), ((32, 32, 32, 8, 1),)),
+    },
+    "query": {
+        32: (((64, 64, 32, 8, 2),), ((64, 32, 32, 8, 2),)),
+        64: (((64, 64, 32, 8, 1),), ((64, 32, 32, 8, 2),)),
+        128: (((32, 32, 32, 8, 1),), ((32, 32, 32, 8, 1),)),
+        256: (((32, 32, 32, 8, 1),), ((32, 16, 32, 8, 1),)),
+    },
+    "key": {
+        32: (((64, 32, 32, 4, 2),), ((64, 32, 32, 4, 2),)),
+        64: (((64, 32, 32, 4, 1),), ((64, 32, 32, 4, 1),)),
+        128: (((32, 32, 32, 8, 1),), ((32, 16, 32, 8, 1),)),
+        256: (((32, 16, 32, 8, 1),), ((32, 16, 32, 8, 1),)),
+    },
+}
+
+
+class TileShapes(NamedTuple):
+    """The shape of whole tiles, and of tiles that hold a single long list, where there are few long lists."""
+
+    whole: TileShape
+    lone: TileShape
+
+
+def choices(kernel: str, block: int, size: int, itemsize: int, rich: bool) -> list[TileShapes]:
+    """The tiles to choose from, the largest first.
+
+    Args:
+        kernel: "forward", "query" (dQ) or "key" (dK and dV).
+        block: of the layout.
+        size: numbers of a head.
+        itemsize: bytes of a number.
+        rich: whether there is a bias or dropout.
+    """
+    table = _HALF if itemsize == 2 else _SINGLE
+    made = []
+    for rows, step, chunk, warps, stages in table[kernel][head_of(size)][rich]:
+        whole = lone = TileShape(rows, step, min(block, rows, step, _CELL), chunk, warps, stages)
+        if itemsize == 2 and head_of(size) <= 128:  # other small tiles spill registers
+            lone = TileShape(whole.cell, step, whole.cell, min(chunk, 64), 4, 2)
+        made.append(TileShapes(whole, lone))
+    return made
+
+
+def diagonal_choice(block: int, size: int, itemsize: int) -> TileShapes:
+    """The tile of the kernel for the bias."""
+    cell = min(block, _CELL if itemsize == 2 else 16)
+    shape = TileShape(cell, 64, cell, min(head_of(size), 32), 4, 1)
+    return TileShapes(shape, shape)

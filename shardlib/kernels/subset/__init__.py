@@ -7,8 +7,6 @@
 x is ``[batch, tokens, columns]``, r ``[batch, taken, columns]``, in fp32, bf16 or fp16 (float64 by plain torch); index is
 int64 ``[batch, taken]``, of positions that differ within a row. Each element is read once and written once; plain torch
 writes those that are put twice (a copy, then a scatter). Only the index is saved.
-
-``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -136,7 +134,7 @@ def slots(index: torch.Tensor, length: int) -> torch.Tensor:
     return index.new_full((len(index), length), -1).scatter_(1, index, places)
 
 
-class cpu(native.Cpp, operation="subset", take="ppllllpi", put="pppllllpi"):
+class cpu(native.Compiled, take="ppllllpi", put="pppllllpi"):
     """By subset.cpp."""
 
     @staticmethod

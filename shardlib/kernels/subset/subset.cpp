@@ -1,4 +1,4 @@
-// Tokens by their positions on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
+// Tokens by their positions on the CPU; see __init__.py for the mathematics. Compiled once per instruction set (ISA names it).
 #include "../common/rows.h"
 
 namespace {

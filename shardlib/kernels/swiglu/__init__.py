@@ -7,8 +7,6 @@ g, u, y and their gradients are ``[..., columns]`` in fp32, bf16 or fp16 (float6
 u may be halves of wider rows, ``g, u = x.chunk(2, -1)``, and are not copied then. Bytes moved per element in fp32: 12
 forward, 20 backward; plain torch moves 20 and 44. Operations: an exponential, a division and a few more. Only g and u are
 saved.
-
-``using`` names one implementation ("cpu", "triton", "reference"), for tests.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ class reference(Plain):
         return [gradient.to(gate.dtype).contiguous() for gradient in gradients]
 
 
-class cpu(native.Cpp, operation="swiglu", swiglu="plplillpi", swiglu_backward="plplipllppi"):
+class cpu(native.Compiled, swiglu="plplillpi", swiglu_backward="plplipllppi"):
     """By swiglu.cpp."""
 
     @staticmethod

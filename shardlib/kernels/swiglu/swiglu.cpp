@@ -1,4 +1,4 @@
-// SwiGLU on the CPU; see op.py for the mathematics. Compiled once per instruction set (ISA names it).
+// SwiGLU on the CPU; see __init__.py for the mathematics. Compiled once per instruction set (ISA names it).
 #include "../common/rows.h"
 #include "../common/simd_math.h"
 

@@ -9,15 +9,15 @@ output has the same bits among any other rows, up to 32. Nothing has gradients.
 Of experts, each has a quantised W for a range of rows, as in `grouped_matmul`.
 
 On a CPU with AMX tiles, a W of bf16 is read straight into tiles. Elsewhere, and in fp32, W meets rows of x in vectors.
-
-``using`` names one implementation ("cpu", "reference"), for tests.
 """
 
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -131,8 +131,7 @@ def grouped_thin_matmul(
     if not fits or x.shape[1] != weight.shape[2] or x.dtype != weight.dtype:
         raise ValueError(
             f"x {tuple(x.shape)}, {x.dtype}, weight {tuple(weight.shape)}, {weight.dtype}, and offsets "
-            f"{tuple(offsets.shape)}: they must be [rows, inputs], [experts, outputs, inputs] and [experts], x and weight of "
-            "one dtype"
+            f"{tuple(offsets.shape)}: they must be [rows, inputs], [experts, outputs, inputs] and [experts], of one dtype"
         )
     if torch.is_grad_enabled() and differentiated(x):
         raise ValueError(
@@ -205,8 +204,7 @@ class QuantizedMatrix(Matrix):
         """
         if weight.dim() not in (2, 3) or weight.shape[-1] % 16:
             raise ValueError(
-                f"a weight {tuple(weight.shape)} is not quantised: take a matrix whose inputs are a multiple of 16, or those "
-                "of experts"
+                f"a weight {tuple(weight.shape)} is not quantised: take a matrix whose inputs are a multiple of 16"
             )
         inputs = weight.shape[-1]
         form = Blockwise(bits, min(block, inputs & -inputs))
@@ -237,8 +235,8 @@ class QuantizedMatrix(Matrix):
         if func is grouped_matmul:
             return grouped_thin_matmul(*args, **(kwargs or {}))
         raise TypeError(
-            f"{getattr(func, '__name__', func)} of a QuantizedMatrix: F.linear alone takes it, and product(rows, weight) of "
-            "experts; weight.dense() is a tensor"
+            f"{getattr(func, '__name__', func)} of a QuantizedMatrix: F.linear alone takes it, and product() of experts; "
+            "weight.dense() is a tensor"
         )
 
 
@@ -272,6 +270,54 @@ def readable(tensors: Sequence[torch.Tensor | Matrix | None], dtype: torch.dtype
     )
 
 
+class DecoderWeights(ABC):
+    """The base of the weights of one half of a decoder's layer, all of one dtype: a norm, `linears` and ``others``.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+
+    norm: torch.Tensor
+
+    @property
+    @abstractmethod
+    def linears(self) -> tuple[Linear | None, ...]:
+        """In the order in which compiled kernels take them."""
+
+    @property
+    def others(self) -> tuple[torch.Tensor | None, ...]:
+        return ()
+
+    @abstractmethod
+    def shapes(self) -> Sequence[tuple[Any, tuple[int, ...]]] | None:
+        """Each weight, which may be None, with the shape that it must have; None where sizes do not fit each other."""
+
+    def __post_init__(self) -> None:
+        if self._computes_itself:
+            return
+        expected = self.shapes()
+        given = [(part, shape) for part, shape in expected or () if part is not None]
+        if expected is None or any(part.shape != shape or part.dtype != self.norm.dtype for part, shape in given):
+            name, parts = type(self).__name__, [part for part in self._parts if part is not None]
+            weights = ", ".join(f"{tuple(part.shape)} of {part.dtype}" for part in parts)
+            raise ValueError(f"{name} of {weights}: they do not fit each other. help({name}) has the shapes")
+
+    @cached_property
+    def lines(self) -> Any:
+        """What C++ calls a layer; None where it cannot read it."""
+        if self._computes_itself or not readable(self._parts, self.norm.dtype):
+            return None
+        return lines(*[line(*(linear or (None,))) for linear in self.linears])
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return (self.norm, *self.others, *(part for linear in self.linears if linear for part in linear))
+
+    @cached_property
+    def _computes_itself(self) -> bool:
+        return has_torch_function(tuple(part for part in self._parts if not isinstance(part, Matrix)))
+
+
 class reference(Plain):
     """In plain torch, which makes a quantised matrix whole first; and of ranges of rows, by expert."""
 
@@ -296,7 +342,7 @@ def whole(weight: Matrix) -> torch.Tensor:
     return flat.view(weight.shape).to(weight.dtype)
 
 
-class cpu(native.Cpp, operation="thin_matmul", thin_matmul="pilplppi"):
+class cpu(native.Compiled, thin_matmul="pilplppi"):
     """By thin_matmul.cpp."""
 
     @staticmethod

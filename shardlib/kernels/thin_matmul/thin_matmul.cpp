@@ -1,4 +1,4 @@
-// Products of a few rows with weights on the CPU; see op.py for the mathematics. Compiled once per instruction set.
+// Products of a few rows with weights on the CPU; see __init__.py for the mathematics. Compiled once per instruction set.
 #include "../common/thin.h"
 
 namespace {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardlib.collectives.tokens import Coming
+from shardlib.collectives.tokens import PendingRows
 from shardlib.collectives.tokens.fetch import TokenFetch
 from shardlib.common._compat import differentiated, outside_of_graphs
 from shardlib.common.environment import environment
@@ -190,17 +190,17 @@ def _by_expert(routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
 @outside_of_graphs
 def _send(
     exchange: Any, mesh: Mesh, rows: torch.Tensor, counts: torch.Tensor, how: Mapping[str, Any]
-) -> tuple[Coming, Any]:
+) -> tuple[PendingRows, Any]:
     return exchange.send(mesh, rows, counts, **how)
 
 
 @outside_of_graphs
-def _send_back(exchange: Any, mesh: Mesh, rows: torch.Tensor, way: Any) -> Coming:
+def _send_back(exchange: Any, mesh: Mesh, rows: torch.Tensor, way: Any) -> PendingRows:
     return exchange.back(mesh, rows, way)
 
 
 @outside_of_graphs
-def _wait(coming: Coming) -> torch.Tensor:
+def _wait(coming: PendingRows) -> torch.Tensor:
     return coming.wait()
 
 
@@ -246,7 +246,7 @@ class Replicas:
         rank = rank_of({axis: mesh.shape[axis] for axis in axes}, mesh.coords)
         self.slots = torch.tensor(placed.of_rows(rank), device=mesh.device)
         fetch, rows = TokenFetch(axes, placed.owners), placed.rows(rank)
-        self._coming: Mapping[str, Coming] = tree_map(
+        self._coming: Mapping[str, PendingRows] = tree_map(
             lambda leaf: fetch.start(mesh, leaf.rows_for_replicas(rows)), params
         )
 

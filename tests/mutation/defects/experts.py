@@ -76,7 +76,7 @@ DEFECTS = (
     Defect(
         "counts that are exchanged again",
         "bytes",
-        "collectives/tokens/route.py",
+        "collectives/tokens/routing.py",
         "a recomputed layer asks again how many rows come",
         "flat = once(lambda: _exchange(mesh, axes, counts))",
         "flat = _exchange(mesh, axes, counts)",
@@ -85,7 +85,7 @@ DEFECTS = (
     Defect(
         "padded rows in chunks of any size",
         "agreement",
-        "collectives/tokens/journey.py",
+        "collectives/tokens/routing.py",
         "ranks with other numbers of tokens wait for each other, and nothing says why",
         "hop.sizes or ()",
         "hop.sizes or (torch.tensor([hop.sent // (ways := self._mesh.shape[hop.axis])] * ways),) * 2",
@@ -193,7 +193,7 @@ DEFECTS = (
     Defect(
         "slices of experts count from the stack",
         "axis",
-        "collectives/styles/layer.py",
+        "collectives/styles/base.py",
         "a layer of experts is cut along the dimension before",
         "return first + self.dim_of_layer(",
         "return self.dim_of_layer(",

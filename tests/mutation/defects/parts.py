@@ -58,7 +58,7 @@ DEFECTS = (
         "a kernel does whole vectors, and leaves what comes after them as it was",
         "for (; i < stop; ++i) op.template at<One>(i);",
         "",
-        ("tests/kernels/test_kernels_lion.py::test_drawn_buffers",),
+        ("tests/kernels/test_kernels_steps.py::test_lions_drawn_buffers",),
     ),
     Defect(
         "eps beside the root",
@@ -94,7 +94,7 @@ DEFECTS = (
         "a row of the softmax sees the key behind its last",
         "seen = key < count",
         "seen = key <= count",
-        ("tests/kernels/test_kernels_layer.py::test_triton",),
+        ("tests/kernels/test_triton.py::test_interpreted",),
     ),
     Defect(
         "the last row of a tile",
@@ -103,7 +103,7 @@ DEFECTS = (
         "a Triton kernel leaves out the last element",
         "valid = at < count",
         "valid = at + 1 < count",
-        ("tests/kernels/test_kernels_lion.py::test_triton_is_the_reference",),
+        ("tests/kernels/test_triton.py::test_interpreted",),
     ),
     Defect(
         "what integers leave out, without the scale",

@@ -1,4 +1,4 @@
-"""AdamW in one pass over mixed dtypes: every implementation against the reference, and the reference against torch's."""
+"""Optimizers' steps in one pass: definitions, and every implementation against the reference, which is held to torch's."""
 
 import math
 import time
@@ -6,15 +6,16 @@ import time
 import pytest
 import torch
 from helpers import kernels, step_kernels
-from helpers.interpreter import interpret
 from helpers.step_kernels import BF16, DTYPES, F16, F32, F64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.kernels import adamw
+from shardlib.kernels import adamw, frozen_adam, lion
 
 NUMBERS = {"count": 3.0, "lr": 0.01, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 FACTORS = adamw.factors_at(**NUMBERS)
+LION = lion.factors_at(lr=0.5, b1=0.75, b2=0.5, weight_decay=0.25)
+LR = torch.tensor(0.5, dtype=F64)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
@@ -87,20 +88,15 @@ def test_a_step_follows_the_direction(dtype):
     assert torch.equal(mu, tensors[2]) and torch.equal(nu, tensors[3])
 
 
-def test_triton_is_the_reference():
-    interpret("adamw", step_kernels.__file__)
-
-
 def test_threads_change_nothing():
     grad, *start = (step_kernels.buffer(2**19 + 77, F32, seed, 3) for seed in range(4))
-    results = []
-    for threads in (1, 3):
+
+    def run():
         param, mu, nu, copy = (*(tensor.clone() for tensor in start), torch.empty(len(grad), dtype=BF16))
-        with kernels.threads(threads):
-            adamw.adamw_(param, grad, mu, nu.abs_(), FACTORS, copy=copy, using="cpu")
-        results.append((param, mu, nu, copy))
-    for one, three in zip(*results):
-        torch.testing.assert_close(one, three, rtol=0, atol=0, equal_nan=True)
+        adamw.adamw_(param, grad, mu, nu.abs_(), FACTORS, copy=copy, using="cpu")
+        return param, mu, nu, copy
+
+    kernels.assert_threads_change_nothing(run, 1, 3)
 
 
 def test_all_halves_are_rounded_as_torch_rounds_them():
@@ -151,6 +147,72 @@ def test_nonfinite_values_do_not_spread():
             assert torch.equal(copy.isnan(), param.isnan())
 
 
+def test_lion_by_hand():
+    param, grad, mu = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([8.0, -8.0, -12.0]), torch.tensor([4.0, 0.0, 2.0])
+    copy = torch.empty(3, dtype=BF16)
+    lion.lion_(param, grad, mu, LION, copy=copy, scale=torch.tensor(0.5, dtype=F64))
+    # β1·m + (1−β1)·g is 4, −1 and 0.
+    assert param.tolist() == copy.tolist() == [1 * 0.875 - 0.5, 2 * 0.875 + 0.5, 3 * 0.875]
+    assert mu.tolist() == [4, -2, -2]
+
+
+@pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
+@given(
+    elements=st.one_of(st.integers(0, 700), st.just(5003)), dtypes=st.sampled_from(DTYPES), seed=st.integers(0, 2**30),
+    offset=st.integers(0, 40), scale=st.sampled_from([None, 1 / 3, 1e-20, 1e20]),
+    spoiled=st.booleans(), elsewhere=st.booleans(),
+)  # fmt: skip
+def test_lions_drawn_buffers(name, elements, dtypes, seed, offset, scale, spoiled, elsewhere):
+    with kernels.served_by(name) as using:
+        step_kernels.check_lion(using, elements, dtypes, seed, offset, scale, spoiled, elsewhere)
+
+
+def test_frozen_steps_by_hand():
+    param, mu, nu = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 7.0]), torch.tensor([4.0, 0.0])
+    copy = torch.empty(2, dtype=BF16)
+    frozen_adam.frozen_step_(param, mu, nu, lr=LR, eps=1.0, weight_decay=0.25, copy=copy)
+    assert mu.tolist() == [3, 0] and nu.tolist() == [4, 0]
+    assert param.tolist() == copy.tolist() == [1 - 0.5 * (3 / (2 + 1) + 0.25 * 1), 2 - 0.5 * 0.25 * 2]
+
+    grad, mu = torch.tensor([16.0, 8.0]), torch.tensor([4.0, 5.0])
+    frozen_adam.local_momentum_(grad, mu, b1=0.75, scale=torch.tensor(0.5, dtype=F64))
+    assert grad.tolist() == [0.75 * 4 + 0.25 * 8, 0.75 * 5 + 0.25 * 4] and mu.tolist() == [4, 5]
+
+    grad, mu, moved = torch.tensor([16.0, 8.0]), torch.tensor([4.0, 5.0]), torch.tensor([0.25, 0.5])
+    scale = torch.tensor(0.5, dtype=F64)
+    frozen_adam.local_step_(grad, mu, nu, moved, lr=LR, b1=0.5, eps=1.0, scale=scale)
+    assert mu.tolist() == [0.5 * 4 + 0.5 * 8, 0] and moved.tolist() == [0.25 - 0.5 * 6 / 3, 0.5]
+
+    mu, before, fresh = torch.tensor([8.0, 5.0]), torch.tensor([2.0, 4.0]), torch.tensor([16.0, 8.0])
+    spread = torch.tensor(2.0, dtype=F64)
+    frozen_adam.fresh_step_(mu, before, nu, fresh, spread=spread, b1=0.5, b2=0.75, eps=1.0)
+    assert mu.tolist() == [4, 0] and torch.equal(before, torch.tensor([4 / 3, 0]))
+    # The gradients that lead from 2 to 4, and from 4 to 0.
+    assert fresh.tolist() == [0.75 * 16 + 0.25 * 6**2, 0.75 * 8 + 0.25 * 4**2]
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_frozen_move_is_what_the_step_adds(dtype):
+    tensors = [torch.rand(1000, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
+    tensors[2][::7] = 0
+    param, mu, nu = (tensor.clone() for tensor in tensors)
+    options = {"lr": LR, "eps": 1e-8, "weight_decay": 0.1}
+    frozen_adam.frozen_step_(param, mu, nu, **options)
+    by = frozen_adam.frozen_move(*tensors, **options)
+    assert torch.equal(tensors[0] + by, param) and torch.equal(tensors[1], mu)
+
+
+@pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
+@given(
+    elements=st.one_of(st.integers(0, 700), st.just(5003)), narrow=st.sampled_from([None, BF16, F16]),
+    seed=st.integers(0, 2**30), offset=st.integers(0, 40), scale=st.sampled_from([None, 1 / 3, 1e-20, 1e20]),
+    spoiled=st.booleans(),
+)  # fmt: skip
+def test_drawn_buffers_of_frozen_steps(name, elements, narrow, seed, offset, scale, spoiled):
+    with kernels.served_by(name) as using:
+        step_kernels.check_frozen_adam(using, elements, narrow, seed, offset, scale, spoiled)
+
+
 def test_strided_tensors_and_float64_use_plain_torch():
     tensors = [torch.rand(6, 4, generator=torch.Generator().manual_seed(n)) for n in range(4)]
     strided = [tensor.t().contiguous().t() for tensor in tensors]
@@ -165,11 +227,18 @@ def test_wrong_arguments_reach_no_kernel():
     param, grad, mu, nu = (torch.zeros(16) for _ in range(4))
     with pytest.raises(ValueError, match=r"grad has shape \(15,\), param \(16,\)"):
         adamw.adamw_(param, torch.zeros(15), mu, nu, FACTORS)
-    with pytest.raises(TypeError, match=r"mu is torch.bfloat16 beside param of torch.float32.*cast it"):
+    with pytest.raises(TypeError, match=r"mu is torch.bfloat16, param torch.float32: cast it"):
         adamw.adamw_(param, grad, mu.bfloat16(), nu, FACTORS)
     with pytest.raises(TypeError, match=r"copy is torch.float32"):
         adamw.adamw_(param, grad, mu, nu, FACTORS, copy=torch.zeros(16))
-    with pytest.raises(TypeError, match=r"scale is torch.float32 on cpu: make it float64 on cpu"):
+    with pytest.raises(TypeError, match=r"scale is torch.float32: make it float64"):
         adamw.adamw_(param, grad, mu, nu, FACTORS, scale=torch.tensor(1.0))
     with pytest.raises(ValueError, match="move them to one device"):
         adamw.adamw_(param, grad.to("meta"), mu, nu, FACTORS)
+    with pytest.raises(ValueError, match=r"grad has shape \(15,\), param \(16,\)"):
+        lion.lion_(param, grad[1:], mu, LION)
+    options = {"lr": LR, "eps": 1e-8, "weight_decay": 0.1}
+    with pytest.raises(TypeError, match=r"copy is torch.float32, param torch.float32: cast it"):
+        frozen_adam.frozen_step_(param, mu, nu, copy=param, **options)
+    with pytest.raises(TypeError, match="or strided tensors are served by plain torch, not by cpu"):
+        frozen_adam.frozen_step_(*(torch.zeros(32)[::2] for _ in range(3)), using="cpu", **options)
