@@ -354,7 +354,7 @@ def test_bf16_rows_travel_as_they_are(pool):
     ("rows", "counts", "slots", "error", "message"),
     [
         ((3, 2), [1, 1, 1], None, SpecError, r"direct over axis 'e': 3 experts do not divide over 2 ranks"),
-        ((3,), [1, 1], None, SpecError, r"rows are \(3,\) and counts \(2,\) of torch.int64; pass rows \[R, W\]"),
+        ((3,), [1, 1], None, SpecError, r"rows are \(3,\) and counts \(2,\) of torch.int64; pass \[R, W\]"),
         ((3, 2), [2, 2], None, SpecError, r"4 rows are counted and 3 given"),
         ((3, 2), [2, 1], 1, RuntimeError, r"an expert keeps more rows than its 1 slots"),
     ],
@@ -372,7 +372,7 @@ def test_results_of_another_number_are_refused():
         coming, way = Direct("e").send(mesh, torch.ones(2, 1), torch.tensor([1, 1]))
         Direct("e").back(mesh, coming.wait()[1:], way)
 
-    with pytest.raises(SpecError, match=r"results are \(1, 1\) and 2 rows arrived; pass one result for each"):
+    with pytest.raises(SpecError, match=r"results are \(1, 1\) for 2 rows; pass one for each"):
         sl.simulate(run, mesh={"e": 2})
 
 

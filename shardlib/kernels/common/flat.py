@@ -159,7 +159,7 @@ class CompiledSteps(native.Compiled):
         numbers = sum(len(getattr(kinds[each], "_fields", (each,))) for each in fields.factors)
         letters = "p" * len(states) + "".join("pi" if each in typed else "p" for each in buffers) + "l" + "f" * numbers
         scale, where = ("p", "p") if cls.of_gpus else ("f", "i")
-        cls.signatures |= {name: letters + scale * scaled + where}
+        cls.signatures = {**cls.signatures, name: letters + scale * scaled + where}
 
         def call(step: Any, old: Any = None) -> None:
             values: list[Any] = [getattr(old or step, each) for each in states]

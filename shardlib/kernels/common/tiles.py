@@ -38,7 +38,7 @@ def by(kernel: Any) -> Callable[[Any], None]:
 
     def step_by(step: Any) -> None:
         fields = fields_of(step.__class__)
-        count, factors = step[0].numel(), []
+        count, factors = step[0].numel(), list[Any]()
         for name in fields.factors:
             factor = getattr(step, name)
             factors += factor if isinstance(factor, tuple) else (factor,)
