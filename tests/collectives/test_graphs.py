@@ -110,7 +110,5 @@ def test_a_surrounding_mesh_is_not_mixed_up():
         return compiled(X)
 
     assert torch.equal(sl.simulate(run, mesh={"data": 1})[0], X)
-    with pytest.raises(
-        MeshError, match=r"compiled on mesh\(data=1\) is called on mesh\(data=1\): pass mesh="
-    ):
+    with pytest.raises(MeshError, match=r"compiled on mesh\(data=1\) is called on mesh\(data=1\): pass mesh="):
         sl.simulate(run, mesh={"data": 1})
