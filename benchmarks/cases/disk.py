@@ -12,7 +12,7 @@ import torch
 from benchmarks.harness import tables
 from benchmarks.harness.case import CPU, Case, Result, Setting
 from benchmarks.harness.timing import interleave, one_thread
-from shardlib.common.pages import pages
+from shardlib.common.devices import pages
 from shardlib.mesh.memories import AHEAD
 from shardlib.sharded.disk import Flat, Store, pool
 from shardlib.sharded.disk.store import DEPTH

@@ -15,7 +15,7 @@ import shardlib as sl
 from benchmarks.harness import rates, tables
 from benchmarks.harness.case import CUDA, Case, Checks, Result, Setting
 from benchmarks.harness.timing import medians
-from shardlib.common.pages import pages
+from shardlib.common.devices import pages
 from shardlib.models import gpt
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform

@@ -17,7 +17,7 @@ from shardlib.checkpoint.agreement import from_first_rank
 from shardlib.checkpoint.archives import Stored, data_at, number
 from shardlib.checkpoint.importing import Imported, Target, import_into, mesh_of
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
-from shardlib.common.dtypes import dtype_name
+from shardlib.common.tensors import dtype_name
 from shardlib.errors import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"

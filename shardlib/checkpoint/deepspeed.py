@@ -23,7 +23,7 @@ from shardlib.checkpoint.archives import Stored, load, number
 from shardlib.checkpoint.fragments import boxes
 from shardlib.checkpoint.importing import Imported, Target, import_into, mesh_of
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
-from shardlib.common.dtypes import dtype_name
+from shardlib.common.tensors import dtype_name
 from shardlib.errors import CheckpointError, listing
 from shardlib.mesh.specs import Window
 from shardlib.optim.train_state import TrainState

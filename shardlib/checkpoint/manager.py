@@ -14,8 +14,7 @@ import torch
 from shardlib.checkpoint import restore as restoring
 from shardlib.checkpoint.save import prepared, save, saved_fragments
 from shardlib.checkpoint.snapshot import PATIENCE, BackgroundSave, Snapshot
-from shardlib.mesh.launch.signals import INTERRUPT, STOPPING, Signals, exit_code
-from shardlib.mesh.launch.supervised import RESIZE, Supervisor
+from shardlib.mesh.launch.supervised import INTERRUPT, RESIZE, STOPPING, Signals, Supervisor, exit_code
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.group_update import is_step

@@ -24,7 +24,7 @@ from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
 from shardlib.checkpoint.reading import BUFFER, TensorsOnDisk, open_checkpoint
 from shardlib.checkpoint.writing import bytes_of, write_all
 from shardlib.common.disk import sync_folder
-from shardlib.common.dtypes import dtype_name
+from shardlib.common.tensors import dtype_name
 from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.specs import Window
 from shardlib.models.huggingface.conversion import Described, Origin, OriginTensor, of_files, of_model

@@ -12,8 +12,7 @@ from shardlib.checkpoint.commit import Commit
 from shardlib.checkpoint.decoding import Saving
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.collectives import primitives
-from shardlib.common.devices import pins
-from shardlib.common.pages import pages
+from shardlib.common.devices import pages, pins
 from shardlib.errors import CheckpointError, RankFailure, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import watch

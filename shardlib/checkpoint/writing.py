@@ -16,8 +16,7 @@ from shardlib.checkpoint import items
 from shardlib.checkpoint.fragments import Fragment, boxes
 from shardlib.checkpoint.manifest import Chunk, Entry
 from shardlib.common.disk import begin_writing
-from shardlib.common.dtypes import dtype_name
-from shardlib.common.raw_bytes import raw_bytes
+from shardlib.common.tensors import dtype_name, raw_bytes
 from shardlib.common.thresholds import Threshold
 
 # Bytes of an item at most: far below 4 GiB, from which on zip files need another form.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib.common.chunks import chunks
+from shardlib.common.thresholds import chunks
 from shardlib.errors import IllegalComposition
 from shardlib.kernels import exact_sum, global_norm
 from shardlib.kernels.exact_sum import digits

@@ -11,7 +11,7 @@ from shardlib.commands.arguments import Parser, WrongArguments
 from shardlib.common.optional import MissingPackage
 from shardlib.common.version import VERSION
 from shardlib.mesh.launch.orphans import end_with
-from shardlib.mesh.launch.signals import INTERRUPT, exit_code
+from shardlib.mesh.launch.supervised import INTERRUPT, exit_code
 
 
 def make_parser() -> Parser:

@@ -23,7 +23,7 @@ from shardlib.nn.blocks import Sequential, sequential
 from shardlib.nn.functional import Mean
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
-from shardlib.report.scores import byte_scores
+from shardlib.report.ngram import byte_scores
 from shardlib.shard import shard
 from shardlib.sharded.unshard import unshard
 from shardlib.train import make_train_step

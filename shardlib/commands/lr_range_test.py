@@ -12,10 +12,9 @@ import torch.distributed as dist
 from shardlib import optim
 from shardlib.commands import job, model, pictures
 from shardlib.commands.arguments import WrongArguments, above_zero
-from shardlib.report.log import Log
+from shardlib.report.log import CsvWriter, Log
 from shardlib.report.plot import plot_range_test
 from shardlib.report.range_test import has_diverged, propose_rate
-from shardlib.report.writers import CsvWriter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

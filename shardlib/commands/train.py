@@ -17,17 +17,15 @@ from shardlib.commands import job, model, pictures
 from shardlib.commands.arguments import WrongArguments, above_zero, natural, positive, wrong_arguments
 from shardlib.common._compat import storage_id
 from shardlib.errors import CheckpointError, TreeError
-from shardlib.mesh.launch.signals import INTERRUPT, STOPPING, exit_code
+from shardlib.mesh.launch.supervised import INTERRUPT, STOPPING, exit_code
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.plan.tables import size, table
-from shardlib.report.log import Log, Writer
-from shardlib.report.ngram import ngram_losses
+from shardlib.report.log import CsvWriter, JsonlWriter, Log, TensorBoardWriter, WandbWriter, Writer, require_packages
+from shardlib.report.ngram import byte_scores, ngram_losses
 from shardlib.report.plot import plot_losses
 from shardlib.report.progress import Progress
-from shardlib.report.scores import byte_scores
-from shardlib.report.writers import CsvWriter, JsonlWriter, TensorBoardWriter, WandbWriter, require_packages
 from shardlib.tree import leaves_of
 
 WRITERS: dict[str, Callable[[Path, int], Writer]] = {

@@ -65,8 +65,8 @@ def untransformed(what: str, around: Callable[..., Any] | None = None) -> Callab
             if around is not None:
                 return around(*args, **kwargs)
             raise HandleError(
-                f"torch.func, or forward mode, around {what}, to which its result is a constant. Take "
-                "sl.value_and_grad(loss_fn)(params, batch), or an eval step of one batch, which they differentiate"
+                f"torch.func, or forward mode, around {what}, to which its result is a constant. Take sl.value_and_grad, or "
+                "an eval step of one batch"
             )
 
         return call  # type: ignore[return-value]
@@ -78,6 +78,6 @@ def untransformed(what: str, around: Callable[..., Any] | None = None) -> Callab
 def refuse_compiled(what: str) -> NoReturn:
     """Raise where torch.compile traces the library. Call it while `torch.compiler.is_dynamo_compiling`."""
     raise HandleError(
-        f"{what}, and torch.compile would trace shardlib itself. Compile the functions of blocks, which get their parameters "
-        "gathered: sl.block(torch.compile(fn))"
+        f"{what}, and torch.compile would trace shardlib itself. Compile the functions of blocks: "
+        "sl.block(torch.compile(fn))"
     )

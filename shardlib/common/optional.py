@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from shardlib.errors import ShardlibError
 
@@ -25,12 +27,20 @@ def require(module: str, purpose: str, package: str, extra: str) -> ModuleType:
         raise MissingPackage(f"{purpose} needs {package}: {remedy} ({error})") from error
 
 
-def figures() -> tuple[type, type]:
-    """matplotlib's ``Figure`` and ``FigureCanvasAgg``, for figures without pyplot, global state or a display.
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of matplotlib's, in inches, without pyplot, global state or a display.
 
     Raises:
         MissingPackage: matplotlib is not installed.
     """
     figure = require("matplotlib.figure", "a plot", "matplotlib", "notebooks")
     canvas = require("matplotlib.backends.backend_agg", "a plot", "matplotlib", "notebooks")
-    return figure.Figure, canvas.FigureCanvasAgg
+    made = figure.Figure(figsize=(width, height), dpi=150, layout="constrained")
+    canvas.FigureCanvasAgg(made)
+    return made
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a figure; missing folders are created."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

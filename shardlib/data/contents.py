@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardlib.common.raw_bytes import raw_bytes
+from shardlib.common.tensors import raw_bytes
 
 
 class Contents:

@@ -2,7 +2,6 @@
 
 from shardlib.debug.bisect import Bisection, bisect
 from shardlib.debug.check import Check, Law, check
-from shardlib.debug.difference import Difference
-from shardlib.debug.finding import PHASES, Finding
+from shardlib.debug.finding import PHASES, Difference, Finding
 
 __all__ = ["PHASES", "Bisection", "Check", "Difference", "Finding", "Law", "bisect", "check"]

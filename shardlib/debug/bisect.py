@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from shardlib.debug.comparing import RAISED, first_difference
-from shardlib.debug.finding import PHASES, Finding
-from shardlib.debug.mean import OverRows, mean_over_rows
+from shardlib.debug.calls import forward, placing
+from shardlib.debug.finding import PHASES, Difference, Finding
+from shardlib.debug.one_device import OverRows, mean_over_rows
+from shardlib.debug.reduction import reduction
 from shardlib.debug.replay import PlanTrial
 from shardlib.debug.subject import (
     by_design,
@@ -23,6 +24,8 @@ from shardlib.debug.subject import (
     plan_of,
     widened,
 )
+from shardlib.debug.update import norm, update
+from shardlib.debug.view import side_by_side
 from shardlib.execute.batches import as_tensors
 from shardlib.optim import sgd
 from shardlib.optim.base import GradientTransformation
@@ -119,7 +122,7 @@ def bisect(
         found = []
         for name, plan in plans.items():
             plan = in_float64(plan) if exact else like_one_device(plan)
-            finding = first_difference(plan, PlanTrial(loss_fn, values, rows, optimizer, steps, key))
+            finding = _first_difference(plan, PlanTrial(loss_fn, values, rows, optimizer, steps, key))
             if finding is not None:
                 found.append(replace(finding, plan=name))
         if len(found) == 2 and found[0] == found[1]:
@@ -129,6 +132,31 @@ def bisect(
     with eagerly():
         trial = PlanTrial(loss_fn, params, batch, optimizer, steps, key)
         return _judged(first, plans, lambda plan: mean_over_rows(plan, trial), notes)
+
+
+_RAISED = "what the step raised"  # the operation of an error beside which nothing differs
+
+
+def _first_difference(plan: Plan, trial: PlanTrial) -> Finding | None:
+    """The first value of a trial's steps under a plan that one device does not give; None if there is none.
+
+    Each part of a step is compared on what the part before it gave.
+    """
+    made, views = side_by_side(plan, trial)
+    found = None
+    for view in views:
+        found = placing(view) or forward(view) or reduction(view)
+        if found is None and view.ended:
+            found = norm(view) or update(view, trial.optimizer)
+        if found is not None:
+            break
+    if made.error is None:
+        return found
+    if found is None:
+        number = max((len(noted) for noted in made.steps.values()), default=1) - 1
+        found = Finding("update", _RAISED, number, Difference(float("inf"), 0.0, 0.0))
+    said = f"the step then raised {type(made.error).__name__}: {str(made.error).splitlines()[0]}"
+    return replace(found, note="; ".join(filter(None, [found.note, said])))
 
 
 def _judged(
@@ -144,7 +172,7 @@ def _judged(
         over_rows: what differs where the loss function is no mean over rows.
     """
     exact = first(True)
-    if exact and exact.operation != RAISED:
+    if exact and exact.operation != _RAISED:
         return Bisection(exact, "It differs in float64 too, so it is no rounding.", notes)
     if not all(map(is_float64, plans.values())) and (finding := first(False)):
         return Bisection(

@@ -9,25 +9,21 @@ from typing import Any
 
 import torch
 
-from shardlib.debug.comparing import side_by_side
-from shardlib.debug.compressed import codec_laws
-from shardlib.debug.difference import Difference, difference
-from shardlib.debug.finding import Finding, ranks_named
-from shardlib.debug.forward import forward
-from shardlib.debug.layout import coords_of
-from shardlib.debug.mean import mean_over_rows
-from shardlib.debug.placing import placing
+from shardlib.debug.calls import forward, placing
+from shardlib.debug.codec_laws import codec_laws
+from shardlib.debug.finding import Difference, Finding, difference, ranks_named
+from shardlib.debug.one_device import mean_over_rows
 from shardlib.debug.reduction import reduction
 from shardlib.debug.replay import PlanTrial, Replay, replay, share_of
 from shardlib.debug.subject import drawn, eagerly, in_float64, left_out, plan_of, widened
 from shardlib.debug.update import norm, update
-from shardlib.debug.view import StepView
+from shardlib.debug.view import StepView, side_by_side
 from shardlib.evaluate import make_eval_step
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.losses import read_loss
 from shardlib.execute.stages.tracing import Tracing
 from shardlib.mesh.launch import simulate
-from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.mesh import Mesh, coordinates
 from shardlib.optim import adamw, chain, clip_by_global_norm
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.wrapping import require_transformations
@@ -185,8 +181,7 @@ class _Subject:
         found = [placing(view), forward(view), reduction(view)]
         if view.ended:
             found += [norm(view), update(view, self.trial.optimizer)]
-            grads = {r: {n: g * step.scale for n, g in step.grads.items()} for r, step in view.ranks.items()}
-            for _, path, _, apart, _, _ in view.of_buckets(view.mean[1], grads, "optimizer"):
+            for _, path, _, apart, _, _ in view.of_buckets(view.mean[1], view.grads, "optimizer"):
                 leaves[path] = max(leaves.get(path, apart), apart)
         for each in found:
             if each is not None:
@@ -202,8 +197,7 @@ class _Subject:
             if any(_concerns(kind, subject, value, found) for (kind, subject, _), value in slots)
         ]
         who = f"claimed by {' and '.join(dict.fromkeys(by))}; " if by else ""
-        again = f"sl.debug.bisect(..., steps={found.step + 1})"
-        return f"{who}take transforms out one by one, and see by {again} which of them it needs"
+        return f"{who}take transforms out one by one: sl.debug.bisect(..., steps={found.step + 1}) tells which it needs"
 
     def _over_rows(self) -> Iterator[Law]:
         """The loss function is a mean over rows."""
@@ -215,15 +209,13 @@ class _Subject:
 
     def _payload(self, made: Replay) -> Law:
         """Bytes that ranks send in a step are those of the plan."""
-        name, zero = "a step sends what the plan says", Difference(0.0, 0.0, 0.0)
-        if self.trial.optimizer.owns:
-            return Law(
-                name, None, f"not tested, since {self.trial.optimizer.owns.name} sends other bytes from step to step"
-            )
-        rows = share_of(as_tensors(self.trial.batch, torch.device("cpu")), self.plan, coords_of(self.plan.sizes, 0))
+        name = "a step sends what the plan says"
+        optimizer, step = self.trial.optimizer, _STEPS - 1
+        if optimizer.owns:
+            return Law(name, None, f"not tested, since {optimizer.owns.name} sends other bytes from step to step")
+        rows, key = share_of(self.trial.batch, self.plan, coordinates(self.plan.sizes, 0)), self.trial.rng.fold_in(step)
         try:
-            planned = with_needs(with_owner(self.plan, self.trial.optimizer), self.trial.optimizer)
-            step, key = _STEPS - 1, self.trial.rng.fold_in(_STEPS - 1)
+            planned = with_needs(with_owner(self.plan, optimizer), optimizer)
             tracing = Tracing(self.trial.loss_fn, rows, None, torch.device("cpu"), step, key)
             said = tracing.traced(planned.at_step(step, key)).payload()
         except Exception as error:  # the loss function's own, on tensors without values
@@ -234,11 +226,9 @@ class _Subject:
         if sent == said:
             return Law(name, None, ", ".join(f"{count} bytes over {axis!r}" for axis, count in sent.items()))
         axis = next(axis for axis in said if sent[axis] != said[axis])
-        apart = zero._replace(error=float(abs(sent[axis] - said[axis])), largest=float(said[axis]))
+        apart = Difference(float(abs(sent[axis] - said[axis])), 0.0, float(said[axis]))
         what = f"{sent[axis]} bytes are sent over axis {axis!r}, and the plan says {said[axis]}"
-        return Law(
-            name, Finding("reduction", what, _STEPS - 1, apart), "", "compare print(plan) with sl.report's counts"
-        )
+        return Law(name, Finding("reduction", what, step, apart), "", "compare print(plan) with sl.report's counts")
 
     def _repeated(self, made: Replay, again: Replay) -> Law:
         """Two runs give the same bits."""
@@ -253,7 +243,7 @@ class _Subject:
 
     def _evaluated(self) -> Iterator[Law]:
         """An evaluation gives the loss of one device."""
-        name, batch = "an evaluation gives the loss of one device", as_tensors(self.trial.batch, torch.device("cpu"))
+        name, batch = "an evaluation gives the loss of one device", self.trial.batch
         try:
             whole = read_loss(self.trial.loss_fn(self.trial.params, batch), False)
         except Exception as error:  # a loss function that is for training alone, with dropout say
@@ -265,7 +255,7 @@ class _Subject:
             return make_eval_step(self.trial.loss_fn, placed)(placed, share_of(batch, self.plan, mesh.coords))
 
         for rank, value in enumerate(simulate(of_rank, mesh=self.plan.sizes)):
-            rows = share_of(batch, self.plan, coords_of(self.plan.sizes, rank))
+            rows = share_of(batch, self.plan, coordinates(self.plan.sizes, rank))
             outcome = whole if whole.weighted else read_loss(self.trial.loss_fn(self.trial.params, rows), False)
             due = outcome.total.double() / outcome.weights[0]
             got = torch.as_tensor(value[0] if isinstance(value, tuple) else value, dtype=torch.float64)

@@ -9,20 +9,12 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.nn.functional as F
 
-from shardlib.debug.difference import Difference, difference
+from shardlib.debug.finding import Difference, difference
 from shardlib.mesh.specs import P
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 
 Coords = Mapping[str, int]
-
-
-def coords_of(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """The coordinates of a rank: the last axis varies fastest."""
-    coords: dict[str, int] = {}
-    for axis in reversed(list(sizes)):
-        rank, coords[axis] = divmod(rank, sizes[axis])
-    return coords
 
 
 def number(axes: tuple[str, ...], sizes: Mapping[str, int], coords: Coords) -> int:
@@ -82,12 +74,8 @@ def best_part(plan: Plan, found: torch.Tensor, whole: torch.Tensor, coords: Coor
     """
     if found.dim() != whole.dim():
         return None
-    nearest: Difference | None = None
-    for part in _parts(plan, found, whole, coords):
-        each = difference(found, part)
-        if nearest is None or each.error < nearest.error:
-            nearest = each
-    return nearest
+    differences = (difference(found, part) for part in _parts(plan, found, whole, coords))
+    return min(differences, key=lambda each: each.error, default=None)
 
 
 def _parts(plan: Plan, found: torch.Tensor, whole: torch.Tensor, coords: Coords) -> Iterator[torch.Tensor]:

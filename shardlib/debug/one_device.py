@@ -1,18 +1,21 @@
-"""One device: the loss function with torch's autograd on whole parameters, micro-batch by micro-batch."""
+"""One device: the loss function with torch's autograd on whole parameters, micro-batch by micro-batch; and whether it is a
+mean over rows, so that micro-batches train as the whole batch does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 
 from shardlib.common.environment import within
-from shardlib.debug.notes import NotedRun, copied
-from shardlib.debug.watching import LossWatch
+from shardlib.debug.finding import Difference, Finding, difference
+from shardlib.debug.replay import PlanTrial, cells
+from shardlib.debug.subject import in_float64, widened
+from shardlib.debug.watching import LossWatch, NotedRun, copied
 from shardlib.errors import BatchError, LossError, ShardlibError
 from shardlib.execute.context import casting
 from shardlib.execute.layer_dropping import Layers
@@ -30,8 +33,8 @@ class _OneOfSeveral:
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         raise LossError(
-            "gather_batch: plans are compared with one device micro-batch by micro-batch, and this loss needs the rows of "
-            "all ranks. Train a few steps on sl.simulate(..., mesh=...) and on one device, and compare the parameters"
+            "gather_batch: plans are compared micro-batch by micro-batch, and this loss needs all ranks' rows. Train some "
+            "steps on sl.simulate(..., mesh=...) and on one device, and compare the parameters"
         )
 
 
@@ -50,7 +53,6 @@ class OneDevice:
     Attributes:
         leaves: path -> whole parameter, as the optimizer keeps it.
         state: the optimizer's.
-        draws: whether the loss function has drawn from torch's generators.
     """
 
     def __init__(
@@ -62,7 +64,6 @@ class OneDevice:
         given = dict(zip(*flatten(params)[:2], strict=True))
         self.leaves = {p.path: given[p.path].detach().to(p.compute.dtype).to(dtypes[p.path]) for p in plan.placements}
         self.state = optimizer.init({path: self.leaves[path] for path in self._trained})
-        self.draws = False
 
     def used(self) -> Leaves:
         """Path -> parameter as the loss function gets it."""
@@ -102,9 +103,8 @@ class OneDevice:
         except Exception:
             return
         raise LossError(
-            f"{raised} in float64, in which plans are compared with one device, and runs in float32: let it compute in its "
-            "parameters' dtype, without casts to another or constants of one, and by operations that know float64 "
-            "(transformers' experts with experts_implementation='eager')"
+            f"{raised} in float64, and runs in float32. In float64 plans are compared: let it compute in its parameters' "
+            "dtype, by operations that know float64 (transformers: experts_implementation='eager')"
         ) from error
 
     def _evaluated(self, step: int, cell: int, used: Leaves, batch: Tree) -> Evaluated:
@@ -115,29 +115,21 @@ class OneDevice:
         watch, key = LossWatch(), self.key(step, cell)
         extra = {} if key is None else {"rng": key}
         seed = self._rng.fold_in(step).at_slot(cell)
+        several = self._plan.batch_ranks * self._plan.step.microbatches > 1
         with (
             torch.enable_grad(),
             seeding_torch(seed, torch.device("cpu")),
             self._thinned(step, seed, in_order),
-            self._rows(),
+            within(rows=_OneOfSeveral() if several else None),
+            casting(self._plan.step.autocast, torch.device("cpu")),
         ):
-            seeded = torch.get_rng_state()
-            with casting(self._plan.step.autocast, torch.device("cpu")):
-                value = watch.watched(self._loss_fn)(tree, batch, **extra)
-            self.draws |= not torch.equal(torch.get_rng_state(), seeded)
+            value = watch.watched(self._loss_fn)(tree, batch, **extra)
         (run,) = watch.runs
         total = read_loss(value, False).total
         leaves = [used[path] for path in self._trained]
         grads = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
         found = zip(self._trained, leaves, grads, strict=True)
         return Evaluated(run, {path: torch.zeros_like(leaf) if g is None else copied(g) for path, leaf, g in found})
-
-    @contextmanager
-    def _rows(self) -> Iterator[None]:
-        """A context in which a micro-batch is one of those of the plan."""
-        several = self._plan.batch_ranks * self._plan.step.microbatches > 1
-        with within(rows=_OneOfSeveral() if several else None):
-            yield
 
     @contextmanager
     def _thinned(self, step: int, key: Key, leaves: list[torch.Tensor]) -> Iterator[None]:
@@ -176,20 +168,97 @@ class OneDevice:
         return {path: leaf for path, leaf in zip(paths, leaves) if isinstance(leaf, torch.Tensor)}
 
 
-def mean_gradient(evaluated: Sequence[Evaluated], weighted: bool) -> tuple[float, Mapping[str, torch.Tensor], float]:
-    """Loss, gradient of the mean loss over all micro-batches, and the weight by which it is divided."""
+def is_weighted(evaluated: Sequence[Evaluated]) -> bool:
+    """Whether the loss is a `Mean`, whose weights are summed."""
+    return any(e.run.weight is not None and float(e.run.weight) != 1 for e in evaluated)
+
+
+def mean_gradient(evaluated: Sequence[Evaluated], weighted: bool) -> tuple[float, Leaves]:
+    """Loss, and gradient of the mean loss over all micro-batches."""
     weight = sum(float(e.run.weight) for e in evaluated if e.run.weight is not None) if weighted else len(evaluated)
     if not weight:
-        raise LossError(
-            "the weights of sl.Mean are 0 in all micro-batches, so that there is nothing to compare: give a batch in which "
-            "something counts"
-        )
+        raise LossError("the weights of sl.Mean are 0 in all micro-batches: give a batch in which something counts")
     loss = sum(float(e.run.total) for e in evaluated if e.run.total is not None) / weight
     grads = {path: sum(e.grads[path].double() for e in evaluated) / weight for path in evaluated[0].grads}
-    return loss, grads, weight  # type: ignore[return-value]
+    return loss, grads  # type: ignore[return-value]
 
 
 def _in_float32(tree: Tree) -> Tree:
     """A pytree whose float64 tensors are float32."""
     wide = torch.float64
     return tree_map(lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype == wide else leaf, tree)
+
+
+_NOT_COMPARED = (
+    "whether the loss function is a mean over rows: it draws, and not row by row as sl.dropout does, so that micro-batches "
+    "draw other numbers than the batch"
+)
+
+
+class OverRows(NamedTuple):
+    """What `mean_over_rows` finds.
+
+    Attributes:
+        parts: number of micro-batches of all ranks.
+        finding: a loss function that gives another mean for micro-batches than for the batch.
+        note: why that could not be compared, or "".
+    """
+
+    parts: int
+    finding: Finding | None = None
+    note: str = ""
+
+
+def mean_over_rows(plan: Plan, trial: PlanTrial) -> OverRows:
+    """Compare the mean over the micro-batches of all ranks with the value for the batch, on one device in float64.
+
+    Of a loss function that draws, micro-batches that are all alike tell whether it draws row by row. If not, a difference
+    may be that of the draws.
+    """
+    wide, params, rows = in_float64(plan), widened(trial.params), widened(trial.batch)
+    parts = cells(rows, wide)
+
+    def device(key: Key) -> OneDevice:
+        return OneDevice(wide, trial.loss_fn, params, trial.optimizer, key)
+
+    one = device(trial.rng)
+    evaluated = [one.evaluate(0, cell, part) for cell, part in enumerate(parts)]
+    found = _difference(one, evaluated, rows)
+    if found is None:
+        return OverRows(len(parts))
+    leaf, apart = found
+    fullest = parts[max(range(len(parts)), key=lambda cell: _weight(evaluated[cell]))]
+    alike = [one.evaluate(0, cell, fullest) for cell in range(len(parts))]
+    if _difference(one, alike, _joined([fullest] * len(parts))):
+        mine, its = (each.evaluate(0, 0, fullest).grads for each in (one, device(Key(0).fold_in("another"))))
+        if any(not torch.equal(mine[path], its[path]) for path in mine):  # by the key
+            return OverRows(len(parts), note=_NOT_COMPARED)
+    finding = Finding(
+        "forward",
+        f"the loss function: its mean over {len(parts)} micro-batches is not its value for the batch",
+        0,
+        apart,
+        leaf=leaf,
+        note="it is no mean over rows; return sl.Mean(total, weight), or keep what mixes rows (statistics of a "
+        "batch, capacities of experts) within fixed groups of rows",
+    )
+    return OverRows(len(parts), finding)
+
+
+def _difference(device: OneDevice, parts: Sequence[Evaluated], batch: Tree) -> tuple[str, Difference] | None:
+    """The first leaf whose gradient for the batch is not the mean over its parts, and how it differs."""
+    weighted = is_weighted(parts)
+    apart, together = (mean_gradient(of, weighted)[1] for of in (parts, [device.evaluate(0, 0, batch)]))
+    differences = ((path, difference(apart[path], whole)) for path, whole in together.items())
+    return next(((path, each) for path, each in differences if each.matters), None)
+
+
+def _weight(evaluated: Evaluated) -> float:
+    return 0.0 if evaluated.run.weight is None else float(evaluated.run.weight)
+
+
+def _joined(parts: Sequence[Tree]) -> Tree:
+    """The batch of these micro-batches."""
+    columns = zip(*(flatten(part)[1] for part in parts), strict=True)
+    leaves = [torch.cat(c) if isinstance(c[0], torch.Tensor) and c[0].dim() else c[0] for c in columns]
+    return unflatten(flatten(parts[0])[2], leaves)

@@ -1,22 +1,23 @@
-"""A few steps of a plan on simulated ranks, with everything that is compared noted."""
+"""A few steps of a plan on simulated ranks: what each rank computes, and what it exchanges with the others."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shardlib.debug.layout import coords_of, number
-from shardlib.debug.notes import NotedRun, copied
-from shardlib.debug.watching import LossWatch
-from shardlib.debug.wire import Wire
+from shardlib.debug.layout import number
+from shardlib.debug.watching import LossWatch, NotedRun, copied
 from shardlib.errors import BatchError, listing
-from shardlib.execute.batches import as_tensors
 from shardlib.execute.losses import require_function, require_no_buffers
 from shardlib.mesh.launch import simulate
-from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.mesh import Mesh, coordinates
+from shardlib.mesh.transport import Group, Work
+from shardlib.mesh.transport.activity import here
+from shardlib.mesh.transport.base import WrappedGroup
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.plan.plan import Plan
@@ -26,6 +27,73 @@ from shardlib.train import make_train_step
 from shardlib.tree import Tree, flatten, tree_map, unflatten
 
 Buffers = dict[str, torch.Tensor]
+Tensors = dict[int, torch.Tensor]
+
+
+@dataclass
+class WireExchange:
+    """One collective of equal parts, as all ranks of a group make it.
+
+    Attributes:
+        about: the unit or leaf that it is for, as the executor names it.
+        step: the step that it is part of.
+        extra: the source of a broadcast, or the pairs of a permutation.
+        members: the world's numbers of the ranks, by their number in the group.
+        sent, got: each rank's tensor before and after, by its number in the group.
+    """
+
+    op: str
+    axis: str
+    about: str
+    step: int | None
+    extra: Any = None
+    members: dict[int, int] = field(default_factory=dict)
+    sent: Tensors = field(default_factory=dict)
+    got: Tensors = field(default_factory=dict)
+
+    def due(self, rank: int) -> torch.Tensor:
+        """What a rank of the group is to get of what all sent, flat; in float64 where sums are rounded."""
+        size = len(self.sent)
+        sent = [self.sent[other].reshape(-1) for other in range(size)]
+        if self.op == "all_reduce":
+            return torch.stack(sent).sum(0)
+        if self.op == "all_gather":
+            return torch.cat(sent)
+        if self.op == "reduce_scatter":
+            return torch.stack(sent).sum(0).view(size, -1)[rank]
+        if self.op == "all_to_all":
+            return torch.cat([value.view(size, -1)[rank] for value in sent])
+        if self.op == "broadcast":
+            return sent[self.extra]
+        sources = [source for source, target in self.extra if target == rank]
+        return sent[sources[0]] if sources else torch.zeros_like(sent[rank])
+
+
+_NOTED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute")
+
+
+class _NotedGroup(WrappedGroup):
+    """A group whose collectives of equal parts are noted in ``made``, by axis, other coordinates and number."""
+
+    def __init__(self, made: dict[Any, WireExchange], mesh: Mesh, axis: str, group: Group) -> None:
+        super().__init__(group)
+        self._made, self._axis, self._world = made, axis, mesh.rank
+        self._key = axis, tuple(sorted((a, c) for a, c in mesh.coords.items() if a != axis))
+        self._count = 0
+
+    def exchange(self, op: str, out: Any, inp: Any, start: Callable[[], Work], about: Any = None) -> Work:
+        if op not in _NOTED or (op == "all_to_all" and about is not None):
+            return start()
+        key, self._count, names = (*self._key, self._count), self._count + 1, here()
+        noted = self._made.setdefault(key, WireExchange(op, self._axis, names.path, names.step, about))
+        noted.members[self.rank], noted.sent[self.rank] = self._world, copied(inp)
+        work = start()
+
+        def finish() -> None:
+            work.wait()
+            noted.got[self.rank] = copied(out)
+
+        return Work(finish)
 
 
 @dataclass(frozen=True)
@@ -35,7 +103,7 @@ class PlanTrial:
     Attributes:
         loss_fn: as for `make_train_step`, without buffers.
         params: values of all parameters.
-        batch: the global batch of every step.
+        batch: the global batch of every step, of tensors.
         steps: how many.
         rng: as for `make_train_step`.
 
@@ -91,13 +159,14 @@ class Replay:
     """Some steps of a plan.
 
     Attributes:
+        exchanges: of all ranks, in the order in which their first rank made them.
         start: rank -> stored parameters before the first step.
         steps: rank -> its steps; the last one may have ended early.
         error: what ended it.
     """
 
     plan: Plan
-    wire: Wire
+    exchanges: dict[Any, WireExchange] = field(default_factory=dict)
     start: dict[int, Buffers] = field(default_factory=dict)
     steps: dict[int, list[RankStep]] = field(default_factory=dict)
     error: Exception | None = None
@@ -107,7 +176,7 @@ class Replay:
         plan, found = self.plan, dict[int, dict[int, NotedRun]]()
         share, index = divmod(cell, plan.step.microbatches)
         for rank, steps in self.steps.items():
-            coords = coords_of(plan.sizes, rank)
+            coords = coordinates(plan.sizes, rank)
             if number(plan.batch_axes, plan.sizes, coords) == share and step < len(steps):
                 found[rank] = _of_microbatch(plan, coords, steps[step].runs, index)
         return found
@@ -146,45 +215,40 @@ def cells(batch: Tree, plan: Plan) -> list[Tree]:
             f"the global batch does not divide into the {count} micro-batches of {plan.batch_ranks} ranks × "
             f"{plan.step.microbatches}:\n{listing(unfit)}\nGive a multiple of {count} rows"
         )
-    columns = [
-        leaf.chunk(count) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * count for leaf in leaves
-    ]
+    columns = [_chunks(leaf, count) for leaf in leaves]
     return [unflatten(treedef, [column[index] for column in columns]) for index in range(count)]
+
+
+def _chunks(leaf: Any, count: int) -> Sequence[Any]:
+    return leaf.chunk(count) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * count
 
 
 def share_of(batch: Tree, plan: Plan, coords: Mapping[str, int]) -> Tree:
     """A rank's rows of the global batch."""
-    ranks, index = plan.batch_ranks, number(plan.batch_axes, plan.sizes, coords)
-    return tree_map(
-        lambda leaf: leaf.chunk(ranks)[index] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, batch
-    )
+    index = number(plan.batch_axes, plan.sizes, coords)
+    return tree_map(lambda leaf: _chunks(leaf, plan.batch_ranks)[index], batch)
 
 
 def replay(plan: Plan, trial: PlanTrial) -> Replay:
     """Run a trial's steps under a plan. An error that ends them is kept, with what was noted before."""
-    made = Replay(plan, Wire())
-    batch = as_tensors(trial.batch, torch.device("cpu"))
+    made = Replay(plan)
 
     def of_rank(mesh: Mesh) -> None:
-        mesh = made.wire.watched(mesh)
+        mesh = mesh.with_transport(functools.partial(_NotedGroup, made.exchanges, mesh))
         rank, watch = mesh.rank, LossWatch()
         mine = made.steps[rank] = []
         placed = shard_alike(trial.params, plan.at(mesh.coords), mesh)
         made.start[rank] = _copies(placed.buffers)
-        watched = _Watched(trial.optimizer)
-        state, train_step = make_train_step(
-            watch.watched(trial.loss_fn), placed, watched, rng=trial.rng, nonfinite="skip"
-        )
+        watched, loss_fn = _Watched(trial.optimizer), watch.watched(trial.loss_fn)
+        state, train_step = make_train_step(loss_fn, placed, watched, rng=trial.rng, nonfinite="skip")
         for _ in range(trial.steps):
             noted = watched.step = RankStep(watch.runs)
             mine.append(noted)
             before = _copies(state.comm)
             mesh.traffic.reset()
-            state, noted.metrics = train_step(state, share_of(batch, plan, mesh.coords))
+            state, noted.metrics = train_step(state, share_of(trial.batch, plan, mesh.coords))
             noted.params, noted.comm = _copies(state.params.buffers), (before, _copies(state.comm))
-            noted.inner = tree_map(
-                lambda leaf: copied(leaf) if isinstance(leaf, torch.Tensor) else leaf, state.opt.inner
-            )
+            noted.inner = tree_map(lambda x: copied(x) if isinstance(x, torch.Tensor) else x, state.opt.inner)
             noted.payload = dict(mesh.traffic.payload)
             watch.runs = []
 

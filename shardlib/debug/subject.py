@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,9 +14,7 @@ import torch
 from shardlib.errors import IllegalComposition
 from shardlib.make_plan import make_plan
 from shardlib.mesh.mesh import abstract_mesh
-from shardlib.mesh.specs import Leaf
 from shardlib.optim.base import GradientTransformation
-from shardlib.plan.buckets import Bucket
 from shardlib.plan.placement import Placement
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform, chain
@@ -25,42 +24,24 @@ _MOST_RANKS = 64
 
 
 def plan_of(given: Any, params: Tree, what: str) -> Plan:
-    """The plan that a user gives: of `make_plan`, or as a pair (sizes of the mesh, transform).
-
-    Raises:
-        TypeError: it is neither.
-        IllegalComposition: a plan on more ranks than can be simulated, or with states in files.
-    """
-    if isinstance(given, Plan):
-        plan = given.everywhere.layout  # a train step adds its optimizer's claim again
-    elif _is_pair(given):
-        sizes, transform = given
-        plan = make_plan(params, abstract_mesh(**sizes), chain() if transform is None else transform)
-    else:
-        raise TypeError(
-            f"{what} is a {type(given).__name__}; give a plan of sl.make_plan, or a pair of a mesh's sizes and a transform: "
-            "(dict(data=4), sl.zero(2))"
-        )
-    ranks = 1
-    for size in plan.sizes.values():
-        ranks *= size
-    if ranks > _MOST_RANKS:
+    """The plan that a user gives: of `make_plan`, or as a pair (sizes of the mesh, transform). Refuses what is neither, on
+    more ranks than can be simulated, or with states in files."""
+    match given:
+        case Plan():
+            plan = given.everywhere.layout  # a train step adds its optimizer's claim again
+        case (Mapping() as sizes, Transform() | None as transform):
+            plan = make_plan(params, abstract_mesh(**sizes), chain() if transform is None else transform)
+        case _:
+            raise TypeError(
+                f"{what} is a {type(given).__name__}; give a plan of sl.make_plan, or a pair (dict(data=4), sl.zero(2))"
+            )
+    if (ranks := math.prod(plan.sizes.values())) > _MOST_RANKS:
         raise IllegalComposition(
-            f"{what} is for {ranks} ranks, and {_MOST_RANKS} at most are simulated in one process; give the same transforms "
-            "on a smaller mesh, every axis of 2 say"
+            f"{what} is for {ranks} ranks, and {_MOST_RANKS} at most are simulated. Make every axis of the mesh 2, say"
         )
     if any("disk" in bucket.memory for bucket in plan.buckets):
-        raise IllegalComposition(f"{what} keeps states on disk; give the plan with offload('host') in its place")
+        raise IllegalComposition(f"{what} keeps states on disk; give the plan with offload('host')")
     return plan
-
-
-def _is_pair(given: Any) -> bool:
-    return (
-        isinstance(given, tuple)
-        and len(given) == 2
-        and isinstance(given[0], Mapping)
-        and (given[1] is None or isinstance(given[1], Transform))
-    )
 
 
 def in_float64(plan: Plan) -> Plan:
@@ -71,7 +52,7 @@ def in_float64(plan: Plan) -> Plan:
     return replace(
         plan,
         placements=tuple(map(_wide_placement, plan.placements)),
-        buckets=tuple(map(_wide_bucket, plan.buckets)),
+        buckets=tuple(_wide(bucket, "dtype", "reduce_dtype", "master_dtype") for bucket in plan.buckets),
         reductions=replace(plan.reductions, codecs=codecs),
         step=step,
         needs=None,
@@ -94,13 +75,10 @@ def left_out(plan: Plan, optimizer: GradientTransformation | None = None) -> lis
     codecs, packings = plan.reductions.codecs, plan.reductions.packings
     sums = [f"in float64, gradients over axis {axis!r} in {codec}" for axis, codec in codecs.items() if not codec.wide]
     gathers = [f"gathers over axis {axis!r} in {packing}" for axis, packing in packings.items()]
-    owned = (
-        [f"the sums and updates of {optimizer.owns.name}, and the steps after the first"]
-        if optimizer and optimizer.owns
-        else []
-    )
     scaled = sum(placement.scaled for placement in plan.placements)
-    products = [f"matrix products in 8 bits, by {scaled} parameters"] if scaled else []
+    products = [f"matrix products in 8 bits, by {scaled} parameters"] * bool(scaled)
+    owner = optimizer and optimizer.owns
+    owned = [f"the sums and updates of {owner.name}, and the steps after the first"] if owner else []
     return [*sums, *gathers, *products, *owned]
 
 
@@ -141,9 +119,8 @@ def widened(tree: Tree) -> Tree:
     made: dict[int, torch.Tensor] = {}
 
     def wide(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
-            return leaf
-        return made.setdefault(id(leaf), leaf.detach().double())
+        floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return made.setdefault(id(leaf), leaf.detach().double()) if floating else leaf
 
     return tree_map(wide, tree)
 
@@ -159,19 +136,13 @@ def drawn(plan: Plan) -> Tree:
     return unflatten(plan.shape.treedef, [made[leaf.path] for leaf in plan.leaves])
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype.is_floating_point else dtype
-
-
-def _wide_leaf(leaf: Leaf | None) -> Leaf | None:
-    return leaf and replace(leaf, dtype=_wide(leaf.dtype))
+def _wide(of: Any, *names: str) -> Any:
+    """A value with float64 in place of the floating dtypes among some of its attributes."""
+    dtypes = {name: getattr(of, name) for name in names}
+    wide = {name: torch.float64 for name, dtype in dtypes.items() if dtype is not None and dtype.is_floating_point}
+    return replace(of, **wide)
 
 
 def _wide_placement(placement: Placement) -> Placement:
-    roles = {role: _wide_leaf(getattr(placement, role)) for role in ("compute", "param", "grad", "optimizer")}
-    return replace(placement, **roles)  # type: ignore[arg-type]
-
-
-def _wide_bucket(bucket: Bucket) -> Bucket:
-    master = bucket.master_dtype and _wide(bucket.master_dtype)
-    return replace(bucket, dtype=_wide(bucket.dtype), reduce_dtype=_wide(bucket.reduce_dtype), master_dtype=master)
+    leaves = {role: getattr(placement, role) for role in ("compute", "param", "grad", "optimizer")}
+    return replace(placement, **{role: leaf and _wide(leaf, "dtype") for role, leaf in leaves.items()})

@@ -9,10 +9,9 @@ from typing import Any
 import optree
 import torch
 
-from shardlib.debug.difference import Difference, difference, tolerance
-from shardlib.debug.finding import Finding, worst
+from shardlib.debug.finding import Difference, Finding, difference, tolerance, worst
 from shardlib.debug.layout import segments, shards
-from shardlib.debug.view import StepView
+from shardlib.debug.view import Bad, StepView
 from shardlib.mesh.launch import simulate
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
@@ -24,54 +23,32 @@ def norm(view: StepView) -> Finding | None:
     """A loss or a norm of gradients that differs."""
     if view.plan.reductions.owner is not None:
         return None  # its ranks have gradients of their own
-    narrow = max(
-        (dtype for bucket in view.plan.trained for dtype in (bucket.dtype, bucket.reduce_dtype)), key=tolerance
-    )
-    loss, mean, _ = view.mean
-    if view.plan.channels:
-        mean = _given(view)
-    squares = sum(float(grad.double().square().sum()) for grad in mean.values())
+    narrow = max((dtype for b in view.plan.trained for dtype in (b.dtype, b.reduce_dtype)), key=tolerance)
+    loss, mean = view.mean
+    grads = view.assembled(view.grads, "optimizer") if view.plan.channels else mean
+    squares = sum(float(grad.double().square().sum()) for grad in grads.values())
     wanted = {"loss": ("the mean of the losses", loss), "grad_norm": ("the norm of the gradients", squares**0.5)}
-    for name, (what, due) in wanted.items():
-        apart = [
-            (rank, difference(step.metrics[name].double().cpu(), torch.tensor(due, dtype=torch.float64), narrow))
-            for rank, step in view.ranks.items()
-            if name in step.metrics
-        ]
-        if bad := worst(apart):
+    for name, (what, number) in wanted.items():
+        due = torch.tensor(number, dtype=torch.float64)
+        found = ((rank, step.metrics[name]) for rank, step in view.ranks.items() if name in step.metrics)
+        if bad := worst((rank, difference(got.double().cpu(), due, narrow)) for rank, got in found):
             return view.finding("norm", f"{what} over all ranks", bad)
     return None
-
-
-def _given(view: StepView) -> Mapping[str, torch.Tensor]:
-    """Path -> gradient of the mean loss, as the ranks have it together."""
-    got = {
-        rank: {name: grad.double() * step.scale for name, grad in step.grads.items()}
-        for rank, step in view.ranks.items()
-    }
-    return view.assembled(got, "optimizer")
 
 
 def update(view: StepView, optimizer: GradientTransformation) -> Finding | None:
     """The first thing after the gradients that differs. One device goes on to the next step."""
     if view.plan.reductions.owner is not None:
         return None  # its ranks are to differ from one device
-    grads, before = _given(view), dict(view.device.leaves)
-    view.device.update(dict(grads))
+    grads, before = view.assembled(view.grads, "optimizer"), dict(view.device.leaves)
+    view.device.update(grads)
     written = {rank: step.written for rank, step in view.ranks.items()}
     found = view.first_leaf(view.device.leaves, written, "optimizer")
-    state = _state(view)
-    if found or state:
+    differs = ("the update of parameters", *found[1:]) if found else _state(view)
+    if differs:
+        what, path, bad = differs
         member = _member(view, optimizer, grads, before)
-        if found:
-            bucket, path, bad = found
-            what = "the update of parameters"
-        else:
-            assert state is not None
-            path, bad, accessor = state
-            what = f"the optimizer's state {accessor}"
-        note = f"{what} differs" if member else ""
-        return view.finding("update", member or what, bad, leaf=path, note=note)
+        return view.finding("update", member or what, bad, leaf=path, note=f"{what} differs" if member else "")
     stored = {rank: step.params for rank, step in view.ranks.items()}
     if found := view.first_leaf(view.device.used(), stored, "param"):
         bucket, path, bad = found
@@ -84,8 +61,8 @@ def update(view: StepView, optimizer: GradientTransformation) -> Finding | None:
     return None
 
 
-def _state(view: StepView) -> tuple[str, tuple[tuple[int, ...], Difference], str] | None:
-    """A leaf of the optimizer's state that differs: the parameter's path, how, and the state's name."""
+def _state(view: StepView) -> tuple[str, str, Bad] | None:
+    """A leaf of the optimizer's state that differs: the state in words, the parameter's path, and how."""
     wanted = view.device.state_of()
     apart: dict[tuple[str, str], list[tuple[int, Difference]]] = {}
     for rank, step in view.ranks.items():
@@ -93,7 +70,7 @@ def _state(view: StepView) -> tuple[str, tuple[tuple[int, ...], Difference], str
             apart.setdefault((path, name), []).append((rank, each))
     for (path, name), differences in apart.items():
         if bad := worst(differences):
-            return path, bad, name
+            return f"the optimizer's state {name}", path, bad
     return None
 
 
@@ -113,17 +90,14 @@ def _compared(
         if position is None:
             continue
         _, run = numbering.run_named(accessors[position])  # type: ignore[misc]
-        names = {path: (*accessors[:position], path, *accessors[position + 1 :]) for path in run.paths}
-        wholes = {path: wanted[name] for path, name in names.items() if name in wanted}
-        alike = all(
-            path in wholes and wholes[path].shape == view.plan.placement_of[path].compute.shape for path in run.paths
-        )
-        if not alike or leaf.numel() != run.owned:
+        above, below = accessors[:position], accessors[position + 1 :]
+        wholes = {path: wanted[key] for path in run.paths if (key := (*above, path, *below)) in wanted}
+        shapes = {path: view.plan.placement_of[path].compute.shape for path in run.paths}
+        if shapes != {path: whole.shape for path, whole in wholes.items()} or leaf.numel() != run.owned:
             continue
         mine = segments(run, leaf, run.levels)
         for (path, due), got in zip(shards(view.plan, run, wholes, coords, run.levels), mine, strict=True):
-            name = "/".join(str(key) for key in (*accessors[:position], *accessors[position + 1 :]))
-            yield path, name, difference(got, due)
+            yield path, "/".join(map(str, (*above, *below))), difference(got, due)
 
 
 def _members(optimizer: GradientTransformation) -> list[GradientTransformation]:
@@ -141,9 +115,7 @@ def _member(
     """The first transformation of a chain that gives other updates on shards than on one device, from a fresh state; "" if
     none does."""
     updates = dict(grads)
-    if optimizer.owns is not None:
-        return ""
-    for tx in _members(optimizer):
+    for tx in _members(optimizer) if optimizer.owns is None else ():
         given = {path: updates[path].to(params[path].dtype) for path in updates}
         some = {path: params[path] for path in given}
         wanted, _ = tx.update(given, tx.init(some), some)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from shardlib.debug.difference import Difference, difference
-from shardlib.debug.finding import Finding, worst
-from shardlib.debug.layout import best_part, coords_of, inner_axes, number, segments, shards
-from shardlib.debug.notes import NotedCall, NotedRun
-from shardlib.debug.one_device import Evaluated, Leaves, OneDevice, mean_gradient
-from shardlib.debug.replay import RankStep, Replay
-from shardlib.errors import NonFiniteError
+from shardlib.debug.finding import Difference, Finding, difference, worst
+from shardlib.debug.layout import best_part, inner_axes, number, segments, shards
+from shardlib.debug.one_device import Evaluated, Leaves, OneDevice, is_weighted, mean_gradient
+from shardlib.debug.replay import Buffers, PlanTrial, RankStep, Replay, cells, replay
+from shardlib.debug.watching import NotedCall, NotedRun
+from shardlib.errors import IllegalComposition, NonFiniteError, ShardlibError
+from shardlib.execute.batches import cast
+from shardlib.mesh.mesh import coordinates
 from shardlib.plan.buckets import Bucket
+from shardlib.plan.build import with_owner
 from shardlib.plan.plan import Plan
-from shardlib.tree import Tree
+from shardlib.tree import Tree, tree_map
+
+Bad = tuple[tuple[int, ...], Difference]  # the ranks on which a value differs, and by how much at most
 
 
 @dataclass
@@ -53,8 +57,17 @@ class StepView:
         """Whether every rank has made the whole step."""
         return bool(self.ranks) and all(step.params for step in self.ranks.values())
 
+    @cached_property
+    def grads(self) -> dict[int, Buffers]:
+        """Rank -> bucket name -> its gradient of the mean loss in float64, for ranks that have come to the optimizer."""
+        return {
+            rank: {name: grad.double() * step.scale for name, grad in step.grads.items()}
+            for rank, step in self.ranks.items()
+            if step.grads
+        }
+
     def coords(self, rank: int) -> dict[str, int]:
-        return coords_of(self.plan.sizes, rank)
+        return coordinates(self.plan.sizes, rank)
 
     def cells_of(self, rank: int) -> list[int]:
         """The numbers of a rank's micro-batches."""
@@ -62,14 +75,9 @@ class StepView:
         return list(range(first, first + self.plan.step.microbatches))
 
     @cached_property
-    def weighted(self) -> bool:
-        """Whether the loss is a `Mean`, whose weights are summed."""
-        return any(e.run.weight is not None and float(e.run.weight) != 1 for e in self.evaluated)
-
-    @cached_property
-    def mean(self) -> tuple[float, Mapping[str, torch.Tensor], float]:
-        """Loss, gradient and weight on one device: see `mean_gradient`."""
-        return mean_gradient(self.evaluated, self.weighted)
+    def mean(self) -> tuple[float, Leaves]:
+        """Loss and gradient on one device: see `mean_gradient`."""
+        return mean_gradient(self.evaluated, is_weighted(self.evaluated))
 
     def require_finite(self) -> None:
         """Refuse a step from which one device makes no update, as nothing would be compared.
@@ -77,12 +85,12 @@ class StepView:
         Raises:
             NonFiniteError: its loss or gradient is not finite; names the step and the first leaf.
         """
-        loss, grads, _ = self.mean
+        loss, grads = self.mean
         what = next((f"the gradient of {path}" for path, grad in grads.items() if not grad.isfinite().all()), "")
         if what or not math.isfinite(loss):
             raise NonFiniteError(
-                f"step {self.number}: {what or 'the loss'} is not finite on one device (loss {loss:g}), so that there is "
-                "nothing to compare: give parameters and a batch with finite ones, or fewer steps"
+                f"step {self.number}: {what or 'the loss'} is not finite on one device (loss {loss:g}). Give finite "
+                "parameters and a finite batch, or fewer steps"
             )
 
     def runs(self, cell: int) -> dict[int, list[NotedRun]]:
@@ -92,23 +100,30 @@ class StepView:
             for rank, runs in self.replay.of_cell(self.number, cell).items()
         }
 
+    def each_run(self, cell: int) -> Iterator[tuple[int, NotedRun]]:
+        """Each rank with each of its runs of a micro-batch."""
+        return ((rank, run) for rank, runs in self.runs(cell).items() for run in runs)
+
+    def seed(self, cell: int) -> float | None:
+        """The gradient from which a micro-batch's backward began."""
+        return next((run.seed for _, run in self.each_run(cell) if run.seed is not None), None)
+
     def in_parts(self, bucket: Bucket) -> bool:
         """Whether ranks that work on one micro-batch have parts of a bucket's gradient, which one device does not show."""
         sequence, placed = self.plan.step.sequence, [self.plan.placement_of[path] for path in bucket.paths]
-        summed = {each.style.axis for each in placed if each.style and each.style.sums} | {
-            *bucket.axes,
-            *bucket.replicas,
-        }
-        return bool({*summed, *([sequence.axis] if sequence else [])} & {*inner_axes(self.plan)})
+        summed = {each.style.axis for each in placed if each.style and each.style.sums}
+        summed |= {*bucket.axes, *bucket.replicas, *([sequence.axis] if sequence else [])}
+        return bool(summed & {*inner_axes(self.plan)})
 
-    def finding(self, phase: str, operation: str, bad: tuple[tuple[int, ...], Difference], **more: Any) -> Finding:
-        ranks, apart = bad
-        return Finding(phase, operation, self.number, apart, ranks, **more)
+    def finding(self, phase: str, operation: str, bad: Bad, **more: Any) -> Finding:
+        return Finding(phase, operation, self.number, bad[1], bad[0], **more)
 
-    def cell_finding(
-        self, phase: str, operation: str, bad: tuple[tuple[int, ...], Difference], cell: int, **more: Any
+    def call_finding(
+        self, phase: str, operation: str, bad: Bad, cell: int, call: NotedCall, note: str = "", leaf: str = ""
     ) -> Finding:
-        return self.finding(phase, operation, bad, microbatch=cell, **more)
+        """A finding in a call of the loss function on one device, for a micro-batch."""
+        block = "" if call.block is None else self.evaluated[cell].run.blocks[call.block].name
+        return self.finding(phase, operation, bad, microbatch=cell, leaf=leaf, block=block, where=call.where, note=note)
 
     def of_buckets(
         self, wholes: Mapping[str, torch.Tensor], found: Mapping[int, Mapping[str, torch.Tensor]], level: str
@@ -127,21 +142,18 @@ class StepView:
                 at = bucket.param_level if level == "param" else bucket.levels
                 mine = segments(bucket, buffers[bucket.name], at)
                 for (path, due), got in zip(shards(self.plan, bucket, wholes, coords, at), mine, strict=True):
-                    narrow = bucket.reduce_dtype if level == "grad" else None
-                    yield bucket, path, rank, difference(got, due.to(got.dtype), narrow), got, due
+                    yield bucket, path, rank, difference(got, due.to(got.dtype)), got, due
 
     def first_leaf(
         self, wholes: Mapping[str, torch.Tensor], found: Mapping[int, Mapping[str, torch.Tensor]], level: str
-    ) -> tuple[Bucket, str, tuple[tuple[int, ...], Difference]] | None:
+    ) -> tuple[Bucket, str, Bad] | None:
         """The first leaf whose shares differ, in the plan's order, and how; None if none does."""
         of_leaf: dict[str, tuple[Bucket, list[tuple[int, Difference]]]] = {}
         for bucket, path, rank, apart, _, _ in self.of_buckets(wholes, found, level):
             of_leaf.setdefault(path, (bucket, []))[1].append((rank, apart))
         for placement in self.plan.placements:
-            if placement.path in of_leaf:
-                bucket, differences = of_leaf[placement.path]
-                if bad := worst(differences):
-                    return bucket, placement.path, bad
+            if placement.path in of_leaf and (bad := worst(of_leaf[placement.path][1])):
+                return of_leaf[placement.path][0], placement.path, bad
         return None
 
     def assembled(self, found: Mapping[int, Mapping[str, torch.Tensor]], level: str) -> Leaves:
@@ -160,12 +172,10 @@ class StepView:
         found = {}
         for rank, runs in self.runs(cell).items():
             blocks = {number for run in runs for number in run.blocks}
-            several = bool(self.plan.stages.axes)
-            numbers = [n for n, call in enumerate(wanted) if not several or call.block in blocks]
+            numbers = [n for n, call in enumerate(wanted) if not self.plan.stages.axes or call.block in blocks]
             calls = [call for run in runs for call in run.calls]
-            match = SequenceMatcher(
-                None, [_name(wanted[n]) for n in numbers], [_name(call) for call in calls], autojunk=False
-            )
+            names = [(wanted[n].block, wanted[n].name) for n in numbers], [(call.block, call.name) for call in calls]
+            match = SequenceMatcher(None, *names, autojunk=False)
             found[rank] = {
                 numbers[same.a + step]: calls[same.b + step]
                 for same in match.get_matching_blocks()
@@ -173,20 +183,61 @@ class StepView:
             }
         return found
 
-    def apart(self, rank: int, found: list[Any], wanted: list[Any], factor: float | None = None) -> Difference | None:
+    def apart(self, rank: int, found: list[Any], wanted: list[Any], factor: float = 1.0) -> Difference | None:
         """The largest difference of a rank's tensors from their parts of the whole ones; None if they are not alike."""
         if len(found) != len(wanted):
             return None
-        largest: Difference | None = None
-        for mine, whole in zip(found, wanted):
-            if mine is None or whole is None:
-                continue
-            whole = whole if factor is None else whole * factor
-            each = best_part(self.plan, mine, whole, self.coords(rank))
-            if each is not None and (largest is None or each > largest):
-                largest = each
-        return largest
+        coords, pairs = self.coords(rank), zip(found, wanted)
+        parts = (
+            best_part(self.plan, mine, whole if factor == 1 else whole * factor, coords)
+            for mine, whole in pairs
+            if mine is not None and whole is not None
+        )
+        return max((each for each in parts if each is not None), default=None)
+
+    def worst_call(
+        self, calls: Mapping[int, NotedCall], wanted: NotedCall, grads: bool = False, seed: float = 1.0
+    ) -> Bad | None:
+        """How a call's values, or their gradients, differ on the ranks that make it; None if they do not."""
+        kind = "grads" if grads else "values"
+        found = ((r, self.apart(r, getattr(mine, kind), getattr(wanted, kind), seed)) for r, mine in calls.items())
+        return worst(known(found))
 
 
-def _name(call: NotedCall) -> tuple[int | None, str]:
-    return call.block, call.name
+def known(differences: Iterable[tuple[int, Difference | None]]) -> Iterator[tuple[int, Difference]]:
+    """Those differences that are known."""
+    return ((rank, each) for rank, each in differences if each is not None)
+
+
+def side_by_side(plan: Plan, trial: PlanTrial) -> tuple[Replay, Iterator[StepView]]:
+    """A replay of a trial under a plan, and its steps beside one device, which takes each step in `update`.
+
+    Raises:
+        IllegalComposition: a plan that is not to train like one device.
+        BatchError: a batch that does not divide.
+        NonFiniteError: the loss or its gradient is not finite on one device.
+        ShardlibError: what the library refuses on one device too.
+    """
+    if plan.step.update == "delay":
+        raise IllegalComposition(
+            "offload(delay=True) applies the gradients of the step before, as no other plan does. Compare the plan "
+            "without delay"
+        )
+    whole = tree_map(lambda leaf: cast(leaf, plan), trial.batch)
+    microbatches = cells(whole, plan)
+    made = replay(plan, replace(trial, batch=whole))
+    made.plan = with_owner(plan, trial.optimizer)
+    if isinstance(made.error, ShardlibError) and not any(made.steps.values()):
+        raise made.error
+    device = OneDevice(plan, trial.loss_fn, trial.params, trial.optimizer, trial.rng)
+
+    def views() -> Iterator[StepView]:
+        for step in range(max(map(len, made.steps.values()), default=0)):
+            evaluated = [device.evaluate(step, cell, part) for cell, part in enumerate(microbatches)]
+            view = StepView(step, made, device, microbatches, evaluated)
+            view.require_finite()
+            yield view
+            if made.plan.reductions.owner is not None:
+                break  # its update is not that of one device
+
+    return made, views()

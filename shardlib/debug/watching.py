@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,12 +19,86 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from shardlib.common.environment import environment, within
-from shardlib.debug.notes import Block, NotedCall, NotedRun, copied
 from shardlib.errors import LossError
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import read_loss
 from shardlib.nn.blocks import Runner, Sequential
 from shardlib.tree import flatten, leaves_of
+
+
+@dataclass
+class NotedCall:
+    """One call of a function of torch, or of `shardlib.nn`, in a loss function.
+
+    Attributes:
+        name: of the function.
+        block: number of the block that it is in; None outside of blocks.
+        paths: of the parameters among its arguments.
+        where: file and line of the code that calls it.
+        before: numbers of the earlier calls whose results it takes.
+        values: copies of its results.
+        grads: of its results, as far as backward has come.
+    """
+
+    name: str
+    block: int | None
+    paths: tuple[str, ...]
+    where: str
+    before: tuple[int, ...]
+    values: list[torch.Tensor]
+    grads: list[torch.Tensor | None]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}({', '.join(self.paths)})" if self.paths else self.name
+
+
+@dataclass
+class Block:
+    """One run of a block.
+
+    Attributes:
+        name: the path that its parameters have in common, or its number.
+        params: path -> the parameter as the block gets it; handles, which stand for parameters, are left out.
+        outputs: copies of the tensors that it returns.
+        again: the calls of each of its recomputations.
+    """
+
+    name: str
+    params: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    again: list[list[NotedCall]] = field(default_factory=list)
+
+
+@dataclass
+class NotedRun:
+    """One run of a loss function, or of the blocks of one stage, on one micro-batch.
+
+    Attributes:
+        stage: number of the stage.
+        batch: the micro-batch.
+        key: the key that it was given, or None.
+        blocks: number -> block.
+        leaf_grads: path -> gradient of the parameter, for parameters that stand in the loss as tensors.
+        total, weight: of the loss; None where the stage is not the last.
+        seed: the gradient from which backward began.
+    """
+
+    stage: int
+    batch: Any
+    key: Any
+    calls: list[NotedCall] = field(default_factory=list)
+    blocks: dict[int, Block] = field(default_factory=dict)
+    leaf_grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    total: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    seed: float | None = None
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that nothing writes to, with all of its elements: an embedding's gradient may be sparse."""
+    return tensor.detach().to_dense() if tensor.is_sparse else tensor.detach().clone()
+
 
 _OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 _ROOT = Path(__file__).parents[2]
@@ -81,7 +156,7 @@ def _note_loss(run: NotedRun, value: Any) -> None:
     outcome = read_loss(value, False)
     if len(outcome.means) > 1:
         raise LossError(
-            f"the loss is a sum of {len(outcome.means)} sl.Mean, and a debugger compares one mean. Give it each by itself: "
+            f"the loss is a sum of {len(outcome.means)} sl.Mean. Give each by itself: "
             "lambda params, batch: loss_fn(params, batch).terms[0]"
         )
     run.total, run.weight = map(copied, outcome.means[0])

@@ -12,14 +12,14 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.common._compat import storage_id, version_of, watch_checkpoints, without_top_mode
+from shardlib.common.devices import pages
 from shardlib.common.environment import environment
-from shardlib.common.pages import pages
 from shardlib.errors import HandleError
 from shardlib.execute.handles import Handle
 from shardlib.execute.recompute import flattened
 from shardlib.execute.saving import Saved
+from shardlib.mesh.memories import Transfer, Transfers
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.transfers import Transfer, Transfers
 from shardlib.mesh.transport import Work
 from shardlib.mesh.transport.activity import naming
 from shardlib.plan.recompute import Recompute

@@ -12,8 +12,8 @@ import optree
 import torch
 
 from shardlib.common._compat import transformed
-from shardlib.common.alignment import aligned
 from shardlib.common.hidden import TENSORS, held, hides
+from shardlib.common.tensors import aligned
 from shardlib.errors import BatchError, listing
 from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.plan.plan import Plan

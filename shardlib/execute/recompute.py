@@ -28,8 +28,7 @@ from shardlib.common._compat import (
     without_modes,
     without_top_mode,
 )
-from shardlib.common.environment import environment, within
-from shardlib.common.once import Decision
+from shardlib.common.environment import Decision, environment, within
 from shardlib.common.writes import STATISTICS
 from shardlib.errors import HandleError
 from shardlib.execute.handles import Handle
@@ -262,7 +261,7 @@ _ARGUMENTS = {
 }
 
 
-# Decisions of blocks (`shardlib.common.once`), which are kept from a block's first run for its recomputation.
+# Decisions of blocks (`shardlib.common.environment`), which are kept from a block's first run for its recomputation.
 
 
 def decided_once(fn: Callable[..., Any], hidden_from: tuple[type[TorchDispatchMode], ...]) -> Callable[..., Any]:

@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.common.devices import default_device, with_index
 from shardlib.errors import MeshError
-from shardlib.mesh import rendezvous
-from shardlib.mesh.memories import MEMORIES, KeptMemory
-from shardlib.mesh.transfers import Transfers
+from shardlib.mesh.memories import MEMORIES, KeptMemory, Transfers
 from shardlib.mesh.transport import EchoGroup, Group, ProcessGroup, SimulatedGroup, Simulation
+from shardlib.mesh.transport.process import limit_of, start_processes
 
 
 class Traffic:
@@ -37,11 +36,8 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self.payload: dict[str, int] = {}
-        self.scalars: dict[str, int] = {}
-        self.activations: dict[str, int] = {}
-        self.calls: dict[str, int] = {}
-        self.activation_calls: dict[str, int] = {}
+        self.payload, self.scalars, self.activations = dict[str, int](), dict[str, int](), dict[str, int]()
+        self.calls, self.activation_calls = dict[str, int](), dict[str, int]()
         self._by_the_loss = False
 
     @contextmanager
@@ -61,11 +57,8 @@ class Traffic:
                 table[axis] = table.get(axis, 0) + number
 
     def reset(self) -> None:
-        self.payload.clear()
-        self.scalars.clear()
-        self.activations.clear()
-        self.calls.clear()
-        self.activation_calls.clear()
+        for table in (self.payload, self.scalars, self.activations, self.calls, self.activation_calls):
+            table.clear()
 
 
 class Mesh:
@@ -167,8 +160,7 @@ class Mesh:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.alone:
             raise MeshError(
-                f"{self} belongs to this rank and cannot be pickled: make one where it is used (sl.make_mesh, or the mesh "
-                "that sl.launch passes)"
+                f"{self} belongs to this rank and cannot be pickled: make one where it is used (sl.make_mesh)"
             )
         return super().__reduce_ex__(protocol)
 
@@ -255,18 +247,17 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
     shape = check_shape(shape)
     where = with_index(torch.device(device)) if device is not None else default_device()
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        rendezvous.start(where, timeout)
+        start_processes(where, timeout)
     world = dist.get_world_size() if dist.is_initialized() else 1
     shape = shape or {"data": world}
     if math.prod(shape.values()) != world:
-        sizes = " × ".join(f"{axis}={size}" for axis, size in shape.items())
+        sizes, ranks = " × ".join(f"{axis}={size}" for axis, size in shape.items()), math.prod(shape.values())
         raise MeshError(
-            f"the mesh {sizes} has {math.prod(shape.values())} ranks and {world} process{'es' * (world > 1)} "
-            f"run{'s' * (world == 1)}; start it with torchrun --nproc-per-node={math.prod(shape.values())}, or "
-            "change the sizes so that their product is the number of processes"
+            f"the mesh {sizes} has {ranks} ranks and {world} process{'es run' if world > 1 else ' runs'}; start it with "
+            f"torchrun --nproc-per-node={ranks}, or change the sizes"
         )
     rank = dist.get_rank() if world > 1 else 0
-    return Mesh(shape, rank, _process_groups(shape, rank, rendezvous.limit_of(where, timeout)), where)
+    return Mesh(shape, rank, _process_groups(shape, rank, limit_of(where, timeout)), where)
 
 
 def _require_device(device: Any) -> None:

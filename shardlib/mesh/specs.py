@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common.chunks import chunks
+from shardlib.common.thresholds import chunks
 from shardlib.errors import SpecError, axes_named, listing
 
 Entry = str | tuple[str, ...] | None
@@ -246,8 +246,8 @@ def check_leaves(leaves: Sequence[Leaf], sizes: Sizes) -> None:
     if failures:
         mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise SpecError(
-            f"{len(failures)} specs do not fit the mesh ({mesh}):\n{listing(failures)}\n"
-            "Use another axis, P.flat(axis) for sizes that do not divide, or a mesh whose sizes divide."
+            f"{len(failures)} specs do not fit the mesh ({mesh}):\n{listing(failures)}\nUse another axis or mesh, or "
+            "P.flat(axis), whose sizes need not divide"
         )
 
 

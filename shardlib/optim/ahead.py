@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common.devices import pins
-from shardlib.common.pages import alike, cloned
-from shardlib.mesh.transfers import Slot, Transfer, taken
+from shardlib.common.devices import alike, cloned, pins
+from shardlib.mesh.memories import Slot, Transfer, taken
 from shardlib.optim.storing import optimizer_shard
 from shardlib.optim.train_state import OptimizerState
 from shardlib.plan.buckets import Bucket

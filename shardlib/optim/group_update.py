@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from shardlib.errors import IllegalComposition
-from shardlib.mesh.memories import MEMORIES
+from shardlib.mesh.memories import MEMORIES, Slot, taken
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.transfers import Slot, taken
 from shardlib.optim.base import GradientTransformation, Packed
 from shardlib.optim.separate import apart, turns
 from shardlib.optim.shards import MeshShards

@@ -9,8 +9,8 @@ from typing import Any
 import optree
 import torch
 
-from shardlib.common.chunks import chunks
-from shardlib.common.pages import cloned
+from shardlib.common.devices import cloned
+from shardlib.common.thresholds import chunks
 from shardlib.errors import IllegalComposition
 from shardlib.optim.base import Packed
 from shardlib.optim.on_disk import OnDisk, PendingChange

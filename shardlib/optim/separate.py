@@ -15,7 +15,7 @@ import optree
 import torch
 
 from shardlib.common._compat import storage_id
-from shardlib.common.pages import cloned
+from shardlib.common.devices import cloned
 from shardlib.mesh.memories import MEMORIES
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan

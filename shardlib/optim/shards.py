@@ -14,7 +14,7 @@ import torch
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.collectives.primitives import sum_over
 from shardlib.collectives.summation import IN_FLOAT64, Summation
-from shardlib.common.chunks import chunks
+from shardlib.common.thresholds import chunks
 from shardlib.errors import IllegalComposition
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import IndexMap

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardlib.common.chunks import chunks
+from shardlib.common.thresholds import chunks
 from shardlib.optim.base import GradientTransformation, Owned, scaled, separate_copy, write_copies
 from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, leaves_of, tree_map

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import torch
 
-from shardlib.common.pages import cloned
+from shardlib.common.devices import cloned
 from shardlib.errors import IllegalComposition, TreeError
-from shardlib.mesh.transfers import Transfer
+from shardlib.mesh.memories import Transfer
 from shardlib.plan.buckets import Bucket
 from shardlib.sharded.gather import Gather
 from shardlib.sharded.marks import require_no_shards

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from shardlib.common.pages import cloned
+from shardlib.common.devices import cloned
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
 from shardlib.optim.on_disk import in_files, replaced_on_disk, rests
 from shardlib.optim.replaced import following_masters, following_state

@@ -25,12 +25,11 @@ import torch
 
 from shardlib.collectives.attempts import attempted, error_of
 from shardlib.collectives.summation import sum_of_squares
-from shardlib.common.clock import timed
-from shardlib.common.pages import cloned
+from shardlib.common.devices import cloned
+from shardlib.common.environment import timed
 from shardlib.errors import IllegalComposition
-from shardlib.mesh.memories import AHEAD
+from shardlib.mesh.memories import AHEAD, Transfer
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.transfers import Transfer
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.ahead import Ahead
 from shardlib.optim.base import GradientTransformation

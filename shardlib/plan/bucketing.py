@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from shardlib.common.dtypes import dtype_name
+from shardlib.common.tensors import dtype_name
 from shardlib.common.thresholds import Threshold
 from shardlib.errors import IllegalComposition, axes_named, listing
 from shardlib.mesh.specs import WHOLE

@@ -12,10 +12,9 @@ import optree
 from shardlib.collectives.summation import IN_FLOAT64
 from shardlib.collectives.tree_sum import most_nodes
 from shardlib.common.disk import whole_blocks
-from shardlib.mesh.memories import MEMORIES, window
+from shardlib.mesh.memories import MEMORIES, taken, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import check_leaves
-from shardlib.mesh.transfers import taken
 from shardlib.plan.bucketing import buckets_of, check_tiles, idle_tiles, units_of
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.claims import LeafInfo

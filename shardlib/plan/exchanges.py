@@ -17,7 +17,7 @@ import torch
 
 from shardlib.collectives.codecs.base import BoundCodec, Codec, Kept, Packing, Rows
 from shardlib.collectives.summation import IN_FLOAT64, Summation
-from shardlib.common.dtypes import dtype_name
+from shardlib.common.tensors import dtype_name
 from shardlib.mesh.mesh import rank_of
 from shardlib.mesh.specs import Leaf, P
 from shardlib.plan.buckets import Bucket

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardlib.common.disk import whole_blocks
-from shardlib.common.dtypes import dtype_name
+from shardlib.common.tensors import dtype_name
 from shardlib.mesh.memories import AHEAD, MEMORIES
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Collective, Exchange, unowned

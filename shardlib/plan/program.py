@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardlib.common.disk import whole_blocks
-from shardlib.common.dtypes import dtype_name
+from shardlib.common.tensors import dtype_name
 from shardlib.mesh.memories import AHEAD, DIRECTIONS, MEMORIES, WRITING
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import share, tied_bytes

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardlib.common.dtypes import dtype_name
+from shardlib.common.tensors import dtype_name
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.memory import ROLE_NAMES, held_bytes, live_bytes, memory_peaks

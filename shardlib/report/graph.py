@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardlib.common.optional import figures
+from shardlib.common.optional import new_figure, save_figure
 from shardlib.execute.graph.analysis import alive, kind_of
 from shardlib.execute.graph.nodes import BLOCK, FORWARD, PHASE
 from shardlib.execute.graph.runner import GraphPipe, GraphStage
@@ -23,11 +23,9 @@ def draw_graph(graph: GraphStage | GraphPipe, path: str | Path) -> None:
         MissingPackage: matplotlib is not installed; the message says what to install.
         ValueError: there is no graph: no step was taken, or the loss cannot be traced.
     """
-    Figure, FigureCanvasAgg = figures()
     if not graph.graphs:
         raise ValueError(str(graph))
-    figure = Figure(figsize=(10.0, 2.6 * len(graph.graphs)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10.0, 2.6 * len(graph.graphs))
     for axes, (name, each) in zip(figure.subplots(len(graph.graphs), squeeze=False)[:, 0], graph.graphs.items()):
         nodes = list(each.nodes)
         wholes, others = ([size / 2**20 for size in sizes] for sizes in zip(*alive(each)))
@@ -52,5 +50,4 @@ def draw_graph(graph: GraphStage | GraphPipe, path: str | Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         if any(map(kind_of, nodes)):
             axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(figure, path)

@@ -1,16 +1,19 @@
-"""Measured times of the blocks of a loss, for cutting them into stages."""
+"""Measured times: of a loss's blocks, for cutting them into stages; of an operator however small; and a device's peak."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from shardlib.collectives import primitives
 from shardlib.execute.batches import as_tensors
+from shardlib.execute.counting import WorkCount
 from shardlib.execute.losses import read_loss
 from shardlib.execute.stages.interpreter import differentiable, fresh_leaf
 from shardlib.mesh.mesh import as_mesh
@@ -54,7 +57,7 @@ def measure_blocks(
             f"measure_blocks: {len(loss_fn)} blocks, {len(params)} parameter trees, rounds={rounds}; give one tree per "
             "block and at least one round"
         )
-    measured = [_round(loss_fn, params, microbatch, rng) for _ in range(rounds + 1)][1:]
+    measured = [_round_of_blocks(loss_fn, params, microbatch, rng) for _ in range(rounds + 1)][1:]
     medians = [statistics.median(times) for times in zip(*measured, strict=True)]
     if mesh is None:
         return tuple(medians)
@@ -63,7 +66,7 @@ def measure_blocks(
     return tuple(statistics.fmean(times) for times in zip(*of_all_ranks, strict=True))
 
 
-def _round(loss_fn: Sequential, params: Sequence[Tree], microbatch: Any, rng: Key | None) -> list[float]:
+def _round_of_blocks(loss_fn: Sequential, params: Sequence[Tree], microbatch: Any, rng: Key | None) -> list[float]:
     device = next(
         (leaf.device for leaf in leaves_of(microbatch) if isinstance(leaf, torch.Tensor)), torch.device("cpu")
     )
@@ -72,7 +75,7 @@ def _round(loss_fn: Sequential, params: Sequence[Tree], microbatch: Any, rng: Ke
     times = []
     for index in range(len(loss_fn)):
         tree = tree_map(lambda leaf: _leaf(leaf, device), params[index])
-        start = _now()
+        start = _now(device)
         result = loss_fn.run([None] * index + [tree], carry, microbatch, index, index + 1, rng)
         if index + 1 == len(loss_fn):
             result = read_loss(result, False).total
@@ -80,7 +83,7 @@ def _round(loss_fn: Sequential, params: Sequence[Tree], microbatch: Any, rng: Ke
         inputs = [*differentiable(tree), *differentiable(carry)]
         if outputs and inputs:
             torch.autograd.grad(outputs, inputs, [torch.ones_like(output) for output in outputs], allow_unused=True)
-        times.append(_now() - start)
+        times.append(_now(device) - start)
         carry = tree_map(fresh_leaf, result)
     return times
 
@@ -95,7 +98,77 @@ def _leaf(leaf: Any, device: torch.device) -> Any:
     return leaf.detach().requires_grad_(leaf.is_floating_point())
 
 
-def _now() -> float:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+_LAYERS, _LAUNCH_ROUNDS = 64, 7
+
+
+def measure_launches(device: torch.device | str = "cpu") -> float:
+    """Operators per second that a device begins, forward and backward: ``bandwidth={"launches": ...}`` of `predict_step`.
+
+    Of layers so small that their elements take no time, counted as traces count them. The median of some rounds, after a
+    first one.
+
+    >>> sl.report.measure_launches() > 0
+    True
+    """
+    x = torch.ones(1, 8, device=device)
+    weights = [torch.full((8, 8), 0.1, device=device, requires_grad=True) for _ in range(_LAYERS)]
+    work = WorkCount()
+    with work:
+        _round_of_launches(x, weights)
+    seconds = [_round_of_launches(x, weights) for _ in range(_LAUNCH_ROUNDS + 1)][1:]
+    return sum(work.launches) / statistics.median(seconds)
+
+
+def _round_of_launches(x: torch.Tensor, weights: list[torch.Tensor]) -> float:
+    start = _now(x.device)
+    for weight in weights:
+        x = F.gelu(F.linear(x, weight))
+    torch.autograd.grad(x.sum(), weights)
+    return _now(x.device) - start
+
+
+_SIDES = (1024, 2048, 4096, 8192)  # of the matrices: the first that keeps the device for long enough
+_LONG = 5e-3  # seconds
+_PEAK_ROUNDS = 5
+
+
+def measure_peak(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """Floating-point operations per second of large products of matrices, with torch's present number of threads.
+
+    Matrices of 1,024 rows, and twice as many while a product takes less than 5 ms, up to 8,192.
+
+    The best of some rounds, measured once in a process for each device, dtype and number of threads.
+
+    >>> sl.report.measure_peak() > 0
+    True
+    """
+    return _measured(torch.device(device), dtype, torch.get_num_threads())
+
+
+@cache
+def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+    best = 0.0
+    for side in _SIDES:
+        seconds = _seconds(side, device, dtype)
+        best = max(best, 2 * side**3 / seconds)
+        if seconds >= _LONG:
+            break
+    return best
+
+
+def _seconds(side: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds of the quickest of some products."""
+    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    seconds = []
+    for _ in range(_PEAK_ROUNDS + 1):
+        start = _now(device)
+        a @ b
+        seconds.append(_now(device) - start)
+    return min(seconds[1:])
+
+
+def _now(device: torch.device) -> float:
+    """The time at which a device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()

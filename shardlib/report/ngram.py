@@ -1,4 +1,7 @@
-"""n-gram models of a text's bytes, whose losses a trained model should beat."""
+"""n-gram models of a text's bytes, whose losses a trained model should beat, and a loss over bytes in other units."""
+
+import math
+import sys
 
 import numpy as np
 
@@ -45,3 +48,12 @@ def _codes(text: np.ndarray, order: int) -> np.ndarray:
     for offset in range(order + 1):
         code = code * _SYMBOLS + text[offset : len(text) - order + offset]
     return code
+
+
+_LARGEST = math.log(sys.float_info.max)
+
+
+def byte_scores(loss: float) -> dict[str, float]:
+    """``loss`` in nats per byte, ``bits_per_byte`` (loss/ln 2) and ``perplexity`` (e^loss)."""
+    perplexity = math.exp(loss) if loss < _LARGEST else math.inf  # math.exp raises on overflow
+    return {"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": perplexity}

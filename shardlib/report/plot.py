@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardlib.common.optional import figures
-from shardlib.report.range_test import SMOOTHED_OVER
-from shardlib.report.smoothing import running_mean
+from shardlib.common.optional import new_figure, save_figure
+from shardlib.report.range_test import SMOOTHED_OVER, running_mean
 
 Curve = Sequence[tuple[int, float]]
 
@@ -63,9 +62,7 @@ def plot_range_test(path: str | Path, rates: Sequence[float], losses: Sequence[f
 
 
 def _figure() -> tuple[Any, Any]:
-    Figure, FigureCanvasAgg = figures()
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 4.5)
     return figure, figure.add_subplot()
 
 
@@ -75,5 +72,4 @@ def _save(figure: Any, axes: Any, path: str | Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
     axes.legend(frameon=False, loc="upper center")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(figure, path)

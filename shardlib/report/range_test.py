@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardlib.report.smoothing import running_mean
-
 SMOOTHED_OVER = 1 / 10  # of the test's steps, as the loss of a batch is noisy
 _DIVERGED = 4.0  # times the smallest loss, far above the noise of a batch
 
@@ -35,3 +33,12 @@ def propose_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
         raise ValueError("the loss never fell in the range test; begin with a lower rate, or take more steps")
     slopes = np.gradient(curve[: lowest + 1], np.log(rates[: lowest + 1]))
     return float(rates[int(slopes.argmin())])
+
+
+def running_mean(values: Sequence[float], share: float) -> np.ndarray:
+    """For each value, the mean over a ``share`` of all values around it; centred, so that it does not lag behind."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    # The window is narrower near both ends, so that it is centred there too.
+    reach = np.minimum(int(len(values) * share / 2), np.minimum(at, len(values) - 1 - at))
+    return (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)

@@ -99,8 +99,8 @@ def second_moments(state: TrainState) -> SecondMoments:
     found = [nu for nu in _second_moments_in(state.opt.inner) if nu and nu.keys() == names and _in_memory(nu)]
     if len(found) != 1:
         raise ValueError(
-            f"second_moments: {len(found)} running means of g² over all trained parameters in memory; there is one with "
-            "sl.optim.adam or adamw, not in sl.optim.partition, in 8 bits or on disk"
+            f"second_moments: {len(found)} running means of g² over all trained parameters in memory. Take sl.optim.adam or "
+            "adamw, not in 8 bits, on disk or in sl.optim.partition"
         )
     shards = MeshShards(plan, state.params.mesh)
     sums = shards.leaf_sums([lambda v: v.sqrt().sum(dtype=torch.float64)], found[0])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shardlib.common.optional import figures
+from shardlib.common.optional import new_figure, save_figure
 from shardlib.schedules import Action, Kind, Timeline
 
 _COLOURS = {Kind.F: "#3b6ea8", Kind.B: "#c8553d", Kind.I: "#d9902f", Kind.W: "#4f8a55"}
@@ -24,7 +24,6 @@ def draw_timeline(timelines: Timeline | Sequence[Timeline], path: str | Path) ->
         MissingPackage: matplotlib is not installed; the message says what to install.
         ValueError: there are no timelines.
     """
-    Figure, FigureCanvasAgg = figures()
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
@@ -34,8 +33,7 @@ def draw_timeline(timelines: Timeline | Sequence[Timeline], path: str | Path) ->
     longest = float(max(timeline.makespan for timeline in stacked))
     rows = [timeline.schedule.ranks for timeline in stacked]
     width, row = 10.0, 0.32
-    figure = Figure(figsize=(width, row * sum(rows) + 0.75 * len(stacked) + 0.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width, row * sum(rows) + 0.75 * len(stacked) + 0.6)
     panels = figure.subplots(len(stacked), sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows})[:, 0]
     shown: dict[Kind, Patch] = {}
     for axes, timeline in zip(panels, stacked):
@@ -63,8 +61,7 @@ def draw_timeline(timelines: Timeline | Sequence[Timeline], path: str | Path) ->
     panels[-1].tick_params(axis="x", labelsize=9)
     handles = [shown[kind] for kind in _NAMES if kind in shown]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def timeline_text(timeline: Timeline, width: int = 120) -> str:

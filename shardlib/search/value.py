@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlib.common.optional import figures
+from shardlib.common.optional import new_figure, save_figure
 from shardlib.plan.plan import Plan
 from shardlib.plan.tables import shortened, size, table
 from shardlib.search.space import Choice
@@ -119,9 +119,7 @@ class Search:
             ValueError: no choice fits.
         """
         _ = self.winner
-        Figure, FigureCanvasAgg = figures()
-        figure = Figure(figsize=(7.0, 4.2), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure(7.0, 4.2)
         axes = figure.subplots()
         memory, seconds = [f.bytes / 1e9 for f in self.front], [f.seconds for f in self.front]
         axes.step(memory, seconds, where="post", color="#9db4cf", linewidth=1.5)
@@ -134,5 +132,4 @@ class Search:
         axes.set_title("the quickest plan for each peak of memory")
         axes.margins(0.15)
         figure.legend(loc="outside lower left", fontsize=9, frameon=False, handlelength=0)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        save_figure(figure, path)

@@ -15,8 +15,7 @@ from numbers import Number
 import numpy as np
 import torch
 
-from shardlib.common.dtypes import dtype_name
-from shardlib.common.raw_bytes import raw_bytes
+from shardlib.common.tensors import dtype_name, raw_bytes
 from shardlib.rng import Key
 from shardlib.tree import Tree, flatten
 

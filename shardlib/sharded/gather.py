@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from shardlib.collectives import primitives
+from shardlib.mesh.memories import Transfer
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.transfers import Transfer
 from shardlib.mesh.transport.activity import naming
 from shardlib.plan.exchanges import Exchange
 

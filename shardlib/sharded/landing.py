@@ -17,9 +17,8 @@ import torch
 
 from shardlib.collectives.summation import sum_of_squares
 from shardlib.common.disk import BLOCK, whole_blocks
-from shardlib.mesh.memories import MEMORIES
+from shardlib.mesh.memories import MEMORIES, Transfer
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.transfers import Transfer
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.memory import resting_gradients
 from shardlib.plan.plan import Plan

@@ -16,9 +16,8 @@ import torch
 
 from shardlib.collectives.attempts import attempted, error_of
 from shardlib.errors import DonatedStateError, StorageError
-from shardlib.mesh.memories import MEMORIES, window
+from shardlib.mesh.memories import MEMORIES, Transfer, window
 from shardlib.mesh.mesh import Mesh
-from shardlib.mesh.transfers import Transfer
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange
 from shardlib.plan.memory import resting_sizes

@@ -14,8 +14,8 @@ from shardlib.collectives import primitives
 from shardlib.collectives.attempts import error_of
 from shardlib.collectives.primitives import sum_over
 from shardlib.common._compat import func_transform, of_func, version_of, without_func
+from shardlib.common.devices import cloned
 from shardlib.common.environment import environment
-from shardlib.common.pages import cloned
 from shardlib.errors import DonatedStateError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket

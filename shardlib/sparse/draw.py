@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from shardlib.common.optional import figures
+from shardlib.common.optional import new_figure, save_figure
 from shardlib.sparse.layout import Layout
 
 _SHADES = " ░▒▓█"
@@ -42,9 +42,7 @@ def plot(path: str | Path, layout: Layout, title: str | None = None) -> None:
 
     >>> sl.sparse.plot("layout.png", sl.sparse.bigbird(1024))
     """
-    Figure, FigureCanvasAgg = figures()
-    figure = Figure(figsize=(4 * layout.heads, 4.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(4 * layout.heads, 4.4)
     positions = layout.size * layout.block
     for head, axes in enumerate(figure.subplots(1, layout.heads, squeeze=False)[0]):
         picture = coverage(layout, head, _PIXELS).numpy()
@@ -52,8 +50,7 @@ def plot(path: str | Path, layout: Layout, title: str | None = None) -> None:
         axes.set(xlabel="key", ylabel="query", title=f"head {head}" if layout.heads > 1 else "")
     kind = ", causal" if layout.causal else ""
     figure.suptitle(title or f"{layout.density:.2%} of {layout.size} × {layout.size} blocks of {layout.block}{kind}")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def coverage(layout: Layout, head: int, width: int) -> torch.Tensor:

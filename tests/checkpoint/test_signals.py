@@ -8,7 +8,7 @@ import pytest
 from helpers.models import mlp, regression_batch, share
 
 import shardlib as sl
-from shardlib.mesh.launch import signals
+from shardlib.mesh.launch import supervised
 
 LOSS, PARAMS = mlp([5, 7, 3])
 BATCH = regression_batch(12, 5, 3)
@@ -18,7 +18,7 @@ BATCH = regression_batch(12, 5, 3)
 def former():
     """The signals that reach this process's own handlers."""
     found = []
-    before = {number: signal.signal(number, lambda number, _: found.append(number)) for number in signals.STOPPING}
+    before = {number: signal.signal(number, lambda number, _: found.append(number)) for number in supervised.STOPPING}
     yield found
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -91,7 +91,7 @@ def test_an_end_waits_for_its_save(tmp_path, former, monkeypatch):
 
 
 def test_a_later_signal_acts_as_before(tmp_path, former, monkeypatch):
-    monkeypatch.setattr(signals, "_AGAIN", -1.0)
+    monkeypatch.setattr(supervised, "_AGAIN", -1.0)
     twice = lambda step: [signal.SIGTERM, signal.SIGTERM] * (step == 2)  # noqa: E731
     assert train(sl.make_mesh(), tmp_path, 9, twice) == (143, 2)
     assert former == [signal.SIGTERM]
@@ -106,7 +106,7 @@ def test_ctrl_c_where_it_is_asked_for(tmp_path, monkeypatch):
         assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
         with pytest.raises(KeyboardInterrupt):
             train(mesh, tmp_path / "unasked", 9, once)
-        monkeypatch.setattr(signals, "_PRESSED", -1.0)
+        monkeypatch.setattr(supervised, "_PRESSED", -1.0)
         with pytest.raises(KeyboardInterrupt):
             train(mesh, tmp_path / "twice", 9, lambda step: 2 * once(step), interrupt=True)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

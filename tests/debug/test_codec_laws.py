@@ -9,7 +9,7 @@ import torch
 import shardlib as sl
 from shardlib.collectives.codecs import named
 from shardlib.collectives.codecs.integers import OneBit
-from shardlib.debug.compressed import codec_laws
+from shardlib.debug.codec_laws import codec_laws
 
 _DRAW = torch.Generator().manual_seed(0)
 PARAMS = {"w": torch.randn(16, 8, generator=_DRAW) / 4}

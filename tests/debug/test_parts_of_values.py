@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.debug.difference import difference, tolerance
-from shardlib.debug.layout import coords_of, segments, shards
+from shardlib.debug.finding import difference, tolerance
+from shardlib.debug.layout import segments, shards
+from shardlib.mesh.mesh import coordinates
 from shardlib.tree import flatten
 
 from .cases import matrices
@@ -40,7 +41,7 @@ def check(params, mesh, chain):
     placed = sl.simulate(lambda mesh: sl.shard(params, mesh, chain).buffers, mesh=mesh)
     for rank, buffers in enumerate(placed):
         for bucket in plan.buckets:
-            due = list(shards(plan, bucket, wholes, coords_of(mesh, rank), bucket.param_level))
+            due = list(shards(plan, bucket, wholes, coordinates(mesh, rank), bucket.param_level))
             assert [path for path, _ in due] == list(bucket.paths)
             for (_, shard), mine in zip(due, segments(bucket, buffers[bucket.name], bucket.param_level), strict=True):
                 assert torch.equal(shard.to(mine.dtype), mine)

@@ -129,7 +129,7 @@ def test_updates_ahead_are_on_the_ranks_device(on_rig):
         import pytest
         import torch
 
-        from shardlib.common.pages import pages
+        from shardlib.common.devices import pages
 
         calls = []
         with pytest.MonkeyPatch.context() as patch:

@@ -12,7 +12,7 @@ def test_as_many_bytes_are_pinned_as_are_asked_for(on_device):
         import torch
         from helpers import rig
 
-        from shardlib.common.pages import alike, cloned, pages
+        from shardlib.common.devices import alike, cloned, pages
 
         counted = mesh.device.type == "rig"
         gc.collect()
@@ -39,7 +39,7 @@ def test_memory_of_files_is_cut_anew_without_a_wait_for_the_device(on_rig):
         import torch
         from helpers import rig
 
-        from shardlib.common.pages import pages
+        from shardlib.common.devices import pages
         from shardlib.sharded.disk.pool import Pool
 
         def freed(free):

@@ -59,7 +59,7 @@ def test_pages_that_are_pinned_count_as_host_memory(on_rig):
     def run(mesh):
         from helpers import rig
 
-        from shardlib.common.pages import pages
+        from shardlib.common.devices import pages
 
         before = rig.counts().host
         x = pages(5000, pinned=True)

@@ -81,7 +81,7 @@ def _measured(mesh, case, folder, steps):
 
     import shardlib as sl
     from helpers import rig
-    from shardlib.common import chunks
+    from shardlib.common import thresholds
     from shardlib.common.thresholds import Threshold
     from shardlib.models import gpt
 
@@ -100,7 +100,7 @@ def _measured(mesh, case, folder, steps):
         rig.reset()
         # On this device plain torch updates, whose intermediate results have the size of a chunk. Copies take as long as they
         # may, so that whether they have ended does not depend on how fast the machine is.
-        with mock.patch.object(chunks, "_IN_MEMORY", Threshold(1 << 10)), rig.limits(up=-1, down=-1):
+        with mock.patch.object(thresholds, "_IN_MEMORY", Threshold(1 << 10)), rig.limits(up=-1, down=-1):
             state, _ = step(state, batch)
             torch.accelerator.synchronize()
         peaks.append(rig.counts().peak - before)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib.errors import RankFailure
-from shardlib.mesh import rendezvous
+from shardlib.mesh.transport import process
 
 LIMIT = timedelta(seconds=40)
 
@@ -32,7 +32,7 @@ def meet(size, later=()):
         while rank in later and len(begun) < size - len(later):
             time.sleep(0.01)
         begun.append(rank)
-        return rendezvous.meet(rank, size, LIMIT)
+        return process.meet(rank, size, LIMIT)
 
     begun = []
     with ThreadPoolExecutor(size) as threads:
@@ -56,22 +56,22 @@ def test_each_start_has_keys_of_its_own(store, later):
 def test_a_rank_that_asks_twice(store):
     """torchrun may restart one agent's ranks while rank 0 already waits for the others."""
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(rendezvous.meet, 0, 2, LIMIT)
+        first = threads.submit(process.meet, 0, 2, LIMIT)
         store.set("shardlib/asks/1", "killed")
         store.get("shardlib/start of killed")
-        second = rendezvous.meet(1, 2, LIMIT)
+        second = process.meet(1, 2, LIMIT)
         second.set("address", "1")
         assert first.result().get("address") == b"1"
 
 
 def test_ranks_that_do_not_come_are_named(store):
     limit = timedelta(seconds=1)
-    threading.Thread(target=lambda: rendezvous.meet(1, 4, LIMIT), daemon=True).start()
+    threading.Thread(target=lambda: process.meet(1, 4, LIMIT), daemon=True).start()
     store.get("shardlib/asks/1")
     with pytest.raises(RankFailure, match=r"^rank 2, 3 of 4 has not started within 0:00:01, and rank 0 waits for it"):
-        rendezvous.meet(0, 4, limit)
+        process.meet(0, 4, limit)
     with pytest.raises(RankFailure, match=r"^rank 0 has not started within 0:00:01, and rank 2 waits for it"):
-        rendezvous.meet(2, 4, limit)
+        process.meet(2, 4, limit)
 
 
 def test_a_world_without_a_rank_is_said_to_have_none(monkeypatch):
@@ -79,4 +79,4 @@ def test_a_world_without_a_rank_is_said_to_have_none(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="environment variable RANK expected"):
-        rendezvous.start(torch.device("cpu"), 1.0)
+        process.start_processes(torch.device("cpu"), 1.0)

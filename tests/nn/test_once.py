@@ -6,7 +6,7 @@ from helpers import training
 from helpers.trees import assert_same
 
 import shardlib as sl
-from shardlib.common.once import once
+from shardlib.common.environment import once
 from shardlib.nn import routers
 
 CONFIG = sl.nn.MoEConfig(routers.gshard(routers.Capacity(1.0, 1, "random")), jitter=0.3)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardlib as sl
 from shardlib.execute.counting import WorkCount, flops_of
 from shardlib.models import bert, gpt
-from shardlib.report.profile.operators import operators_of
+from shardlib.report.profile.value import operators_of
 
 B, S, H, L, V = 2, 64, 64, 2, 256
 LAYER = 24 * B * S * H**2 + 4 * B * S**2 * H  # forward of one layer: products by weights, and attention in full

@@ -10,9 +10,9 @@ import shardlib as sl
 from shardlib.common.environment import environment
 from shardlib.models import gpt
 from shardlib.plan.prediction import predict_step
-from shardlib.report.profile import rates
+from shardlib.report.profile import value
+from shardlib.report.profile.comm import Stragglers
 from shardlib.report.profile.recording import OUTSIDE, RecordedStep, Recording, stepped
-from shardlib.report.profile.stragglers import Stragglers
 from shardlib.report.profile.timeline import REST, Part, Span, StepTimeline
 
 CONFIG = gpt.GPTConfig(vocab=64, layers=2, width=32, heads=4, sequence=16)
@@ -120,7 +120,7 @@ def test_the_prediction_is_of_what_a_1_bit_optimizer_sends(monkeypatch):
         asked.append(owned)
         return predict_step(*args, owned=owned, **more)
 
-    monkeypatch.setattr(rates, "predict_step", predict)
+    monkeypatch.setattr(value, "predict_step", predict)
 
     def run(mesh):
         loss_fn, tx = gpt.make_loss(CONFIG), sl.optim.onebit_adam(1e-3, freeze_step=4)

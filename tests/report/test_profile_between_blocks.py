@@ -6,8 +6,8 @@ from torch import nn
 from torch.func import functional_call
 
 import shardlib as sl
-from shardlib.report.profile.operators import operators_of
 from shardlib.report.profile.recording import OUTSIDE
+from shardlib.report.profile.value import operators_of
 
 ROWS, WIDTH = 4, 8
 ONCE = 2 * ROWS * WIDTH * WIDTH  # operations of one product

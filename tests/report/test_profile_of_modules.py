@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, logging
 
 import shardlib as sl
-from shardlib.report.profile.recording import OUTSIDE, parts_of
+from shardlib.report.profile.modules import parts_of
+from shardlib.report.profile.recording import OUTSIDE
 from shardlib.tree import tree_map
 
 logging.set_verbosity_error()

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from shardlib.data.bytes import load_bytes, split
-from shardlib.report.ngram import ngram_losses
+from shardlib.report.ngram import byte_scores, ngram_losses
 from shardlib.report.plot import plot_losses, plot_range_test
 from shardlib.report.progress import Progress
 from shardlib.report.range_test import has_diverged, propose_rate
-from shardlib.report.scores import byte_scores
 
 
 def counted_by_hand(train: bytes, validation: bytes, highest: int) -> list[float]:

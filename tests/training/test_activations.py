@@ -15,7 +15,7 @@ import shardlib as sl
 from shardlib.errors import HandleError, IllegalComposition
 from shardlib.execute.activation_offload import HostBuffers, HostLink
 from shardlib.execute.values.keeping import Between, Keeping, keep
-from shardlib.mesh.transfers import Transfers
+from shardlib.mesh.memories import Transfers
 from shardlib.models import gpt
 from shardlib.plan.limits import Planner
 from shardlib.plan.recompute import fewest

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.collectives import primitives
-from shardlib.common.raw_bytes import raw_bytes
+from shardlib.common.tensors import raw_bytes
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import Splits
 

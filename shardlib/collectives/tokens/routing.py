@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from shardlib.collectives import ops
 from shardlib.collectives.codecs.base import Packing, packed, unpacked
 from shardlib.common._compat import read_sum, require, require_async
-from shardlib.common.once import once
+from shardlib.common.environment import once
 from shardlib.errors import LossError, SpecError
 from shardlib.kernels.permute import permute, unpermute
 from shardlib.mesh.mesh import Mesh

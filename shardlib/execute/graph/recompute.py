@@ -1,7 +1,7 @@
 """A pass that computes blocks again in backward, as `shardlib.remat` says, in place of keeping what they computed.
 
-What is drawn from torch's own generators is kept, and so are decisions (`shardlib.common.once`), numbers that the host reads,
-and what is written to outside of the block that made it. The library's draws are made again, from the same seeds.
+What is drawn from torch's own generators is kept, and so are decisions (`environment.once`), numbers that the host reads, and
+what is written to outside of the block that made it. The library's draws are made again, from the same seeds.
 """
 
 from __future__ import annotations

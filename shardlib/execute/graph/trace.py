@@ -16,8 +16,7 @@ import torch
 from torch.fx import Node
 
 from shardlib.common._compat import next_number, number_of_derivative, pytree, storage_id, without_autocast_cache
-from shardlib.common.environment import within
-from shardlib.common.once import Decision
+from shardlib.common.environment import Decision, within
 from shardlib.errors import IllegalComposition
 from shardlib.execute.activation_offload import may_move
 from shardlib.execute.context import Surroundings
@@ -238,7 +237,7 @@ class TraceRecorder(Recorder):
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """A context in which decisions (`shardlib.common.once`), and inputs of checkpoints, are noted."""
+        """A context in which decisions (`shardlib.common.environment`), and inputs of checkpoints, are noted."""
         with within(decides=self._decide, keeper=self):
             yield
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common.chunks import chunks
+from shardlib.common.thresholds import chunks
 from shardlib.kernels.common.dispatch import Plain
 from shardlib.kernels.common.flat import CompiledSteps, run
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardlib.common.dtypes import dtype_name
+from shardlib.common.tensors import dtype_name
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardlib.common.alignment import aligned
+from shardlib.common.tensors import aligned
 from shardlib.common.thresholds import threads
 from shardlib.kernels.common import native, results
 from shardlib.kernels.common import rows as lines

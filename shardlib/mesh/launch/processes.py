@@ -1,43 +1,49 @@
 """`launch`: one process per rank, watched by this one.
 
-Each rank has a connection to this process (`shardlib.mesh.launch.connection`), over which it sends its result, and two pipes
-for its output. The pickled function lies in a file without a name. So nothing is left behind when this process ends, in
-whichever way: the ranks end with it (`shardlib.mesh.launch.orphans`), and a file without a name is removed with the last
-process that has it open.
+Each rank has a connection to this process, over which it sends its result, and two pipes for its output, each read by a
+thread. The pickled function lies in a file without a name. So nothing is left behind, in whichever way this process ends:
+the ranks end with it (`orphans.py`), and a file without a name is removed with the last process that has it open.
 """
 
 from __future__ import annotations
 
-import codecs
+import io
 import json
 import math
+import mmap
 import os
-import selectors
-import socket
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
 from subprocess import PIPE
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 import cloudpickle
 import torch.distributed as dist
 
+from shardlib.common.environment import settle
 from shardlib.errors import RankFailure
-from shardlib.mesh.launch import rank_process
-from shardlib.mesh.launch.connection import Connection
-from shardlib.mesh.mesh import check_shape
-from shardlib.mesh.transport.activity import CollectiveCall, State
+from shardlib.mesh.launch import supervised
+from shardlib.mesh.launch.orphans import end_with
+from shardlib.mesh.mesh import check_shape, make_mesh
+from shardlib.mesh.transport.activity import CollectiveCall, State, here
 from shardlib.mesh.transport.watch import activities
 
 _CHILD = (
     "import json, sys; sys.path[:] = dict.fromkeys([*json.loads(sys.argv[1]), *sys.path]); "
-    "from shardlib.mesh.launch.rank import main; main(*map(int, sys.argv[2:]))"
+    "from shardlib.mesh.launch.processes import run_rank; run_rank(*map(int, sys.argv[2:]))"
 )
+_PRINTING = threading.Lock()
 _TAIL = 15  # lines of a rank's output that a report shows
+_LOOK = 0.02  # seconds between two looks at the ranks
 _GRACE = 0.3  # seconds to wait, after a failure, for the failures of other ranks, and for their answers
 _ASK = 1.0  # seconds between two questions to running ranks while another has returned
 _TEAR_DOWN = 30.0  # seconds that ranks have to end by themselves once all have returned
@@ -66,14 +72,14 @@ def launch(fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int], timeout:
     ranks = math.prod(shape.values())
     # This process hosts the store by which the ranks find each other, so that a rank which hosted it need not outlive others.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryFile(prefix="shardlib-") as job, selectors.DefaultSelector() as events:
+    with tempfile.TemporaryFile(prefix="shardlib-") as job:
         job.write(cloudpickle.dumps((fn, args, shape, timeout)))
         job.flush()
         started: list[_Rank] = []
         try:
             for number in range(ranks):
-                started.append(_Rank(number, ranks, job.fileno(), store.port, events))
-            _watch(started, events, timeout)
+                started.append(_Rank(number, ranks, job.fileno(), store.port))
+            _watch(started, timeout)
         finally:
             for rank in started:
                 rank.stop()
@@ -89,32 +95,34 @@ class _Rank:
         same: how many answers in a row have named the same call, in which the rank waits.
     """
 
-    def __init__(self, rank: int, ranks: int, job: int, port: int, events: selectors.BaseSelector) -> None:
+    def __init__(self, rank: int, ranks: int, job: int, port: int) -> None:
         self.rank = rank
         self.value: Any = None
         self.state: State | str = "it has not said what it does"
         self.same = 0
         self._error: tuple[float, str] | None = None
-        self._events = events
-        end, rank_end = socket.socketpair()
-        with rank_end:
-            child = [sys.executable, "-c", _CHILD, json.dumps(sys.path)]
-            self._process = rank_process.start(
-                [*child, *map(str, (job, rank_end.fileno(), os.getpid()))],
-                rank, ranks, port, {}, stdout=PIPE, stderr=PIPE, pass_fds=(job, rank_end.fileno()),
-            )  # fmt: skip
-        self._connection = Connection(end)
         self._lines: deque[str] = deque(maxlen=_TAIL)
-        end.setblocking(False)
-        events.register(end, selectors.EVENT_READ, self._read)
-        for pipe, out in ((self._process.stdout, lambda: sys.stdout), (self._process.stderr, lambda: sys.stderr)):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-            events.register(pipe, selectors.EVENT_READ, _Output(pipe.fileno(), out, self._lines).read)
+        self._connection, end = Pipe()
+        with end:
+            command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), *map(str, (job, end.fileno(), os.getpid()))]
+            files: Any = {"stdout": PIPE, "stderr": PIPE, "pass_fds": (job, end.fileno())}
+            self._process = start_rank(command, rank, ranks, port, {}, **files)
+        reads: list[tuple[Callable[..., None], Any]] = [
+            (self._listen, ()),
+            (_copy, (self._process.stdout, lambda: sys.stdout, self._lines)),
+            (_copy, (self._process.stderr, lambda: sys.stderr, self._lines)),
+        ]
+        self._readers = [threading.Thread(target=target, args=args, daemon=True) for target, args in reads]
+        for reader in self._readers:
+            reader.start()
 
     @property
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        """Whether the process has ended; what it has sent and printed is then read."""
+        if self._process.poll() is None:
+            return False
+        self._join()
+        return True
 
     @property
     def wait(self) -> CollectiveCall | None:
@@ -123,8 +131,8 @@ class _Rank:
 
     @property
     def failure(self) -> tuple[float, str] | None:
-        """The time and a description of the rank's failure; None without one. Call `drain` first if the process has ended."""
-        code = self._process.poll()
+        """The time and a description of the rank's failure; None without one."""
+        code = self._process.returncode if self.ended else None
         if self._error is not None or code is None or (code == 0 and self.value is not None):
             return self._error
         if code == 0:
@@ -138,109 +146,79 @@ class _Rank:
         """The last lines of the rank's output."""
         return "\n".join(self._lines) or "(no output)"
 
-    def say(self, **message: Any) -> None:
-        """Send a message to the rank, unless it has ended."""
+    def say(self, message: str) -> None:
+        """Send "ask" or "done" to the rank, unless it has ended."""
         with suppress(OSError):
-            self._connection.send(**message)
-
-    def drain(self) -> None:
-        """Read what has arrived from a process that has ended."""
-        for key in list(self._events.get_map().values()):
-            if key.fileobj in (self._connection.socket, self._process.stdout, self._process.stderr):
-                _take(self._events, key)
+            self._connection.send(message)
 
     def stop(self) -> None:
-        """Kill the process and its children, and close the files to it."""
-        rank_process.kill(self._process)
-        self.drain()
-        for file in (self._connection.socket, self._process.stdout, self._process.stderr):
-            assert file is not None
-            file.close()
+        """Kill the process and its children, and read the rest of its output."""
+        kill_rank(self._process)
+        self._join()
 
-    def _read(self) -> bool:
-        messages = self._connection.receive()
-        for message in messages or ():
-            if "returned" in message:
-                self.value = message["returned"]
-            elif "raised" in message:
-                self._error = message["at"], f"rank {self.rank} raised:\n{message['raised']}"
-            else:
-                before, self.state = self.wait, message["state"]
-                self.same = self.same + 1 if self.wait == before else 1
-        return messages is not None
+    def _join(self) -> None:
+        for reader in self._readers:
+            reader.join(_GRACE)  # a process that the rank started may still have its output open
 
-
-class _Output:
-    """One of a rank's output streams, whose whole lines are written to this process's stream ``out()``."""
-
-    def __init__(self, pipe: int, out: Callable[[], TextIO], lines: deque[str]) -> None:
-        self._pipe, self._out, self._lines = pipe, out, lines
-        self._rest = ""
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def read(self) -> bool:
-        """Write the lines that have arrived; returns False at the end of the stream."""
-        try:
-            arrived = os.read(self._pipe, 1 << 20)
-        except BlockingIOError:
-            return True
-        *lines, self._rest = (self._rest + self._decoder.decode(arrived)).split("\n")
-        if not arrived and self._rest:
-            lines, self._rest = [self._rest], ""
-        self._lines.extend(lines)
-        if lines:
-            self._out().write("".join(f"{line}\n" for line in lines))
-            self._out().flush()
-        return bool(arrived)
+    def _listen(self) -> None:
+        """Take the rank's messages until it has ended."""
+        with self._connection, suppress(EOFError, OSError):
+            while True:
+                kind, content = self._connection.recv()
+                if kind == "returned":
+                    self.value = content
+                elif kind == "raised":
+                    at, text = content
+                    self._error = at, f"rank {self.rank} raised:\n{text}"
+                else:
+                    before, self.state = self.wait, content
+                    self.same = self.same + 1 if self.wait == before else 1
 
 
-def _take(events: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-    """Read from a file that is ready; unregister it at its end."""
-    if not key.data():
-        events.unregister(key.fileobj)
+def _copy(pipe: IO[bytes], out: Callable[[], TextIO], lines: deque[str]) -> None:
+    """Write a rank's output, line by line, to this process's stream ``out()``, and keep its last ``lines``."""
+    with io.TextIOWrapper(pipe, "utf-8", "replace", newline="\n") as text:
+        for line in text:
+            with _PRINTING:
+                lines.append(line.removesuffix("\n"))
+                out().write(f"{lines[-1]}\n")
+                out().flush()
 
 
-def _pass(events: selectors.BaseSelector, seconds: float) -> None:
-    """Read what arrives within ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        for key, _ in events.select(min(left, 0.02)):
-            _take(events, key)
-
-
-def _watch(ranks: list[_Rank], events: selectors.BaseSelector, timeout: float) -> None:
+def _watch(ranks: list[_Rank], timeout: float) -> None:
     """Return when every rank has returned and ended; raise for the first rank that failed."""
     deadline = time.monotonic() + timeout
     ask = time.monotonic() + _ASK
-    while running := _running(ranks, events):
+    while running := _running(ranks):
         if len(running) < len(ranks) and time.monotonic() > ask:
             ask = time.monotonic() + _ASK
             if all(rank.wait and rank.same >= _STUCK for rank in running):
                 raise RankFailure(_stuck(ranks, "would have waited for ever"))
             for rank in running:
-                rank.say(ask=True)
+                rank.say("ask")
         if time.monotonic() > deadline:
             for rank in running:
-                rank.say(ask=True)
-            _pass(events, _GRACE)
+                rank.say("ask")
+            _pass(_GRACE)
             raise RankFailure(
                 _stuck(ranks, f"still ran after {timeout:g} s and was stopped; raise timeout= or see what it did")
             )
     for rank in ranks:
-        rank.say(done=True)
+        rank.say("done")
     deadline = time.monotonic() + _TEAR_DOWN
     while not all(rank.ended for rank in ranks) and time.monotonic() < deadline:
-        _running(ranks, events)
+        _running(ranks)
 
 
-def _running(ranks: list[_Rank], events: selectors.BaseSelector) -> list[_Rank]:
-    """Read for a moment, then return the ranks that have not returned. Raises for the first rank that failed."""
-    _pass(events, 0.02)
-    for rank in ranks:
-        if rank.ended:
-            rank.drain()
+def _pass(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+def _running(ranks: list[_Rank]) -> list[_Rank]:
+    """Wait for a moment, then return the ranks that have not returned. Raises for the first rank that failed."""
+    _pass(_LOOK)
     if any(rank.failure for rank in ranks):
-        _pass(events, _GRACE)
+        _pass(_GRACE)
         first = min(failure for rank in ranks if (failure := rank.failure) is not None)
         raise RankFailure(f"{first[1]}\n({len(ranks)} ranks; the others were stopped)")
     return [rank for rank in ranks if rank.value is None]
@@ -255,3 +233,88 @@ def _stuck(ranks: list[_Rank], what: str) -> str:
         lines.append(f"rank {returned} returned; every rank along an axis must make the same calls.")
     lines += activities({rank.rank: rank.state for rank in running})
     return "\n".join([*lines, f"The last output of rank {running[0].rank}:\n{running[0].tail}"])
+
+
+# The process of one rank on this host, as `launch` and `shardlib run` start and kill it.
+
+
+def threads_of(ranks: int) -> str:
+    """The threads of each of ``ranks`` processes: OMP_NUM_THREADS where it is set, else their share of the cores."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+
+
+def start_rank(
+    command: Sequence[str], rank: int, ranks: int, port: int, more: Mapping[str, str], **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a rank's process as torchrun would, in a session of its own: Ctrl-C reaches only the process that started it.
+
+    Args:
+        port: where this process hosts the store by which the ranks find each other.
+        more: further variables of the environment.
+        options: of `subprocess.Popen`.
+    """
+    # What a supervisor tells this process is not for the ranks that this process starts.
+    inherited = {name: value for name, value in os.environ.items() if name not in supervised.VARIABLES}
+    environment = inherited | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for a store that no rank hosts
+        "OMP_NUM_THREADS": threads_of(ranks),
+        "PYTHONUNBUFFERED": "1",
+        **more,
+    }
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+
+
+def kill_rank(process: subprocess.Popen[bytes]) -> None:
+    """Kill a rank that still runs, and the processes that it started; returns when the rank is gone."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_rank(job: int, end: int, parent: int) -> None:
+    """Run the pickled function in file ``job`` and send its value, or its traceback, over the connection ``end``.
+
+    Args:
+        job, end: file descriptors.
+        parent: process id of `launch`'s process.
+    """
+    end_with(parent)
+    connection, sending, done = Connection(end), threading.Lock(), threading.Event()
+
+    def say(kind: str, content: Any) -> None:
+        with sending:
+            connection.send((kind, content))
+
+    def answer() -> None:
+        """Tell the parent what this rank does when it asks, and set ``done`` when it says that all ranks have returned."""
+        with suppress(EOFError, OSError):
+            while True:
+                if connection.recv() == "done":
+                    done.set()
+                else:
+                    say("does", here().state())
+
+    threading.Thread(target=answer, daemon=True).start()
+    try:
+        with mmap.mmap(job, 0, access=mmap.ACCESS_READ) as pickled:
+            fn, args, shape, timeout = cloudpickle.loads(pickled)
+        mesh = make_mesh(timeout=timeout, **shape)
+        settle(mesh=mesh)
+        value = cloudpickle.dumps(fn(mesh, *args))
+    except BaseException:
+        sys.stdout.flush()
+        say("raised", (time.time(), traceback.format_exc()))
+        # Skip torch's tear-down: it may wait for peers that will never answer.
+        os._exit(1)
+    sys.stdout.flush()
+    say("returned", value)
+    done.wait()  # until all ranks have returned: a peer may still receive what this rank sent
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -15,9 +15,9 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from shardlib.mesh.launch import orphans, rank_process, supervised
-from shardlib.mesh.launch.signals import STOPPING, exit_code
-from shardlib.mesh.launch.supervised import RESIZE, RankProgress
+from shardlib.mesh.launch import orphans, supervised
+from shardlib.mesh.launch.processes import kill_rank, start_rank, threads_of
+from shardlib.mesh.launch.supervised import RESIZE, STOPPING, RankProgress, exit_code
 
 # One attempt of a supervised run: its ranks' processes, until they end.
 
@@ -76,7 +76,7 @@ class Attempt:
             "OMP_NUM_THREADS": threads,
         }
         self._processes = [
-            rank_process.start([*starter, *command], rank, ranks, self._store.port, more) for rank in range(ranks)
+            start_rank([*starter, *command], rank, ranks, self._store.port, more) for rank in range(ranks)
         ]
 
     def progress(self) -> RankProgress:
@@ -112,7 +112,7 @@ class Attempt:
     def kill(self) -> None:
         """Kill what still runs."""
         for process in self._processes:
-            rank_process.kill(process)
+            kill_rank(process)
 
 
 # How many ranks a supervised run may have, and what follows when they end.
@@ -219,7 +219,7 @@ def supervise(command: Sequence[str], counts: Counts, restarts: int, say: Callab
         restarts: how often ranks start again without a new step.
         say: gets one line for each failure, each restart and each recovery.
     """
-    plan, threads = Restarts(counts, restarts), rank_process.threads(counts.allowed[-1])
+    plan, threads = Restarts(counts, restarts), threads_of(counts.allowed[-1])
     since: float | None = None
     with _stopping() as received:
         number = 0

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from shardlib.common.dtypes import dtype_name
+from shardlib.common.tensors import dtype_name
 
 _LIBRARIES = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 _STANDARD = sysconfig.get_path("stdlib") + os.sep

@@ -81,3 +81,51 @@ class Group(Protocol):
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Blocks until all have arrived. For small picklable values."""
         ...
+
+
+class WrappedGroup:
+    """A transport around another one, whose exchanges all pass `exchange`."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.size, self.rank = group, group.size, group.rank
+
+    def exchange(self, op: str, out: Any, inp: Any, start: Callable[[], Work], about: Any = None) -> Work:
+        """Start an exchange.
+
+        Args:
+            out, inp: its tensors, or objects.
+            about: the source of a broadcast, the pairs of a permutation, the splits of an uneven all-to-all, or the peer and
+                the tag of a message.
+        """
+        return start()
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        return self.exchange("all_reduce", tensor, tensor, lambda: self.group.all_reduce(tensor))
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        return self.exchange("all_gather", out, inp, lambda: self.group.all_gather(out, inp))
+
+    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
+        return self.exchange("reduce_scatter", out, inp, lambda: self.group.reduce_scatter(out, inp))
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, splits: Splits | None = None) -> Work:
+        more = () if splits is None else (splits,)  # a user's own transport may know equal chunks alone
+        return self.exchange("all_to_all", out, inp, lambda: self.group.all_to_all(out, inp, *more), splits)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        return self.exchange("broadcast", tensor, tensor, lambda: self.group.broadcast(tensor, source), source)
+
+    def permute(self, out: torch.Tensor, inp: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
+        return self.exchange("permute", out, inp, lambda: self.group.permute(out, inp, pairs), tuple(pairs))
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        return self.exchange("send", None, tensor, lambda: self.group.send(tensor, peer, tag), (peer, tag))
+
+    def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
+        return self.exchange("recv", out, None, lambda: self.group.recv(out, peer, tag), (peer, tag))
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        values: list[Any] = []
+        gather = Work(lambda: values.extend(self.group.all_gather_object(value)))
+        self.exchange("all_gather_object", values, value, lambda: gather).wait()
+        return values

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shardlib.common._compat import forward_level, no_modes
-from shardlib.common.dtypes import dtype_name
+from shardlib.common.tensors import dtype_name
 from shardlib.errors import HandleError, RankMismatch, listing
 from shardlib.mesh.transport.activity import here
 from shardlib.mesh.transport.base import Splits, Work
@@ -127,9 +127,8 @@ class Simulation:
                 return
             if forward_level() != self._level:
                 raise HandleError(
-                    f"forward mode (torch.func.jvp, jacfwd, hessian) around an exchange of simulated ranks, {what}: torch "
-                    "keeps its levels for a process, and simulated ranks are threads of one. Use reverse mode "
-                    "(torch.func.vjp, jacrev), or real processes (sl.launch)"
+                    f"forward mode (torch.func.jvp, jacfwd) around an exchange of simulated ranks, {what}, which are threads "
+                    "of one process. Use reverse mode (torch.func.vjp, jacrev), or sl.launch"
                 )
             self._waiting[rank] = (ready, what)
             state = torch.default_generator.get_state()
@@ -385,16 +384,12 @@ class SimulatedGroup:
         return self._call(signature, (inp.detach(), out.detach()), finish)
 
     def _require_contiguous(self, name: str, *buffers: torch.Tensor) -> None:
-        """Refuse what ranks in processes of their own cannot exchange.
-
-        Raises:
-            ValueError: a buffer is not contiguous.
-        """
+        """Refuse what ranks in processes of their own cannot exchange."""
         for buffer in buffers:
             if not buffer.is_contiguous():
                 raise ValueError(
-                    f"{name} on axis {self._axis!r}: {tuple(buffer.shape)} with strides {buffer.stride()} is not contiguous, "
-                    "which ranks in processes of their own do not exchange: give tensor.contiguous()"
+                    f"{name} on axis {self._axis!r}: {tuple(buffer.shape)} with strides {buffer.stride()} is not contiguous. "
+                    "Processes do not exchange it: give tensor.contiguous()"
                 )
 
     def _call(self, signature: str, entry: tuple[Any, ...], finish: Callable[[dict[int, Any]], None]) -> Work:

@@ -237,7 +237,7 @@ class ProcessWatch:
 
     def __init__(self, store: dist.Store, ends: bool, timeout: float | None) -> None:
         self.store, self._ends, self._timeout = store, ends, timeout
-        # torchrun's store outlives restarts. `rendezvous` gives each start a part of it; a user's start may use it as it is.
+        # torchrun's store outlives restarts. `meet` gives each start a part of it; a user's start may use it as it is.
         # (Each of several agents counts its own restarts. Ranks that do not find each other then say so.)
         attempt = "" if ends else os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
         self._store = dist.PrefixStore(f"shardlib/watch/{attempt}", clone_store(store))

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.common.devices import default_device, pins, with_index
-from shardlib.common.pages import pages
+from shardlib.common.devices import default_device, pages, pins, with_index
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.kernels.thin_matmul import QuantizedMatrix
-from shardlib.mesh.transfers import Transfer, Transfers
+from shardlib.mesh.memories import Transfer, Transfers
 from shardlib.models.decoding.kinds import decoder_of
 from shardlib.nn.moe.experts import Expert, Groups, StoredExperts
 from shardlib.sharded.given import given_params

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.common._compat import require_async
-from shardlib.common.environment import environment
-from shardlib.common.once import once
+from shardlib.common.environment import environment, once
 from shardlib.kernels import counter, routing
 from shardlib.rng import Key
 

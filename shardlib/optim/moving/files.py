@@ -15,7 +15,7 @@ import torch
 from shardlib.collectives.attempts import on_all_ranks
 from shardlib.common.devices import pins
 from shardlib.common.environment import environment
-from shardlib.common.raw_bytes import raw_bytes
+from shardlib.common.tensors import raw_bytes
 from shardlib.errors import StorageError, TreeError
 from shardlib.optim.moving.skeleton import StateSkeleton, View
 from shardlib.optim.on_disk import InPlace

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 import optree
 import torch
 
-from shardlib.common.devices import pins
-from shardlib.common.dtypes import dtype_name
-from shardlib.common.pages import pages
+from shardlib.common.devices import pages, pins
+from shardlib.common.tensors import dtype_name
 from shardlib.errors import DonatedStateError, TreeError
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.on_disk import BucketOnDisk, OnDisk

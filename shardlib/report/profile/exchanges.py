@@ -1,17 +1,18 @@
-"""What one rank hears of its exchanges: a transport around each axis' own."""
+"""The exchanges of a step: what one rank notes of each, by a transport around each axis' own; and who came when, of all
+ranks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from shardlib.mesh.mesh import Traffic
-from shardlib.mesh.transport import Group, Splits, Work
+from shardlib.mesh.mesh import Traffic, coordinates, rank_of
+from shardlib.mesh.transport import Group, Work
 from shardlib.mesh.transport.activity import here
+from shardlib.mesh.transport.base import WrappedGroup
 from shardlib.report.profile.timeline import Part, StepTimeline
 
 MESSAGES = ("send", "recv")
@@ -46,7 +47,7 @@ class ProfiledExchange:
     waited: float = 0.0
 
 
-class Heard:
+class TimedGroup(WrappedGroup):
     """A transport that notes what goes through another one.
 
     Args:
@@ -57,54 +58,21 @@ class Heard:
     def __init__(
         self, axis: str, group: Group, traffic: Traffic, timeline: StepTimeline, exchanges: list[ProfiledExchange]
     ) -> None:
-        self.size, self.rank = group.size, group.rank
-        self._axis, self._group, self._traffic = axis, group, traffic
-        self._timeline, self._exchanges = timeline, exchanges
+        super().__init__(group)
+        self._axis, self._traffic, self._timeline, self._exchanges = axis, traffic, timeline, exchanges
         self._before = self._sent()
-
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
-        return self._begun("all_reduce", lambda: self._group.all_reduce(tensor))
-
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
-        return self._begun("all_gather", lambda: self._group.all_gather(out, inp))
-
-    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
-        return self._begun("reduce_scatter", lambda: self._group.reduce_scatter(out, inp))
-
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, splits: Splits | None = None) -> Work:
-        if splits is None:  # a user's own transport may know equal chunks alone
-            return self._begun("all_to_all", lambda: self._group.all_to_all(out, inp))
-        return self._begun("all_to_all", lambda: self._group.all_to_all(out, inp, splits))
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        return self._begun("broadcast", lambda: self._group.broadcast(tensor, source))
-
-    def permute(self, out: torch.Tensor, inp: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
-        return self._begun("permute", lambda: self._group.permute(out, inp, pairs))
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        return self._begun("send", lambda: self._group.send(tensor, peer, tag), peer, tag)
-
-    def recv(self, out: torch.Tensor, peer: int, tag: int) -> Work:
-        return self._begun("recv", lambda: self._group.recv(out, peer, tag), peer, tag)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        values: list[Any] = []
-        self._begun(
-            "all_gather_object", lambda: Work(lambda: values.extend(self._group.all_gather_object(value)))
-        ).wait()
-        return values
 
     def _sent(self) -> tuple[int, int]:
         """Bytes of payload and of scalars that this rank has sent along the axis."""
         return self._traffic.payload.get(self._axis, 0), self._traffic.scalars.get(self._axis, 0)
 
-    def _begun(self, op: str, start: Callable[[], Work], peer: int | None = None, tag: int = 0) -> Work:
+    def exchange(self, op: str, out: Any, inp: Any, start: Callable[[], Work], about: Any = None) -> Work:
         # All of this runs with caches full of tensors, so that each function it calls costs: context managers are too much.
         timeline, axis, name = self._timeline, self._axis, here().path
         # The caller has counted this exchange, and nothing else since the one before.
         (payload, scalars), (payload_before, scalars_before) = sent, _ = self._sent(), self._before
         self._before = sent
+        peer, tag = about if op in MESSAGES else (None, 0)
         made = ProfiledExchange(
             op, axis, name, payload - payload_before, scalars - scalars_before, peer, tag, time.perf_counter()
         )
@@ -125,3 +93,86 @@ class Heard:
             made.waited = made.end - began
 
         return Work(finish)
+
+
+@dataclass(frozen=True)
+class GroupExchange:
+    """One exchange, as all of its ranks made it.
+
+    Attributes:
+        of: rank -> its part.
+    """
+
+    of: Mapping[int, ProfiledExchange]
+
+    @property
+    def first(self) -> ProfiledExchange:
+        return next(iter(self.of.values()))
+
+    @property
+    def name(self) -> str:
+        """What it is for."""
+        return self.first.name or next((exchange.name for exchange in self.of.values() if exchange.name), "")
+
+    @property
+    def op(self) -> str:
+        """The operation; of a message "send"."""
+        return MESSAGES[0] if self.first.op in MESSAGES else self.first.op
+
+    @property
+    def last(self) -> int:
+        """The rank that came last."""
+        return max(self.of, key=lambda rank: self.of[rank].start)
+
+    @property
+    def late(self) -> float:
+        """Seconds by which the last rank came after the first."""
+        starts = [exchange.start for exchange in self.of.values()]
+        return max(starts) - min(starts)
+
+    @property
+    def payload(self) -> int:
+        """Bytes that a rank sends, of the ranks the most."""
+        return max(exchange.payload for exchange in self.of.values())
+
+    @property
+    def seconds(self) -> float:
+        """From the last rank's arrival until the first rank had its result; 0 if none waited for it."""
+        ends = [exchange.end for exchange in self.of.values() if exchange.end is not None]
+        return max(0.0, min(ends) - self.of[self.last].start) if ends else 0.0
+
+    @property
+    def waited(self) -> float:
+        """Seconds that a rank waited, of the ranks the most."""
+        return max(exchange.waited for exchange in self.of.values())
+
+
+def meetings(sizes: Mapping[str, int], ranks: Sequence[Sequence[ProfiledExchange]]) -> list[GroupExchange]:
+    """The exchanges of one step of all ranks, by those of each, in the order in which they began.
+
+    All ranks of a group make the same collectives in the same order; messages between two ranks come in the order in which
+    they are sent.
+    """
+    found: defaultdict[Hashable, dict[int, ProfiledExchange]] = defaultdict(dict)
+    for rank, exchanges in enumerate(ranks):
+        for key, exchange in _keyed(sizes, rank, exchanges):
+            found[key][rank] = exchange
+    return sorted(
+        (GroupExchange(of) for of in found.values()), key=lambda meeting: min(e.start for e in meeting.of.values())
+    )
+
+
+def _keyed(
+    sizes: Mapping[str, int], rank: int, exchanges: Sequence[ProfiledExchange]
+) -> Iterator[tuple[Hashable, ProfiledExchange]]:
+    """Each exchange of a rank with a key that it has on the other ranks too."""
+    coords = coordinates(sizes, rank)
+    numbers: Counter[Hashable] = Counter()
+    for exchange in exchanges:
+        if exchange.peer is None:
+            series: Hashable = exchange.axis, rank_of(sizes, coords | {exchange.axis: 0})
+        else:
+            peer = rank_of(sizes, coords | {exchange.axis: exchange.peer})
+            series = exchange.axis, *((rank, peer) if exchange.op == MESSAGES[0] else (peer, rank))
+        numbers[series] += 1
+        yield (series, numbers[series]), exchange

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from shardlib.common._compat import OperatorMode, storage_id
 from shardlib.common.environment import within
-from shardlib.common.optional import figures
+from shardlib.common.optional import new_figure, save_figure
 from shardlib.execute.batches import as_tensors
+from shardlib.mesh.transport.activity import here
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.memory import memory_peaks
 from shardlib.plan.plan import Plan
 from shardlib.plan.tables import size, table
-from shardlib.report.profile.names import Change, Name, Names, leaves_of_state, tensors_of
-from shardlib.report.profile.picture import TEXT, WIDTH, saved
+from shardlib.report.profile.picture import TEXT, WIDTH, plain
 from shardlib.report.profile.recording import StepRecorder, TrainStep, require_steps
-from shardlib.report.profile.timeline import Part
+from shardlib.report.profile.timeline import Part, StepTimeline
+from shardlib.tree import flatten, leaves_of
 
 KINDS = {  # in the order in which they are drawn, from the bottom up
     "parameters": "#3b6ea8",
@@ -41,6 +44,178 @@ KINDS = {  # in the order in which they are drawn, from the bottom up
     "other": "#d0d0d0",
 }
 _COMPUTED = ("activations", "computed again", "backward")
+_GRADIENT = "the gradient of "
+
+
+class Name(NamedTuple):
+    """What some bytes are for.
+
+    Attributes:
+        kind: one of `KINDS`. "gathered" parameters and "gradients" are of units, "activations"
+            are what forward computes, "computed again" what a checkpoint does, "backward" what backward computes beside
+            gradients of parameters; "other" is what the step makes for itself.
+        of: the leaf's path, the unit, the block's unit with the name of the value (`sl.nn.checkpoint_name`) if it has one, or
+            what a message is for.
+    """
+
+    kind: str
+    of: str
+
+
+class Change(NamedTuple):
+    """Bytes that came to be, or, below 0, went.
+
+    Attributes:
+        when: seconds from the beginning of the step; 0 for what was there.
+        part: the part of the step that ran.
+    """
+
+    when: float
+    name: Name
+    bytes: int
+    part: Part
+
+
+Known = Iterator[tuple[str, str, torch.Tensor, int]]  # kind, name, a tensor, and how many bytes of its storage
+
+
+def leaves_of_state(state: TrainState) -> Known:
+    """Every leaf of a state, those in flat buffers by their own paths."""
+    plan = state.params.plan
+    for bucket in plan.buckets:
+        if bucket.name in state.params.in_memory:
+            buffer = state.params.in_memory[bucket.name]
+            for path, elements in zip(bucket.paths, bucket.segment_sizes(bucket.param_level), strict=True):
+                yield "parameters", path, buffer, elements * buffer.itemsize
+    flat = {bucket.name: bucket for bucket in plan.trained}
+    for path, leaf in tensors_of(state.opt._asdict()):
+        name = max((name for name in flat if path.endswith(f"/{name}")), key=len, default=None)
+        if name is None or leaf.numel() != flat[name].owned:
+            yield "optimizer", path, leaf, leaf.nbytes
+            continue
+        what = path.removesuffix(f"/{name}")
+        for leaf_path, elements in zip(flat[name].paths, flat[name].segment_sizes(flat[name].levels), strict=True):
+            yield "optimizer", f"{what}/{leaf_path}", leaf, elements * leaf.itemsize
+    for path, leaf in tensors_of(state.comm):
+        yield "residuals", path, leaf, leaf.nbytes
+    for path, leaf in tensors_of(state.buffers):
+        yield "buffers", path, leaf, leaf.nbytes
+
+
+def tensors_of(tree: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a pytree with their paths."""
+    paths, leaves, _ = flatten(tree)
+    return [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+
+
+class Names(OperatorMode):
+    """Notes storages of one device as they come and go, with names.
+
+    Args:
+        units: what buckets are called in the names of their gathers.
+    """
+
+    def __init__(self, timeline: StepTimeline, device: torch.device, units: set[str]) -> None:
+        super().__init__()
+        self._timeline, self._device, self._units = timeline, device, units
+        self.changes: list[Change] = []
+        self._alive: dict[int, list[tuple[Name, int]]] = {}  # identity of a storage -> its names with their bytes
+        self._made: dict[int, int] = {}  # identity of a storage that the step has made -> the number of that change
+
+    def know(self, leaves: Known) -> None:
+        """Note tensors that are there."""
+        for key, (storage, names) in self._by_storage(leaves).items():
+            if key not in self._alive:
+                self._alive[key] = []
+                weakref.finalize(storage, self._free, key)
+                for name, count in names:
+                    self._add(key, name, count)
+
+    def kept(self, leaves: Known) -> list[Change]:
+        """The changes, with what the step has made for the state after it under the names of that state's leaves."""
+        changes = [[change] for change in self.changes]
+        for key, (_, names) in self._by_storage(leaves).items():
+            number = self._made.get(key)
+            if number is not None and self.changes[number].name.kind in ("update", "other"):
+                changes[number] = [self.changes[number]._replace(name=name, bytes=count) for name, count in names]
+        return list(itertools.chain(*changes))
+
+    def _by_storage(self, leaves: Known) -> dict[int, tuple[torch.UntypedStorage, list[tuple[Name, int]]]]:
+        """Identity of a storage -> it, and its names with their bytes. What it has beyond its leaves is the last one's:
+        padding, or what that is a view of."""
+        found: dict[int, tuple[torch.UntypedStorage, list[tuple[Name, int]]]] = {}
+        left: dict[int, int] = {}  # bytes without a name
+        for kind, of, tensor, count in leaves:
+            if self._counts(tensor):
+                storage = tensor.untyped_storage()
+                key = storage_id(storage)
+                named = min(count, left.setdefault(key, storage.nbytes()))
+                found.setdefault(key, (storage, []))[1].append((Name(kind, of), named))
+                left[key] -= named
+        for key, unnamed in left.items():
+            name, count = found[key][1][-1]
+            found[key][1][-1] = name, count + unnamed
+        return found
+
+    def named(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Meet a value that the model names."""
+        held = self._alive.get(storage_id(x.untyped_storage())) if self._counts(x) else None
+        if held and held[0][0].kind in ("activations", "computed again"):
+            (before, count), part = held[0], self._timeline.now
+            after = Name(before.kind, f"{before.of}: {name}")
+            held[0] = after, count
+            self.changes += [self._change(before, -count, part), self._change(after, count, part)]
+        return x
+
+    def _take(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        for value in leaves_of((args, kwargs)):
+            self._meet(value, made=False)
+        result = operator(*args, **kwargs)
+        for value in leaves_of(result):
+            self._meet(value, made=True)
+        return result
+
+    def _meet(self, value: Any, made: bool) -> None:
+        """Note what an operator has made; what it was given and nobody has made is there anyway, as constants are that a loss
+        function closes over, and so are views of it."""
+        if not isinstance(value, torch.Tensor) or not self._counts(value):
+            return
+        storage = value.untyped_storage()
+        if (key := storage_id(storage)) not in self._alive:
+            self._alive[key] = []
+            if made:
+                self._made[key] = len(self.changes)
+                self._add(key, self._name(), storage.nbytes())
+            weakref.finalize(storage, self._free, key)
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and tensor.device.type == self._device.type
+
+    def _name(self) -> Name:
+        """The name of what is made now: by what an exchange or a unit's gradient is for, or by the part of the step."""
+        path, part = here().path, self._timeline.now
+        if path in self._units:
+            return Name("gathered", path)
+        if path.startswith(_GRADIENT):
+            return Name("gradients", path.removeprefix(_GRADIENT))
+        if part.kind == "compute":
+            kind = {"forward": "activations", "recompute": "computed again"}.get(part.way, part.way)
+            return Name(kind, part.name)
+        if part.kind == "optimizer" or path == "the optimizer":
+            return Name("update", part.name or "the optimizer")
+        return Name("messages", path) if path or part.kind in ("communication", "wait") else Name("other", part.kind)
+
+    def _add(self, key: int, name: Name, count: int) -> None:
+        self._alive[key].append((name, count))
+        self.changes.append(self._change(name, count, self._timeline.now))
+
+    def _free(self, key: int) -> None:
+        part = self._timeline.now
+        self._made.pop(key, None)
+        self.changes += [self._change(name, -count, part) for name, count in self._alive.pop(key)]
+
+    def _change(self, name: Name, count: int, part: Part) -> Change:
+        return Change(time.perf_counter() - self._timeline.began, name, count, part)
 
 
 @dataclass(frozen=True)
@@ -170,9 +345,7 @@ def _planned(plan: Plan | None, coords: Mapping[str, int], batch: Any) -> tuple[
 
 
 def _draw(found: Memory, path: str | Path) -> None:
-    Figure, FigureCanvasAgg = figures()
-    figure = Figure(figsize=(WIDTH, 4.0), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH, 4.0)
     axes = figure.subplots()
     kinds = [kind for kind in KINDS if any(change.name.kind == kind for change in found.changes)]
     levels = {kind: [0] for kind in kinds}
@@ -193,57 +366,6 @@ def _draw(found: Memory, path: str | Path) -> None:
     axes.set_title(
         f"memory of a step by what it holds, at most {found.peak / 1e6:.1f} MB", fontsize=TEXT + 1, loc="left"
     )
-    axes.tick_params(labelsize=TEXT, length=0)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain(axes)
     figure.legend(loc="outside right upper", frameon=False, fontsize=TEXT, reverse=True)
-    saved(figure, path)
-
-
-# The floating-point operations per second that a device reaches at best.
-
-
-_SIDES = (1024, 2048, 4096, 8192)  # of the matrices: the first that keeps the device for long enough
-_LONG = 5e-3  # seconds
-_ROUNDS = 5
-
-
-def measure_peak(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
-    """Floating-point operations per second of large products of matrices, with torch's present number of threads.
-
-    Matrices of 1,024 rows, and twice as many while a product takes less than 5 ms, up to 8,192.
-
-    The best of some rounds, measured once in a process for each device, dtype and number of threads.
-
-    >>> sl.report.measure_peak() > 0
-    True
-    """
-    return _measured(torch.device(device), dtype, torch.get_num_threads())
-
-
-@cache
-def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    best = 0.0
-    for side in _SIDES:
-        seconds = _seconds(side, device, dtype)
-        best = max(best, 2 * side**3 / seconds)
-        if seconds >= _LONG:
-            break
-    return best
-
-
-def _seconds(side: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds of the quickest of some products."""
-    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
-    seconds = []
-    for _ in range(_ROUNDS + 1):
-        _settle(device)
-        start = time.perf_counter()
-        a @ b
-        _settle(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
-
-
-def _settle(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    save_figure(figure, path)

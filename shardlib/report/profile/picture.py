@@ -1,12 +1,14 @@
-"""Pictures of recorded steps: what ran when, and how long each kind and block took."""
+"""Recorded steps to look at: pictures of what ran when and how long it took, and Chrome's trace format."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardlib.common.optional import figures
+from shardlib.common.optional import new_figure, save_figure
+from shardlib.report.profile.recording import RecordedStep
 from shardlib.report.profile.timeline import Part, Span
 
 WIDTH = 10.0  # inches of a picture: where a page shows it, text of 9 points can be read
@@ -40,15 +42,13 @@ def draw_profile(
     Raises:
         MissingPackage: matplotlib is not installed; the message says what to install.
     """
-    Figure, FigureCanvasAgg = figures()
-    figure = Figure(figsize=(WIDTH, 4.6 + 0.3 * len(ranks)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH, 4.6 + 0.3 * len(ranks))
     grid = figure.add_gridspec(2, 2, height_ratios=[0.8 + 0.3 * len(ranks), 3.2])
     _timelines(figure.add_subplot(grid[0, :]), ranks)
     _bars(figure.add_subplot(grid[1, 0]), {kind: {"": seconds} for kind, seconds in by_kind.items()}, {"": "#3b6ea8"})
     _bars(figure.add_subplot(grid[1, 1]), by_block, COLOURS)
     figure.suptitle(title, fontsize=10)
-    saved(figure, path)
+    save_figure(figure, path)
 
 
 def _timelines(axes: Any, ranks: Sequence[Sequence[Span]]) -> None:
@@ -66,7 +66,7 @@ def _timelines(axes: Any, ranks: Sequence[Sequence[Span]]) -> None:
     axes.set_xlabel("ms", fontsize=TEXT)
     axes.legend(handles=list(shown.values()), ncols=len(shown), fontsize=TEXT, frameon=False, loc="lower right",
                 bbox_to_anchor=(1, 1))  # fmt: skip
-    _plain(axes)
+    plain(axes)
 
 
 def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str]) -> None:
@@ -79,15 +79,40 @@ def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], colours: Mapping[s
     axes.set_yticks(range(len(rows)), list(rows), fontsize=TEXT)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("ms", fontsize=TEXT)
-    _plain(axes)
+    plain(axes)
 
 
-def _plain(axes: Any) -> None:
+def plain(axes: Any) -> None:
+    """Leave out ticks and the frame above and on the right."""
     axes.tick_params(labelsize=TEXT, length=0)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def saved(figure: Any, path: str | Path) -> None:
-    """Writes a figure; missing folders are created."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+def write_trace(ranks: Sequence[Sequence[RecordedStep]], path: str | Path) -> None:
+    """Writes all recorded steps: a process for each rank, and an event for each span. Missing folders are created."""
+    began = min(step.began for steps in ranks for step in steps)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"traceEvents": list(_events(ranks, began)), "displayTimeUnit": "ms"}))
+
+
+def _events(ranks: Sequence[Sequence[RecordedStep]], began: float) -> Iterator[dict[str, Any]]:
+    for rank, steps in enumerate(ranks):
+        yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+        for step in steps:
+            for span in step.spans:
+                yield {
+                    "ph": "X",
+                    "name": name_of(span.part),
+                    "cat": span.part.kind,
+                    "pid": rank,
+                    "tid": 0,
+                    "ts": 1e6 * (step.began - began + span.start),
+                    "dur": 1e6 * (span.end - span.start),
+                }
+
+
+def name_of(part: Part) -> str:
+    """What a part is called in traces."""
+    words = (part.way, part.name) if part.kind == "compute" else (part.kind, part.way, part.name)
+    return "step" if part.kind == "other" else ": ".join(filter(None, words))

@@ -97,7 +97,7 @@ class StepTimeline:
             self.close(place)
 
     def span(self, kind: str, name: str) -> AbstractContextManager[None]:
-        """See `shardlib.common.clock.Clock`."""
+        """See `shardlib.common.environment.Clock`."""
         return self.within(Part(kind, name=name))
 
     def end(self) -> Sequence[Span]:

@@ -1,24 +1,38 @@
-"""A `Profile`: where the time and the operations of a step went, as tables, a picture and a trace."""
+"""`profile`: where the time, the operations and the memory of a step went, as tables, a picture and a trace."""
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlib.plan.prediction import StepTime
+import torch
+
+from shardlib.execute.counting import WorkCount, attends, flops_of
+from shardlib.mesh.mesh import coordinates
+from shardlib.plan.plan import Plan
+from shardlib.plan.prediction import StepTime, predict_step
 from shardlib.plan.tables import size, table
+from shardlib.report.measure import measure_peak
 from shardlib.report.profile.comm import Comm
-from shardlib.report.profile.memory import Memory
-from shardlib.report.profile.operators import Operators
-from shardlib.report.profile.picture import draw_profile
-from shardlib.report.profile.recording import RecordedStep, Recording
-from shardlib.report.profile.timeline import Part
-from shardlib.report.profile.trace import write_trace
+from shardlib.report.profile.exchanges import meetings
+from shardlib.report.profile.memory import Memory, memory
+from shardlib.report.profile.picture import draw_profile, write_trace
+from shardlib.report.profile.recording import (
+    RecordedStep,
+    Recording,
+    StepRecorder,
+    TrainStep,
+    drawing_as,
+    record,
+    require_steps,
+)
+from shardlib.report.profile.timeline import Part, StepTimeline
 
 WAYS = ("forward", "backward", "recompute")
 OPTIMIZER, LEFT = "optimizer", "Python, other"
@@ -146,7 +160,7 @@ class Profile:
 
     def trace(self, path: str | Path) -> None:
         """Writes the step of every rank as a Chrome trace, for chrome://tracing or ui.perfetto.dev; ranks are processes."""
-        write_trace(self.recording, path)
+        write_trace(self.recording.ranks, path)
 
     def plot(self, path: str | Path) -> None:
         """Writes a PNG: the step's parts on a time axis, and its time by kind and by block.
@@ -222,3 +236,164 @@ def _shares(seconds: Mapping[str, float]) -> list[tuple[str, str, str]]:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
+
+
+# One step operator by operator: the floating-point operations of each part, and its time by kind of operator. Such a step
+# takes longer than others, so that its times serve as shares: what a part takes by the clocks of recorded steps is divided in
+# proportion to them, and what is left of it is Python's.
+
+
+@dataclass(frozen=True)
+class Operators:
+    """What the operators of one step did.
+
+    Attributes:
+        flops: part -> floating-point operations.
+        again: part -> those that fused attention computed again.
+        seconds: part -> kind of operator -> seconds in operators of the kind.
+    """
+
+    flops: Counter[Part]
+    again: Counter[Part]
+    seconds: Mapping[Part, Mapping[str, float]]
+
+    def split(self, part: Part, seconds: float) -> dict[str, float]:
+        """The seconds of a part by kind of operator; what operators did not take is "Python, other"."""
+        found = self.seconds.get(part, {})
+        fits = min(1.0, seconds / total) if (total := sum(found.values())) else 0.0
+        kinds = {kind: taken * fits for kind, taken in found.items()}
+        return kinds | {"Python, other": seconds - sum(kinds.values())}
+
+
+def operators_of(train_step: TrainStep, state: Any, batch: Any) -> tuple[Any, Operators]:
+    """The state after one more step, and what its operators did."""
+    mesh = state.params.mesh
+    follower = StepRecorder(mesh)
+    with follower.installed(), _Timed(follower.timeline, mesh.device) as work:
+        state, _ = train_step(state, batch)
+    follower.timeline.end()
+    counts = {name: Counter({part: done[name] for part, done in work.done.items()}) for name in ("flops", "again")}
+    return state, Operators(counts["flops"], counts["again"], work.seconds)
+
+
+class _Timed(WorkCount):
+    """Counts work, and times operators, by the part of the step that runs."""
+
+    def __init__(self, timeline: StepTimeline, device: torch.device) -> None:
+        super().__init__(lambda: timeline.now)
+        self._timeline, self._waits = timeline, device.type != "cpu"
+        self.seconds: dict[Part, defaultdict[str, float]] = {}
+
+    def _run(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = super()._run(operator, args, kwargs)
+        if self._waits:
+            torch.accelerator.synchronize()
+        taken = time.perf_counter() - start
+        multiplies = flops_of(operator, args, kwargs, result)
+        kind = "attention" if attends(operator) else "matmul" if multiplies else "norm, elementwise"
+        self.seconds.setdefault(self._timeline.now, defaultdict(float))[kind] += taken
+        return result
+
+
+# The time that a plan predicts of a step, at the rates that were measured in it.
+
+
+def predicted(plan: Plan, recording: Recording) -> StepTime:
+    """The plan's step on the virtual clock, with measured seconds of computation and measured bandwidths."""
+    times = [_of(steps) for steps in recording.ranks]
+    forward = _of_all_stages(plan, recording.sizes, [of["forward"] for of in times])
+    backward = _of_all_stages(plan, recording.sizes, [of["backward"] for of in times])
+    return predict_step(
+        plan,
+        forward / plan.stages.schedule.microbatches,
+        _bandwidths(recording),
+        backward=backward / forward if forward else 0.0,
+        update=statistics.fmean(of["update"] for of in times),
+        owned=_owned(plan, recording.steps),
+    )
+
+
+def _owned(plan: Plan, steps: Sequence[RecordedStep]) -> bool:
+    """Whether the optimizer summed over its axis itself in these steps (1-bit Adam, once its variance is frozen): by the
+    bytes that were sent along it."""
+    if plan.reductions.owner is None:
+        return False
+    axis = plan.reductions.owner.axis
+    sent = statistics.fmean(sum(each.payload for each in step.exchanges if each.axis == axis) for step in steps)
+    before, since = (abs(sent - plan.payload(owned=owned).get(axis, 0)) for owned in (False, True))
+    return since < before
+
+
+def _of(steps: Sequence[RecordedStep]) -> Mapping[str, float]:
+    """Median seconds of forward, of backward with what is computed again, and of the rest in which nothing is waited for:
+    optimizer, offload, starting exchanges, Python."""
+    taken: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(steps))
+    for number, step in enumerate(steps):
+        for part, seconds in step.own().items():
+            if part.kind == "compute":
+                taken["forward" if part.way == "forward" else "backward"][number] += seconds
+            elif part.kind != "wait":
+                taken["update"][number] += seconds
+    return {name: statistics.median(taken[name]) for name in ("forward", "backward", "update")}
+
+
+def _of_all_stages(plan: Plan, sizes: Mapping[str, int], seconds: Sequence[float]) -> float:
+    """The sum over the coordinates of the stages' axis of the mean over the ranks there."""
+    homes: defaultdict[int, list[float]] = defaultdict(list)
+    for rank, taken in enumerate(seconds):
+        homes[plan.stages.home(coordinates(sizes, rank)) if plan.stages.axes else 0].append(taken)
+    return sum(map(statistics.fmean, homes.values()))
+
+
+def _bandwidths(recording: Recording) -> dict[str, float]:
+    """Axis -> bytes per second of one rank, from exchanges that somebody waited for: others end unseen."""
+    sent: defaultdict[str, int] = defaultdict(int)
+    taken: defaultdict[str, float] = defaultdict(float)
+    for steps in zip(*recording.ranks, strict=True):
+        for meeting in meetings(recording.sizes, [step.exchanges for step in steps]):
+            if meeting.payload and meeting.waited > meeting.seconds / 2 > 0:
+                sent[meeting.first.axis] += meeting.payload
+                taken[meeting.first.axis] += meeting.seconds
+    return {axis: sent[axis] / taken[axis] for axis in sent}
+
+
+def profile(
+    train_step: TrainStep, state: Any, batch: Any, *, steps: int = 5, warm: int = 2, plan: Plan | None = None
+) -> Profile:
+    """Where the time and the operations of a train step go, on every rank. Collective.
+
+    Takes ``warm`` steps that are not looked at, then ``steps`` with clocks at the boundaries of blocks, phases and exchanges,
+    one in which operators are counted and timed, and one in which memory gets its names. All of them train: the state after
+    them is ``.state``. The last two draw by the number of the recorded step of median length, as they are compared with it:
+    the same layers and tokens are left out, and the loss is given the same ``rng``. The peak is that of a large product on
+    the same device and dtype, measured once.
+
+    Args:
+        train_step, state: of `make_train_step`. The state is used up.
+        batch: this rank's share of a batch, which every step is given.
+        plan: the step's plan as `make_plan` makes it with ``loss_fn``, ``batch`` and ``optimizer``, which knows what is sent
+            inside the loss and the peak of memory; by default the state's, which does not.
+
+    Raises:
+        TypeError: a state that is no `TrainState`, or a plan that is no `Plan`.
+        ValueError: fewer than one step, fewer than none before, or no whole numbers of them; a plan of other parameters, or
+            of another mesh, than the state's.
+
+    >>> loss_fn = lambda params, batch: (batch @ params["w"]).square().mean()
+    >>> state, train_step = sl.make_train_step(loss_fn, {"w": torch.ones(64, 64)}, sl.optim.sgd(0.1))
+    >>> found = sl.profile(train_step, state, torch.ones(32, 64))
+    >>> found.flops["forward"] == 2 * 32 * 64 * 64
+    True
+    >>> round(sum(found.by_kind.values()) / found.seconds, 6)
+    1.0
+    """
+    require_steps("profile", state, steps, warm, plan)
+    params = state.params
+    peak = measure_peak(params.mesh.device, params.plan.computed_dtype)
+    state, recording = record(train_step, state, batch, steps, warm)
+    # Steps differ in the layers and tokens that they leave out: what is counted must be what was timed.
+    again = drawing_as(train_step, state.step - steps + recording.median)
+    state, operators = operators_of(again, state, batch)
+    held = memory(again, state, batch, warm=0, plan=plan)
+    return Profile(recording, operators, held, peak, predicted(plan or params.plan, recording), held.state)

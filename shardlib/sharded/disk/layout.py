@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.common.disk import whole_blocks
-from shardlib.common.dtypes import dtype_name
+from shardlib.common.tensors import dtype_name
 
 FORMAT = 2
 _KINDS = {True: "a state that was moved", False: "states of a running step"}

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from shardlib.common.clock import timed
+from shardlib.common.devices import pages, settle
 from shardlib.common.disk import BLOCK
-from shardlib.common.pages import pages, settle
+from shardlib.common.environment import timed
 from shardlib.errors import StorageError
 from shardlib.sharded.disk.layout import Flat
 

@@ -18,7 +18,7 @@ DEFECTS = (
     Defect(
         "differences of one sign",
         "mask",
-        "debug/difference.py",
+        "debug/finding.py",
         "a value that is too small counts as right",
         "(a - b).abs())",
         "a - b)",
@@ -27,7 +27,7 @@ DEFECTS = (
     Defect(
         "residuals of before that are left out",
         "residual",
-        "debug/compressed.py",
+        "debug/reduction.py",
         "what a step before left out, and this one sends, counts as invented",
         "entered + join(before), left",
         "entered, left",
@@ -54,7 +54,7 @@ DEFECTS = (
     Defect(
         "any loss for a mean over rows",
         "mask",
-        "debug/mean.py",
+        "debug/one_device.py",
         "a loss whose mean over micro-batches is not its value for the batch keeps all laws",
         "if found is None:\n        return OverRows(len(parts))",
         "if found is None or parts:\n        return OverRows(len(parts))",
@@ -63,7 +63,7 @@ DEFECTS = (
     Defect(
         "elements that nobody misses",
         "mask",
-        "debug/compressed.py",
+        "debug/codec_laws.py",
         "a codec that loses every second element keeps all laws",
         "if lost.any() and 2",
         "if lost.all() and 2",

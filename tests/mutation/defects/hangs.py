@@ -57,7 +57,7 @@ DEFECTS = (
     Defect(
         "a start in the place of the one before",
         "key",
-        "mesh/rendezvous.py",
+        "mesh/transport/process.py",
         "after a restart gloo finds the addresses of processes that have ended",
         'return dist.PrefixStore(f"shardlib/{start}", store)',
         'return dist.PrefixStore("shardlib", store)',
@@ -66,7 +66,7 @@ DEFECTS = (
     Defect(
         "one answer to each rank",
         "stale",
-        "mesh/rendezvous.py",
+        "mesh/transport/process.py",
         "rank 0 answers the process that asked first, and not the one that was started in its place",
         "if asker != answered[rank]:",
         "if not answered[rank]:",

@@ -44,7 +44,7 @@ DEFECTS = (
     Defect(
         "freed by nobody",
         "memory",
-        "report/profile/names.py",
+        "report/profile/memory.py",
         "a named value is added under its new name and stays under the old one",
         "self._change(before, -count, part), self._change(after, count, part)",
         "self._change(after, count, part)",

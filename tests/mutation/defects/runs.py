@@ -36,7 +36,7 @@ DEFECTS = (
     Defect(
         "a second Ctrl-C that waits",
         "stale",
-        "mesh/launch/signals.py",
+        "mesh/launch/supervised.py",
         "a user who presses Ctrl-C again is not heard",
         "_PRESSED if number == INTERRUPT else _AGAIN",
         "_AGAIN",

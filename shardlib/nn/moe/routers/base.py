@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from shardlib.common.once import once
+from shardlib.common.environment import once
 from shardlib.kernels import routing
 from shardlib.nn.moe.routing import Capacity, Routing, Tokens, in_order, is_kept, tokens_of
 from shardlib.rng import Key
