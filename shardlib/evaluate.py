@@ -22,7 +22,8 @@ from shardlib.execute.values.around import Around
 from shardlib.nn.blocks import evaluating
 from shardlib.shard import Lifting
 from shardlib.sharded.given import given_params, require_order
-from shardlib.sharded.tree import Reads, Sharded
+from shardlib.sharded.params_on_disk import Reads
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import path_name
 
 
@@ -60,7 +61,7 @@ class EvalStep:
         current, results = self._current(params, *args), self._results()
         if self._inputs.axes:
             self._divided(True, self._together, self._inputs.share(args, {}))
-        reads = Reads(current)
+        reads = Reads(current.mesh, current.on_disk)
         results.add(self._run(current, *args))
         return self._reduced(results, reads)
 
@@ -78,7 +79,7 @@ class EvalStep:
             RankMismatch: as in a call.
         """
         current, results = self._current(params, batches), self._results()
-        rest, reads = iter(batches), Reads(current)
+        rest, reads = iter(batches), Reads(current.mesh, current.on_disk)
         for taken in itertools.count():
             if not self._agreed(batch := next(rest, _NONE), taken):
                 break

@@ -17,9 +17,9 @@ from shardlib.execute.stages.pipe import runner_of
 from shardlib.mesh.mesh import rank_of
 from shardlib.models.decoding import Decoder, Sampling, decode, decoder_of
 from shardlib.models.decoding.loop import Run
-from shardlib.sharded.given import given_params
-from shardlib.sharded.local import Local
-from shardlib.sharded.tree import Reads, Sharded
+from shardlib.sharded.given import Local, given_params
+from shardlib.sharded.params_on_disk import Reads
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import leaves_of
 
 
@@ -136,7 +136,7 @@ def _run_of(params: Sharded | Local) -> tuple[Run, Reads | None]:
         return LocalRunner(params).evaluate, None
     # The runner is called for each token: the order in which parameters are used, traced in the first step, holds for all.
     runner = runner_of(lambda tree, step: step(tree), params.plan, params.mesh, trained=False)
-    return partial(runner.evaluate, params), Reads(params)
+    return partial(runner.evaluate, params), Reads(params.mesh, params.on_disk)
 
 
 def _refuse(plan: Any) -> None:

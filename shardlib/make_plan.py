@@ -13,9 +13,9 @@ from shardlib.execute.batches import as_tensors
 from shardlib.execute.buffers import BufferKinds, buffer_sizes
 from shardlib.execute.stages.tracing import Tracing, traced_once
 from shardlib.mesh.mesh import as_mesh
-from shardlib.optim.group_update import check, is_count
-from shardlib.optim.resting import fault_on_disk
-from shardlib.optim.wrapping import require_transformations
+from shardlib.optim.checks import check, is_count
+from shardlib.optim.combine import require_transformations
+from shardlib.optim.state_storage import fault_on_disk
 from shardlib.plan.build import build_plan
 from shardlib.plan.limits import Limits, Planner, fitted
 from shardlib.plan.plan import Plan

@@ -12,10 +12,9 @@ from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.mesh.transport import EchoGroup
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform, chain, require_transform
-from shardlib.sharded.marks import require_no_shards
-from shardlib.sharded.reshard import Resharded
 from shardlib.sharded.shard import shard_alike, shard_by
-from shardlib.sharded.tree import Sharded
+from shardlib.sharded.tree import Sharded, require_no_shards
+from shardlib.sharded.unshard import Resharded
 from shardlib.transforms.zero import zero
 from shardlib.tree import Tree, check_tensors, flatten, leaves_of, ties
 

@@ -21,13 +21,13 @@ from shardlib.execute.values.around import Around, plain_value_and_grad
 from shardlib.mesh.transport.activity import in_step
 from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
 from shardlib.optim.base import GradientTransformation, require_unpacked
-from shardlib.optim.settings import injected, settings
+from shardlib.optim.combine import require_transformations
 from shardlib.optim.shards import MeshShards
+from shardlib.optim.state_storage import restore_on_failure
 from shardlib.optim.train_state import TrainState, copied, rescaled
-from shardlib.optim.undone import gives_back
 from shardlib.optim.updates import Updates
+from shardlib.optim.wrappers.inject import injected, settings
 from shardlib.optim.wrappers.unused import skips_unused
-from shardlib.optim.wrapping import require_transformations
 from shardlib.plan.build import with_owner
 from shardlib.plan.loss_scale import LossScale
 from shardlib.rng import Key, restore_generators, states_of_generators
@@ -247,7 +247,7 @@ def make_train_step(
 
     @untransformed("a train step")
     @in_step
-    @gives_back
+    @restore_on_failure
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         try:
             return stepped(state, batch)

@@ -17,7 +17,7 @@ from shardlib.checkpoint.snapshot import PATIENCE, BackgroundSave, Snapshot
 from shardlib.mesh.launch.supervised import INTERRUPT, RESIZE, STOPPING, Signals, Supervisor, exit_code
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
-from shardlib.optim.group_update import is_step
+from shardlib.optim.checks import is_step
 from shardlib.optim.on_disk import in_files
 from shardlib.optim.train_state import TrainState
 

@@ -12,7 +12,7 @@ from shardlib.checkpoint.numbers import tensors_of_numbers, with_numbers
 from shardlib.common._compat import storage_id
 from shardlib.errors import TreeError, listing
 from shardlib.optim.base import Packed
-from shardlib.optim.on_disk import BucketOnDisk
+from shardlib.optim.on_disk import buckets_on_disk
 from shardlib.optim.train_state import OptimizerState, TrainState, copied
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import path_name, tied_pairs
@@ -87,7 +87,7 @@ def outlined_params(params: Sharded) -> tuple[Sharded, dict[int, Packed]]:
     for."""
     if params.on_disk is None:
         return params, {}
-    nodes = {bucket.name: BucketOnDisk(params.on_disk, bucket) for bucket in params.buckets}
+    nodes = buckets_on_disk(params)
     outlines = {name: node.like for name, node in nodes.items()}
     packed: dict[int, Packed] = {storage_id(outlines[name].untyped_storage()): node for name, node in nodes.items()}
     return Sharded(params.plan, params.mesh, params.role, outlines), packed

@@ -1,4 +1,4 @@
-"""Rank-local tensors (see `shardlib.optim.base.RankLocal`), saved and restored.
+"""Rank-local tensors (see `shardlib.optim.base.StateMethods`), saved and restored.
 
 On as many ranks as saved them, every rank gets back what it had. On any other number, all ranks get the mean of the saved
 tensors, to which the optimizer brings them anyway when it next exchanges them.

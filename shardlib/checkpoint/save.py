@@ -20,7 +20,7 @@ from shardlib.checkpoint.rank_local import diverged_axis, rank_local_fragments
 from shardlib.checkpoint.residuals import residual_fragments
 from shardlib.common.version import VERSION
 from shardlib.mesh.transport.activity import naming
-from shardlib.optim.group_update import check, is_step
+from shardlib.optim.checks import check, is_step
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.placement import Placement
 

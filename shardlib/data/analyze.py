@@ -30,7 +30,7 @@ from shardlib.data.metrics import Length, Metric, Rarity, added, counts_of, read
 from shardlib.data.rows import as_dataset
 from shardlib.errors import BatchError
 from shardlib.mesh.launch.orphans import end_with
-from shardlib.optim.group_update import is_step
+from shardlib.optim.checks import is_step
 
 _PART = 1 << 20  # samples
 _ROOM = 1 << 22  # samples

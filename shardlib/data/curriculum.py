@@ -16,7 +16,7 @@ from shardlib.data.lengths import SURPLUS
 from shardlib.data.order import Epochs
 from shardlib.data.pace import Pace, as_pace, constant_pace, map_paces
 from shardlib.errors import BatchError
-from shardlib.optim.group_update import is_step
+from shardlib.optim.checks import is_step
 
 
 def curriculum(

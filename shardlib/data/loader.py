@@ -19,7 +19,7 @@ from shardlib.data.pace import Pace
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import Fetch, as_dataset, fetch_of, no_rows, require_functions, to_device
 from shardlib.errors import BatchError
-from shardlib.optim.group_update import is_count, is_step
+from shardlib.optim.checks import is_count, is_step
 from shardlib.rng import Key
 
 # Indices are computed for some batches at once: 4,096 of one epoch cost 0.8 ms, and 64 cost 0.17 ms.

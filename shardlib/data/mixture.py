@@ -22,7 +22,7 @@ import torch
 from shardlib.data.order import Order, Shuffled, Unshuffled
 from shardlib.data.rows import as_dataset, collated
 from shardlib.errors import BatchError, listing
-from shardlib.optim.group_update import is_positive
+from shardlib.optim.checks import is_positive
 from shardlib.rng import Key
 from shardlib.tree import tree_map
 

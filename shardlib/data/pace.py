@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardlib.errors import BatchError
-from shardlib.optim.group_update import check, is_count, is_integer, is_number, is_positive, is_real, is_step
+from shardlib.optim.checks import check, is_count, is_integer, is_number, is_positive, is_real, is_step
 
 
 @dataclass(frozen=True)

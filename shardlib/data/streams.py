@@ -15,7 +15,7 @@ from shardlib.data.pace import Pace
 from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import collated, require_functions, to_device
 from shardlib.errors import BatchError
-from shardlib.optim.group_update import is_step
+from shardlib.optim.checks import is_step
 
 
 def streams(

@@ -29,7 +29,7 @@ from shardlib.debug.view import side_by_side
 from shardlib.execute.batches import as_tensors
 from shardlib.optim import sgd
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.wrapping import require_transformations
+from shardlib.optim.combine import require_transformations
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key
 from shardlib.sharded.given import whole_params

@@ -26,7 +26,7 @@ from shardlib.mesh.launch import simulate
 from shardlib.mesh.mesh import Mesh, coordinates
 from shardlib.optim import adamw, chain, clip_by_global_norm
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.wrapping import require_transformations
+from shardlib.optim.combine import require_transformations
 from shardlib.plan.build import with_needs, with_owner
 from shardlib.plan.claims import Live, Reduce, Use
 from shardlib.plan.plan import Plan

@@ -18,7 +18,7 @@ from shardlib.mesh.transport.activity import naming
 from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
 from shardlib.sharded.checksum import checksums
-from shardlib.sharded.landing import Landing
+from shardlib.sharded.gradient_offload import GradientOffload
 from shardlib.tree import Tree
 
 # Agreement of all ranks on the form of their results, checked by summing a few numbers.
@@ -233,7 +233,9 @@ _TOLERANCE, _ROUNDING = 1e-3, 1e-6
 _Losses = Sequence[Mean]
 
 
-def require_alike(grads: Mapping[str, torch.Tensor], landing: Landing, losses: _Losses, plan: Plan, mesh: Mesh) -> None:
+def require_alike(
+    grads: Mapping[str, torch.Tensor], landing: GradientOffload, losses: _Losses, plan: Plan, mesh: Mesh
+) -> None:
     """Refuse losses that ranks compute from their slices, and whole parameters that layers apply to slices.
 
     Ranks would otherwise train on different losses, or with partial gradients of whole parameters.

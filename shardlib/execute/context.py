@@ -26,7 +26,7 @@ from shardlib.mesh.transport.activity import naming
 from shardlib.nn.scaled import scaled_linear, scaled_matmul
 from shardlib.nn.tiled import TiledModules
 from shardlib.plan.plan import Plan
-from shardlib.sharded.local import Local
+from shardlib.sharded.given import Local
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, unflatten
 

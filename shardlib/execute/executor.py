@@ -42,7 +42,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.plan.thinning import Thinned
 from shardlib.rng import restore_generators, states_of_generators
-from shardlib.sharded.on_disk import BuffersOnDisk
+from shardlib.sharded.params_on_disk import BuffersOnDisk
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, unflatten
 

@@ -25,7 +25,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange, unowned
 from shardlib.plan.plan import Plan
-from shardlib.sharded.landing import Landing
+from shardlib.sharded.gradient_offload import GradientOffload
 from shardlib.sharded.reduction import BoundCodecs, Reduction, Sum
 
 Trees = dict[str, TreeSum[torch.Tensor]]  # bucket name -> the sums of its gradients
@@ -47,7 +47,7 @@ class ReductionOptions:
     residuals: Residuals
     unreduced: tuple[str, ...] = ()
     reached: set[str] | None = None
-    landing: Landing | None = None
+    landing: GradientOffload | None = None
 
     def note(self, paths: Iterable[str]) -> None:
         """Note leaves that have a gradient."""
@@ -67,7 +67,7 @@ class Turn(NamedTuple):
     last: bool
 
 
-def default_options(mesh: Mesh, landing: Landing | None = None) -> ReductionOptions:
+def default_options(mesh: Mesh, landing: GradientOffload | None = None) -> ReductionOptions:
     """The options of reductions over all axes, without residuals of earlier steps."""
     return ReductionOptions(BoundCodecs(mesh), Residuals({}), landing=landing)
 
@@ -385,7 +385,7 @@ class Gradients:
                     self._held.pop(tile.name, None)
                 self._taken[leaf.name] = landing.take(leaf, whole)
 
-    def _landing(self, bucket: Bucket) -> Landing | None:
+    def _landing(self, bucket: Bucket) -> GradientOffload | None:
         """What takes the bucket's gradient now: when its sum is complete, or after each micro-batch if gradients are
         accumulated there. None if it stays, or if other stages add to it."""
         landing = self._options.landing

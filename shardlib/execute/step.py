@@ -32,9 +32,10 @@ from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, restore_generators, states_of_generators
 from shardlib.sharded.given import require_no_graph
-from shardlib.sharded.landing import Landing
+from shardlib.sharded.gradient_offload import GradientOffload
+from shardlib.sharded.params_on_disk import Reads
 from shardlib.sharded.reduction import BoundCodecs
-from shardlib.sharded.tree import Reads, Sharded
+from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
 
 
@@ -74,7 +75,7 @@ class Evaluation:
     finite: bool
     squares: float
     residuals: Residuals
-    landing: Landing
+    landing: GradientOffload
     layer_tokens: int | None
     empty: str
     used: frozenset[str] | None
@@ -147,7 +148,7 @@ class LossStep:
         unreduced: tuple[str, ...] = (),
         reached: set[str] | None = None,
         equal: Mapping[str, Any],
-        land: Callable[[], Landing] | None = None,
+        land: Callable[[], GradientOffload] | None = None,
     ) -> Evaluation:
         """Evaluate the loss and its gradients. Collective.
 
@@ -170,7 +171,7 @@ class LossStep:
         batch = as_tensors(batch, mesh.device)
         require_no_graph(f"rank {mesh.rank}'s batch", batch, BatchError)
         microbatches = split_batch(batch, plan, mesh)
-        share, reads = self._inputs.share(batch, equal), Reads(params)
+        share, reads = self._inputs.share(batch, equal), Reads(params.mesh, params.on_disk)
         records = self.runner.records
         for record in records:
             record.strayed = False  # of a step that raised
@@ -189,7 +190,7 @@ class LossStep:
         while True:
             for record in records:
                 record.layer_tokens = 0
-            landing = Landing(plan, mesh, unreduced) if land is None else land()
+            landing = GradientOffload(plan, mesh, unreduced) if land is None else land()
             # New residuals are kept beside those in `comm`, so that the step can be repeated.
             options = ReductionOptions(self._codecs, Residuals(comm), unreduced, reached, landing)
             totals = Totals(plan, mesh)

@@ -27,7 +27,7 @@ from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Routes
 from shardlib.plan.placement import Placement
 from shardlib.sharded.gather import Gather
-from shardlib.sharded.on_disk import BufferOnDisk
+from shardlib.sharded.params_on_disk import BufferOnDisk
 
 
 class _Root(torch.autograd.Function):

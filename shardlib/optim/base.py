@@ -16,45 +16,45 @@ import optree
 import torch
 
 from shardlib.collectives.codecs.base import Codec
-from shardlib.errors import IllegalComposition, TreeError
+from shardlib.errors import IllegalComposition, TreeError, listing
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
-from shardlib.optim.plain import require_counted_once, require_untied
-from shardlib.optim.separate import apart, turns
+from shardlib.optim.separate import separate_memory, turns
 from shardlib.optim.shards import WHOLE, Locality, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards, stored
 from shardlib.plan.claims import ROLES, AxisOwner, Claim, LeafInfo, Reduce
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Resolved, Transform
 from shardlib.plan.value import PlanValue
-from shardlib.sharded.marks import require_no_shards
-from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, check_alike, check_trained, leaves_of, trained_part, tree_map
+from shardlib.sharded.tree import Sharded, require_no_shards
+from shardlib.tree import (
+    Tree,
+    check_alike,
+    check_trained,
+    flatten,
+    leaves_of,
+    same_values,
+    tied_pairs,
+    trained_part,
+    tree_map,
+)
 
 
-class RankLocal(Protocol):
-    """A state (a NamedTuple) of an optimizer whose ranks diverge at times: their parameters are then rank-local."""
+class StateMethods(Protocol):
+    """What a state (a NamedTuple) of an optimizer may say of its fields, by any of these methods."""
 
     def rank_local(self) -> tuple[str, ...]:
-        """The fields that differ now between the ranks of the optimizer's axis; empty while parameters are equal."""
+        """The fields that differ now between the ranks of the optimizer's axis, whose parameters are rank-local then."""
         ...
-
-
-class Holding(Protocol):
-    """A state (a NamedTuple) of an optimizer that keeps a copy of the parameters to return to."""
 
     def held_trees(self) -> tuple[str, ...]:
-        """The fields that are such copies now. When a caller replaces the parameters, these are replaced too."""
+        """The fields that are copies of the parameters to return to. When a caller replaces these, the copies are too."""
         ...
 
-
-class KeptByPath(Protocol):
-    """A state (a NamedTuple) of an optimizer that keeps something for each parameter under the parameter's path. In an update
-    of some of the parameters the state has what is kept for these alone."""
-
     def by_path(self) -> tuple[str, ...]:
-        """The fields that are dictionaries from paths of parameters."""
+        """The fields that are dictionaries from paths of parameters. In an update of some of the parameters the state has
+        what is kept for these alone."""
         ...
 
 
@@ -126,20 +126,19 @@ class Owned(Transform):
         if axis in split or (sizes[axis] > 1 and not resolved.varies_over(axis)):
             problem = "zero splits the state over it" if axis in split else "the batch is not shared over it"
             raise IllegalComposition(
-                f"{self.name} sums gradients over axis {axis!r} itself, and {problem}. Split over another axis of the mesh, "
-                f"and replicate over this one: zero(stage, axis='local', replicate={axis!r})"
+                f"{self.name} sums gradients over axis {axis!r} itself, and {problem}. Split over another axis: "
+                f"zero(stage, axis='local', replicate={axis!r})"
             )
         dealt = [path for path, use in resolved.uses.items() if axis in (use.varying or ())]
         if dealt and sizes[axis] > 1:
             raise IllegalComposition(
                 f"{self.name} sums gradients over axis {axis!r} itself, and {len(dealt)} leaves ({dealt[0]} first) are dealt "
-                "out over it, whose gradients are complete: deal experts out over another axis"
+                "out over it. Deal experts out over another axis"
             )
         codec = resolved.of_axes("codec").get(axis)
         if codec is not None:
             raise IllegalComposition(
-                f"{self.name} sums gradients over axis {axis!r} in few bits itself, and a transform already sends them over "
-                f"it in {codec}; drop one of the two"
+                f"{self.name} sums gradients over axis {axis!r} in few bits, and so does {codec}; drop one of the two"
             )
 
 
@@ -158,11 +157,11 @@ class GradientTransformation:
             ``copies`` are as in the method `apply`.
         reads_old: whether ``apply`` also takes ``old=``, as `body` does; it then does not change ``updates``.
         owns: the axis over which the transformation reduces gradients itself, through ``shards.compressed_mean``.
+        sends: ``sends(shards) -> {axis: bytes}``: the bytes that one rank sends in a step through ``shards.whole`` and
+            ``shards.total``; none by default.
         lead: for a transformation that is elementwise but for one number by which it multiplies the gradients first (a chain
             of clips and an elementwise rest): ``lead(updates, scale, shards)`` returns that number times ``scale``. ``apply``
             then leaves it out.
-        sends: ``sends(shards) -> {axis: bytes}``: the bytes that one rank sends in a step through ``shards.whole`` and
-            ``shards.total``; none by default.
         last: why no transformation may follow in a chain, for updates that state new values of parameters, not changes.
         rest: the locality of what is left after ``lead``; that of all by default.
     """
@@ -224,9 +223,8 @@ class GradientTransformation:
         ):
             given = ", ".join(type(each).__name__ for each in (updates, state, params))
             raise TreeError(
-                f"update was given ({given}): it takes (gradients, the optimizer's state, parameters), and gradients and "
-                "parameters are both Sharded, as sl.value_and_grad and sl.shard return them, or both plain pytrees; of a "
-                "TrainState give state.params"
+                f"update was given ({given}): it takes (gradients, the optimizer's state, parameters). Both trees are Sharded"
+                " (of a TrainState, state.params), or both plain pytrees"
             )
         if isinstance(updates, Sharded):
             shards = MeshShards(updates.plan, updates.mesh)
@@ -240,7 +238,7 @@ class GradientTransformation:
         if params is not None:
             check_alike("update", updates, params, ("updates", "parameters"))
             if shards is WHOLE and self.locality is Locality.GLOBAL:
-                require_counted_once(params, updates)
+                _require_counted_once(params, updates)
         if self.locality is None:
             return self._update(updates, state, params)
         return self._update(updates, state, params, shards=shards.allowing(self.locality))
@@ -264,7 +262,7 @@ class GradientTransformation:
                 their fp32 masters): a tree like ``params``, with the same tensor where there is no copy; None for no copies.
         """
         if shards is WHOLE:
-            require_untied(params)
+            _refuse_tied(tied_pairs(params), "what is added in place is added twice")
             require_no_shards("apply", (params, updates))
             params, updates, copies = map(trained_part, (params, updates, copies))
         scale = self.lead(updates, scale, shards)
@@ -321,7 +319,7 @@ class GradientTransformation:
             given = (params, updates, state, scale, shards.allowing(self.locality), copies)
             return self._apply(*given) if old is None else self._apply(*given, old=old)
         updates, state = self.update(scaled(updates, scale), state, params, shards=shards)
-        state = apart(state, leaves_of(params))
+        state = separate_memory(state, leaves_of(params))
         tree_map(torch.Tensor.add_, params, updates)
         write_copies(copies, params)
         return state
@@ -337,9 +335,25 @@ class GradientTransformation:
         if self.locality is None and params.mesh.size > 1:
             raise IllegalComposition(
                 f"this gradient transformation declares no locality, so it may be wrong on shards ({params.mesh}); "
-                "pass locality=sl.optim.Locality.ELEMENTWISE if it treats each element alone, LEAF or GLOBAL if it sums "
-                "through shards.leaf_sums or shards.sum, WHOLE if it computes on whole parameters through shards.whole"
+                "pass locality=: sl.optim.Locality.ELEMENTWISE, or what it asks shards for (LEAF, GLOBAL or WHOLE)"
             )
+
+
+def _require_counted_once(params: Tree, updates: Tree) -> None:
+    """Refuse leaves of a plain tree that are one parameter, as they are tied and have one gradient, for sums over all."""
+    paths, leaves, _ = flatten(updates)
+    given = dict(zip(paths, leaves, strict=True))
+    one = [(first, other) for first, other in tied_pairs(params) if same_values(given[first], given[other])]
+    _refuse_tied(one, "a sum over all elements counts them twice")
+
+
+def _refuse_tied(pairs: Sequence[tuple[str, str]], why: str) -> None:
+    """Refuse tied leaves of a plain tree, in which they are leaves of their own; in a `Sharded` tree they are one."""
+    if pairs:
+        raise TreeError(
+            f"leaves of a plain tree are tied, and {why}:\n{listing([f'{first} and {other}' for first, other in pairs])}\n"
+            "Shard the tree, before tx.init too: params = sl.shard(params, sl.make_mesh())"
+        )
 
 
 def require_unpacked(plan: Plan, state: Tree) -> None:
@@ -352,8 +366,8 @@ def require_unpacked(plan: Plan, state: Tree) -> None:
     packed = next((type(node).__name__ for node in nodes if isinstance(node, Packed) and node.rounds), None)
     if plan.step.tree and packed:
         raise IllegalComposition(
-            f"reproducible() cannot give the same bits on every mesh with this optimizer: its state is in {packed} tensors, "
-            "whose rounding depends on which elements a rank's shard holds; use one with moments in fp32, such as adamw"
+            f"reproducible() takes no optimizer whose state is in {packed} tensors, rounded by what a rank's shard holds. "
+            "Use one with moments in fp32, such as adamw"
         )
 
 
@@ -383,6 +397,12 @@ def write_copies(copies: Tree, params: Tree) -> None:
 def separate_copy(copy: torch.Tensor, param: torch.Tensor) -> torch.Tensor | None:
     """``copy``, or None when it is the parameter itself (the same elements of the same memory)."""
     return None if copy is param or copy.is_set_to(param) else copy
+
+
+def require_params(what: str, params: Tree) -> None:
+    """Refuse an update that was given no parameters."""
+    if params is None:
+        raise ValueError(f"{what} needs the parameters: update(updates, state, params)")
 
 
 def empty_init(params: Any, shards: Shards) -> tuple[()]:

@@ -11,12 +11,11 @@ from shardlib.collectives.buffers import AxisLink, summed
 from shardlib.collectives.summation import SumOf, sum_of_squares
 from shardlib.common._compat import transformed
 from shardlib.errors import TreeError
-from shardlib.optim.group_update import is_real
+from shardlib.optim.checks import is_real
 from shardlib.optim.shards import WHOLE, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards
 from shardlib.plan.buckets import Bucket
-from shardlib.sharded.marks import require_no_shards
-from shardlib.sharded.tree import Sharded
+from shardlib.sharded.tree import Sharded, require_no_shards
 from shardlib.tree import Tree, check_alike, flatten, ties, trained_part, unflatten
 
 

@@ -2,7 +2,7 @@
 
 In a train step a tree of parameters is a dictionary from the name of a bucket, or of a run of its leaves, to a flat tensor.
 An optimizer's state consists of such dictionaries, of dictionaries from a leaf's path to what is kept for it (in the fields
-that the state names: see `shardlib.optim.base.KeptByPath`), and of what all buckets share: counters, hyper-parameters.
+that the state names: see `shardlib.optim.base.StateMethods`), and of what all buckets share: counters, hyper-parameters.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _keeps_by_path(node: Any) -> bool:
 # States in memory of their own, where an update writes to memory in place.
 
 
-def apart(state: Tree, others: Iterable[torch.Tensor]) -> Tree:
+def separate_memory(state: Tree, others: Iterable[torch.Tensor]) -> Tree:
     """An optimizer's state none of whose tensors is in the memory of another one, or of ``others``, which are written to.
 
     Transformations are pure functions, so that one may keep the parameters or the updates that it returns in its state, or

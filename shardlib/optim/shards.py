@@ -19,8 +19,7 @@ from shardlib.errors import IllegalComposition
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import IndexMap
 from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
-from shardlib.optim.storing import Exchanges
-from shardlib.optim.whole import WholeLeaves
+from shardlib.optim.whole import Exchanges, WholeLeaves
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.claims import LeafInfo
 from shardlib.plan.exchanges import share
@@ -336,8 +335,8 @@ class MeshShards(Shards):
     def _require_all(self) -> None:
         if self._partial:
             raise IllegalComposition(
-                "an optimizer sums over all elements after other transformations, and its states are on disk, of which a few "
-                "buckets are in memory at a time: put clips first in the outermost chain, or use offload('host')"
+                "an optimizer sums over all elements after other transformations, and its states are on disk: put clips "
+                "first in the outermost chain, or use offload('host')"
             )
 
     def _unpadded(self, tree: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:

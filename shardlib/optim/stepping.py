@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardlib.common.thresholds import chunks
-from shardlib.optim.base import GradientTransformation, Owned, scaled, separate_copy, write_copies
+from shardlib.optim.base import GradientTransformation, Owned, require_params, scaled, separate_copy, write_copies
 from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, leaves_of, tree_map
 
@@ -88,8 +88,7 @@ def stepping(
     """The gradient transformation that runs ``step``. Other arguments are as in `GradientTransformation`."""
 
     def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
-        if params is None:
-            raise ValueError(f"{name} needs the parameters: update(updates, state, params)")
+        require_params(name, params)
         grads = tree_map(lambda g, p: g.to(p.dtype, copy=True), updates, params)
         state, move = step(params, grads, tree_map(torch.clone, state), None, shards)
         return move.updates(params, shards), state

@@ -12,8 +12,7 @@ from shardlib.errors import IllegalComposition, TreeError
 from shardlib.mesh.memories import Transfer
 from shardlib.plan.buckets import Bucket
 from shardlib.sharded.gather import Gather
-from shardlib.sharded.marks import require_no_shards
-from shardlib.sharded.tree import Sharded
+from shardlib.sharded.tree import Sharded, require_no_shards
 from shardlib.tree import Tree, check_alike, flatten, is_integral, same_values, ties, unflatten
 
 
@@ -55,7 +54,7 @@ class Storing:
         whole, transfer = bucket.owners(bucket.param_level) == 1, Transfer()
         if (on_disk := self.params.on_disk) is not None:
             values = shard.to(bucket.dtype)
-            on_disk.files.write(bucket.name, values if whole else self._whole(bucket, values))
+            on_disk.files.put(bucket.name, values if whole else self._whole(bucket, values))
             return transfer
         stored = self.params.buffers[bucket.name]
         if shard.device != stored.device and (whole or stored.device == self._mesh.device):
@@ -73,7 +72,7 @@ class Storing:
         self._gathered.add(bucket.name)
         return whole
 
-    def go_along(self, groups: Iterable[Iterable[Bucket]]) -> None:
+    def join_collectives(self, groups: Iterable[Iterable[Bucket]]) -> None:
         """On a rank whose update has failed: take part in the gathers that other ranks' updates make on their way.
 
         Args:
@@ -140,9 +139,8 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         return _applied(params, updates)
     if mastered := sorted(path for bucket in params.plan.trained if bucket.master_dtype for path in bucket.paths):
         raise IllegalComposition(
-            f"apply_updates would round the update of {len(mastered)} 16-bit parameters ({mastered[0]} first) to nothing "
-            "where it is small: fp32 masters are in the state of a train step alone. Use sl.make_train_step, or "
-            "sl.precision(..., master=False) with sl.optim.stochastic_rounding(tx), or keep the parameters in fp32"
+            f"apply_updates would round small updates of {len(mastered)} 16-bit parameters ({mastered[0]} first) to nothing. "
+            "Use sl.make_train_step, or sl.precision(..., master=False) with sl.optim.stochastic_rounding(tx)"
         )
     shards = optimizer_shards(params)
     return stored(params, {name: (shard + updates.buffers[name]).to(shard.dtype) for name, shard in shards.items()})
@@ -173,33 +171,3 @@ def stored(params: Sharded, shards: dict[str, torch.Tensor]) -> Sharded:
     result = Sharded(params.plan, params.mesh, "param", {name: cloned(b) for name, b in params.buffers.items()})
     store(result, shards)
     return result
-
-
-# The exchanges of an update that all ranks make, also one whose update fails on its way.
-
-
-class Exchanges:
-    """A count of the exchanges of one update, by which a rank that fails in it makes those that other ranks wait for.
-
-    Attributes:
-        repeated: whether the update is made once more, for the exchanges that were left out: what it computes is nobody's.
-    """
-
-    def __init__(self) -> None:
-        self._made = self._left_out = 0
-        self.repeated = False
-
-    def begin(self) -> None:
-        """Count from 0."""
-        self._made = self._left_out = 0
-        self.repeated = False
-
-    def again(self) -> None:
-        """Leave out those that were made: the update is made once more."""
-        self._left_out, self._made = self._made, 0
-        self.repeated = True
-
-    def due(self) -> bool:
-        """Whether the next exchange is to be made."""
-        self._made += 1
-        return self._made > self._left_out

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
+import optree
 import torch
 
+from shardlib.collectives.attempts import attempted, error_of
 from shardlib.common.devices import cloned
+from shardlib.common.thresholds import chunks
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
-from shardlib.optim.on_disk import in_files, replaced_on_disk, rests
-from shardlib.optim.replaced import following_masters, following_state
+from shardlib.mesh.mesh import Mesh
+from shardlib.optim.base import Packed
+from shardlib.optim.on_disk import InPlace, OnDisk, PendingChange, in_files, rests, without_changes, write_changes
+from shardlib.optim.storing import optimizer_shard
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key
@@ -114,7 +120,7 @@ class TrainState:
         """`settled`, with copies on disk that were written. Collective where there are some."""
         settled = self.settled()
         if settled is not self and rests(self.params.plan):
-            opt = replaced_on_disk(self.params.plan, self.params.mesh, self.opt, lambda: settled.opt)
+            opt = replaced_on_disk(self.params.mesh, self.opt, lambda: settled.opt)
             self.opt = opt  # of which there is one
             return self.fitting()
         return settled
@@ -174,8 +180,8 @@ class TrainState:
 
     def __reduce__(self) -> NoReturn:
         raise TreeError(
-            "a TrainState is one rank's part, with its mesh, and cannot be pickled (or returned by sl.launch): save it by "
-            "sl.checkpoint.save(folder, state), or take its parameters out by sl.unshard(state.params), a plain pytree"
+            "a TrainState is one rank's part and cannot be pickled (or returned by sl.launch): save it by "
+            "sl.checkpoint.save(folder, state), or take out sl.unshard(state.params), a plain pytree"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -270,7 +276,7 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
     require_same_copies(given)
     given = (given.lent() if given.shares(state.params) else given).under(plan)
     if in_files(plan):
-        opt = replaced_on_disk(plan, given.mesh, state.opt, lambda: _following(given, state.opt))
+        opt = replaced_on_disk(given.mesh, state.opt, lambda: _following(given, state.opt))
     else:
         opt = _following(given, state.opt)
     if donate:
@@ -280,6 +286,104 @@ def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> Tr
     own = Sharded(plan, given.mesh, "param", copied(given.buffers))
     comm, buffers = copied(state.comm), copied(state.buffers)
     return TrainState(state.step, own, copied(opt), comm, buffers, state.scale, state.rng).fitting()
+
+
+# The optimizer's copies of parameters (masters, slow parameters), made to follow when a caller replaces the parameters.
+
+
+def following_masters(params: Sharded, masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Masters that round to ``params``. Elements of ``masters`` that do so already stay; the others become the parameters.
+
+    Changes nothing in place.
+    """
+    bucket_of = params.plan.bucket_of
+    return {
+        name: _changed(master, lambda old, name=name: _rounding_to(optimizer_shard(params, bucket_of[name]), old))  # type: ignore[misc]
+        for name, master in masters.items()
+    }
+
+
+def following_state(params: Sharded, masters: Mapping[str, torch.Tensor], state: Tree) -> Tree:
+    """An optimizer's state whose `held_trees` hold ``params``. Changes nothing in place.
+
+    Raises:
+        IllegalComposition: ranks have diverged.
+    """
+
+    @functools.lru_cache(maxsize=1)  # what is elsewhere is brought here one bucket at a time
+    def flat(name: str) -> torch.Tensor:
+        master: Any = masters.get(name)
+        if master is None:
+            return optimizer_shard(params, params.plan.bucket_of[name])
+        return master.unpacked() if isinstance(master, Packed) else master
+
+    def held(name: str, old: Any) -> Any:
+        named = params.plan.numbering.run_named(name)
+        assert named is not None, name  # names of a bucket or a run of its leaves
+        bucket, start, stop = params.plan.numbering.span(named[1])
+        return _changed(old, lambda tensor: flat(bucket)[start:stop].to(tensor.dtype, copy=True))
+
+    def followed(node: Any) -> Any:
+        if not _holds(node):
+            return node
+        if getattr(node, "rank_local", tuple)():
+            raise IllegalComposition(
+                "parameters were replaced while they are rank-local. Replace them after a step that sends: "
+                "sl.optim.ZeroOneSteps(...).sent(state.step) is not Sent.NOTHING"
+            )
+        fresh = {field: {n: held(n, old) for n, old in getattr(node, field).items()} for field in node.held_trees()}
+        return type(node)(*(fresh.get(field, walk(tree)) for field, tree in zip(node._fields, node, strict=True)))
+
+    def walk(tree: Tree) -> Tree:
+        return optree.tree_map(followed, tree, is_leaf=_holds)
+
+    return walk(state)
+
+
+def _holds(node: Any) -> bool:
+    return hasattr(node, "held_trees")
+
+
+def _changed(held: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """What ``change`` makes of a tensor; one on disk is `PendingChange` then, and one in few bits gets its values there."""
+    if not isinstance(held, Packed):
+        return change(held)
+    if isinstance(held, OnDisk):
+        return PendingChange(held, change)
+    held.pack(change(held.unpacked()))
+    return held
+
+
+def _rounding_to(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """A new master, in memory as ``master`` is."""
+    result = cloned(master)
+    for p, m in chunks([param, result]):
+        m.copy_(torch.where(m.to(p.dtype) == p, m, p.to(m.dtype)))
+    return result
+
+
+def replaced_on_disk(mesh: Mesh, states: Tree, replace: Callable[[], Tree]) -> Tree:
+    """What ``replace`` makes of ``states``, with those on disk written in place: on all ranks, or on none. The leaves on disk
+    of ``states``, and of copies of it, are used up.
+
+    Raises:
+        RankFailure: it failed on other ranks. Where it failed, its own error is raised.
+    """
+    writes, made = InPlace([states]), list[Tree]()
+
+    def work() -> None:
+        writes.begin()
+        after = replace()
+        write_changes(after)
+        made.append(without_changes(after))
+
+    failure, problems, _ = attempted(mesh, work)
+    if problems:
+        writes.take_back()
+        raise error_of(failure, problems, "states on disk were not replaced, and are as they were")
+    for files in writes.files:
+        files.version += 1
+    return tree_map(lambda leaf: leaf.renewed() if isinstance(leaf, OnDisk) else leaf, made[0])
 
 
 def _following(params: Sharded, opt: OptimizerState) -> OptimizerState:

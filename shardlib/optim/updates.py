@@ -35,17 +35,21 @@ from shardlib.optim.ahead import Ahead
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.group_update import GroupUpdate, scalar, update_groups
 from shardlib.optim.on_disk import in_files
-from shardlib.optim.resting import resting_of
-from shardlib.optim.separate import Separation, apart
+from shardlib.optim.separate import Separation, separate_memory
 from shardlib.optim.shards import MeshShards
+from shardlib.optim.state_storage import RolledBack, state_storage
 from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState, Pending, copied
-from shardlib.optim.undone import Undone
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
-from shardlib.sharded.gradients_on_disk import GradientsOnDisk, LandingOnDisk, gradients_rest
-from shardlib.sharded.landing import Follower, Landing
-from shardlib.sharded.on_disk import BufferOnDisk
+from shardlib.sharded.gradient_offload import (
+    DiskGradientOffload,
+    Follower,
+    GradientOffload,
+    GradientsOnDisk,
+    gradients_rest,
+)
+from shardlib.sharded.params_on_disk import BufferOnDisk
 from shardlib.sharded.tree import Sharded
 
 
@@ -73,11 +77,11 @@ class Updates:
                 "donate=False keeps the old state of every step, and what is on disk is there once: leave donate=True, or "
                 "keep it in memory with offload('host')"
             )
-        self._resting = resting_of(optimizer, plan, mesh)
+        self._storage = state_storage(optimizer, plan, mesh)
         try:
             self._scratch = GradientsOnDisk(plan, mesh) if gradients_rest(plan) else None
         except BaseException:
-            self._resting.close()  # for the next attempt, while this one's traceback is held
+            self._storage.close()  # for the next attempt, while this one's traceback is held
             raise
         self._separate = optimizer.in_turn(plan)
         self._shards = [MeshShards(plan, mesh).of(group, optimizer.rest) for group in self._groups]
@@ -93,7 +97,7 @@ class Updates:
     def init(self, params: Sharded) -> OptimizerState:
         """The masters and the optimizer's state of new parameters."""
         states: list[OptimizerState] = []
-        self._resting.attempt(lambda _: states.extend(self._first(params)))
+        self._storage.attempt(lambda _: states.extend(self._first(params)))
         opt = self._joined(states)
         if not self._delays:
             return opt
@@ -103,9 +107,9 @@ class Updates:
         )
 
     def _first(self, params: Sharded) -> Iterator[OptimizerState]:
-        """The first state of each group, given to rest."""
+        """The first state of each group, given to the storage."""
         shards = MeshShards(self._plan, self._mesh)
-        several = len(self._groups) > 1 and not self._resting.at_once
+        several = len(self._groups) > 1 and self._storage.files is not None
         for group in self._groups if several else [self._plan.trained]:
             # The optimizer is shown all parameters, those of other groups without memory.
             flat = {
@@ -118,10 +122,10 @@ class Updates:
                 if bucket.master_dtype is not None:
                     master = self._mesh.zeros(bucket.owned, bucket.master_dtype, bucket.memory.optimizer)
                     flat[bucket.name] = masters[bucket.name] = master.copy_(shard)
-            state = OptimizerState(masters, apart(self._optimizer.init(flat, shards=shards), flat.values()))
+            state = OptimizerState(masters, separate_memory(self._optimizer.init(flat, shards=shards), flat.values()))
             if several:
                 state = self._separation.cut(state, [bucket.name for bucket in group])
-            yield self._resting.asleep(state)
+            yield self._storage.swap_out(state)
 
     def begin(self, params: Sharded, opt: OptimizerState, scale: float | None) -> Follower | None:
         """Begin a step; returns what is to follow its gradients.
@@ -129,7 +133,7 @@ class Updates:
         Args:
             scale: the scale that gradients are expected to have.
         """
-        self._resting.require(opt)
+        self._storage.require(opt)
         if self._ahead is None:
             return None
         parts = zip(self._groups, self._parts(opt), strict=True)
@@ -146,11 +150,11 @@ class Updates:
                     self._ahead.landed(bucket, pending.grads[bucket.name], Transfer())
         return None
 
-    def landing(self, unreduced: tuple[str, ...], follower: Follower | None) -> Landing:
+    def landing(self, unreduced: tuple[str, ...], follower: Follower | None) -> GradientOffload:
         """The landing of a step's gradients, in what steps share: memory, or files."""
         if self._scratch is not None:
-            return LandingOnDisk(self._plan, self._mesh, unreduced, self._scratch)
-        return Landing(self._plan, self._mesh, unreduced, self._landed, follower)
+            return DiskGradientOffload(self._plan, self._mesh, unreduced, self._scratch)
+        return GradientOffload(self._plan, self._mesh, unreduced, self._landed, follower)
 
     def changes(self, opt: OptimizerState, taken: bool) -> bool:
         """Whether the step changes parameters, if its gradients are ``taken``."""
@@ -172,7 +176,7 @@ class Updates:
         taken: bool,
         scale: float | None,
         squares: float,
-        landing: Landing,
+        landing: GradientOffload,
         used: frozenset[str] | None = None,
     ) -> OptimizerState:
         """Write the next parameters in place; returns the next optimizer state.
@@ -185,7 +189,7 @@ class Updates:
             used: see `Shards`.
 
         Raises:
-            Undone: it failed on some rank, and parameters and states are as they were on all.
+            RolledBack: it failed on some rank, and parameters and states are as they were on all.
         """
         for each in (shards, *self._shards):
             each.used = used
@@ -200,7 +204,7 @@ class Updates:
             elif taken:
                 opt = self._applied(params, opt, grads, shards, factor, landing)
             else:
-                opt = self._resting.skipped(opt, params)
+                opt = self._storage.skipped(opt, params)
         return opt
 
     def end(self) -> None:
@@ -238,7 +242,7 @@ class Updates:
         grads: Mapping[str, torch.Tensor],
         shards: MeshShards,
         factor: torch.Tensor | None,
-        landing: Landing,
+        landing: GradientOffload,
     ) -> OptimizerState:
         """The state after an update, whose parameters are written in place."""
         storing, states = Storing(params), list[OptimizerState]()
@@ -256,16 +260,16 @@ class Updates:
                         state = state if self._donates else copied(state)
                         slot = self._ahead.slot(group[0]) if self._ahead and self._runs_ahead(group) else None
                         after = self._update.run(group, storing, state, landed, factor, some, landing, slot)
-                    states.append(self._resting.asleep(after))
+                    states.append(self._storage.swap_out(after))
 
         parts = self._parts(opt)
         for some in self._shards:
             some.exchanges.begin()  # not in `update`: an attempt may fail before it
-        self._resting.attempt(update, parts, params, lambda error: self._go_along(error, parts, storing))
+        self._storage.attempt(update, parts, params, lambda error: self._join_collectives(error, parts, storing))
         storing.finish()
         return self._joined(states)
 
-    def _go_along(self, error: Exception, parts: Sequence[OptimizerState], storing: Storing) -> None:
+    def _join_collectives(self, error: Exception, parts: Sequence[OptimizerState], storing: Storing) -> None:
         """On a rank whose update has failed: take part in what other ranks' updates exchange on their way.
 
         Args:
@@ -281,7 +285,7 @@ class Updates:
                         error.add_note(
                             f"Exchanges that other ranks wait for were not made: {type(other).__name__}: {other}"
                         )
-            storing.go_along([group])
+            storing.join_collectives([group])
 
     def _runs_ahead(self, group: Sequence[Bucket]) -> bool:
         return self._ahead is not None and any(bucket.memory.optimizer != "device" for bucket in group)
@@ -290,7 +294,7 @@ class Updates:
         """Return once the updates ahead are made on all ranks: what follows writes parameters."""
         failure, problems, _ = attempted(self._mesh, lambda: ahead.complete(factor))
         if problems:
-            raise Undone(error_of(failure, problems, "the step was not made"))
+            raise RolledBack(error_of(failure, problems, "the step was not made"))
 
     def _made_ahead(self, group: Sequence[Bucket], storing: Storing) -> OptimizerState | None:
         """The state of a bucket that was updated ahead; its parameters are on their way."""

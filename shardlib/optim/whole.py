@@ -24,7 +24,6 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import shard_of
-from shardlib.optim.storing import Exchanges
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import share
 from shardlib.plan.plan import Plan
@@ -77,6 +76,33 @@ class LeafGroup:
     dtype: torch.dtype
     members: tuple[Member, ...]
     width: int
+
+
+class Exchanges:
+    """A count of the exchanges of one update, by which a rank that fails in it makes those that other ranks wait for.
+
+    Attributes:
+        repeated: whether the update is made once more, for the exchanges that were left out: what it computes is nobody's.
+    """
+
+    def __init__(self) -> None:
+        self._made = self._left_out = 0
+        self.repeated = False
+
+    def begin(self) -> None:
+        """Count from 0."""
+        self._made = self._left_out = 0
+        self.repeated = False
+
+    def again(self) -> None:
+        """Leave out those that were made: the update is made once more."""
+        self._left_out, self._made = self._made, 0
+        self.repeated = True
+
+    def due(self) -> bool:
+        """Whether the next exchange is to be made."""
+        self._made += 1
+        return self._made > self._left_out
 
 
 class WholeLeaves:

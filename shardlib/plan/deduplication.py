@@ -214,7 +214,7 @@ def _crowded(plan: PlanValue, way: _Way) -> bool:
 
 
 def _moved(plan: PlanValue, of: Iterable[Any]) -> tuple[int, int]:
-    """Elements and bytes of the gradients that go to another memory: see `shardlib.sharded.landing`."""
+    """Elements and bytes of the gradients that go to another memory: see `shardlib.sharded.gradient_offload`."""
     moved = [each for each in _buckets(of) if each.memory.optimizer != "device"]
     return sum(each.owned for each in moved), sum(each.owned * each.reduce_dtype.itemsize for each in moved)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlib.optim.group_update import is_step
+from shardlib.optim.checks import is_step
 from shardlib.plan.transform import Chain, Transform, chain
 from shardlib.transforms import (
     accumulate,

@@ -14,8 +14,8 @@ from shardlib.common.thresholds import Threshold
 from shardlib.errors import BatchError, IllegalComposition, MeshError, ShardlibError, listing
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.losses import require_no_buffers
-from shardlib.optim.group_update import check, is_share, is_step
-from shardlib.optim.wrapping import require_transformations
+from shardlib.optim.checks import check, is_share, is_step
+from shardlib.optim.combine import require_transformations
 from shardlib.plan.limits import Limits
 from shardlib.plan.machine import Machine, require_machine
 from shardlib.plan.plan import Plan

@@ -1,4 +1,4 @@
-"""What functions take as a model's parameters: one rule for all of them."""
+"""What functions take as a model's parameters: one rule for all of them; and `Local`, in which no step trains them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,74 @@ from typing import Any
 import torch
 
 from shardlib.common.environment import environment
-from shardlib.errors import ShardlibError, TreeError, listing
-from shardlib.sharded.local import Local
-from shardlib.sharded.marks import require_no_shards
-from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, flatten
+from shardlib.errors import IllegalComposition, ShardlibError, TreeError, listing
+from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.specs import Window
+from shardlib.plan.placement import Placement
+from shardlib.plan.plan import Plan
+from shardlib.sharded.tree import Sharded, require_no_shards
+from shardlib.tree import Tree, flatten, unflatten
+
+
+class Local:
+    """A rank's leaves under a plan that gathers none: of a `Sharded` tree, or what takes their place, such as quantised ones.
+
+    Attributes:
+        plan, mesh: as in `Sharded`.
+        tree: the nested tree of leaves, whose slices have no padding.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, tree: Tree) -> None:
+        self.plan, self.mesh, self.tree = plan, mesh, tree
+
+    @classmethod
+    def of(cls, params: Sharded | Local, what: str) -> Local:
+        """The leaves of ``params``, in their memory.
+
+        Args:
+            what: the function that asks, for the message.
+
+        Raises:
+            IllegalComposition: ranks gather parameters for their use, hold stages, or have them on disk.
+        """
+        if isinstance(params, Local):
+            return params
+        plan = params.plan
+        split = sorted({axis for bucket in plan.buckets for axis in bucket.axes[: bucket.param_level]})
+        why = (
+            f"each rank holds a share of every parameter (ZeRO stage 3 over {', '.join(split)})"
+            if split
+            else "each rank holds the blocks of its stages"
+            if plan.stages.axes
+            else "they are on disk"
+            if params.on_disk is not None
+            else None
+        )
+        if why is not None:
+            raise IllegalComposition(
+                f"{what} takes parameters that each rank holds as it computes with them, and here {why}: gather them, "
+                "sl.unshard(params), and shard them by a plan with sl.zero(0), and without stages or disks"
+            )
+        whole = cls(plan, params.mesh, params.tree)
+        cut = [_cut(leaf, *whole.window(placement).sizes[:1]) for placement, leaf in whole.leaves()]
+        return whole.with_tree(unflatten(plan.shape.treedef, cut))
+
+    def with_tree(self, tree: Tree) -> Local:
+        """The same with other leaves."""
+        return Local(self.plan, self.mesh, tree)
+
+    def leaves(self) -> list[tuple[Placement, Any]]:
+        """Every leaf with its placement, in the tree's order."""
+        return list(zip(self.plan.leaves, flatten(self.tree)[1], strict=True))
+
+    def window(self, placement: Placement) -> Window:
+        """The elements of a whole leaf that this rank holds."""
+        return placement.compute.spec.window(placement.compute.shape, self.mesh.shape, self.mesh.coords)
+
+
+def _cut(leaf: torch.Tensor, rows: int = 1) -> torch.Tensor:
+    """A leaf without the rows behind the first ``rows``, its padding; of only padding one stays, as slices have it."""
+    return leaf[: max(rows, 1)] if leaf.dim() and rows < len(leaf) else leaf
 
 
 def given_params(what: str, given: Any) -> Any:
@@ -63,9 +126,8 @@ def require_no_graph(what: str, tree: Tree, error: type[ShardlibError], variable
     if found:
         raise error(
             f"{what}: tensors by which a caller would differentiate, and results have no graph:\n{listing(found)}\nPass "
-            "tensor.detach(). What is to be trained too belongs into the tree of parameters; a loss that differentiates by "
-            "its batch asks for it inside, x = x.detach().requires_grad_(), and to differentiate through a gradient "
-            "(meta-learning, unrolled steps) take it in the loss by torch.autograd.grad(..., create_graph=True)"
+            "tensor.detach(), put what is trained into the parameters, or differentiate inside the loss: "
+            "x.detach().requires_grad_(), torch.autograd.grad(..., create_graph=True)"
         )
 
 

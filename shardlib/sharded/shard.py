@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,10 +21,9 @@ from shardlib.plan.claims import ROLES
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform
 from shardlib.sharded.checksum import checksum
-from shardlib.sharded.marks import require_no_shards
-from shardlib.sharded.on_disk import Filling, ParamsOnDisk, params_rest
-from shardlib.sharded.reshard import Resharded
-from shardlib.sharded.tree import Sharded, check_same_tree, check_ties
+from shardlib.sharded.params_on_disk import Filling, ParamsOnDisk, params_rest
+from shardlib.sharded.tree import Sharded, check_same_tree, check_ties, require_no_shards
+from shardlib.sharded.unshard import Resharded
 from shardlib.tree import Tree, check_tensors, flatten, unflatten
 
 Source = Deferred | Resharded  # of leaves' values
@@ -110,7 +109,7 @@ def shard_like(params: Sharded, path: str, whole: torch.Tensor) -> torch.Tensor:
 
 def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Source | None = None, *, to_disk: bool = False) -> Sharded:
     """This rank's shards of the values in ``tree``, or of the values that ``source`` makes; zeros where there are none."""
-    held: _Buffers = _OnDisk(plan, mesh) if to_disk else _InMemory(plan, mesh)
+    held = _BuffersToDisk(plan, mesh) if to_disk else _Buffers(plan, mesh)
     bucket_of = {path: bucket for bucket in plan.buckets for path in bucket.paths}
     paths, leaves, _ = flatten(tree)
     compute = {placement.path: placement.compute.spec for placement in plan.placements}
@@ -142,24 +141,8 @@ def _placed(plan: Plan, mesh: Mesh, tree: Tree, source: Source | None = None, *,
     return Sharded(plan, mesh, "param", held.finish())
 
 
-class _Buffers(Protocol):
-    """A rank's buffers while their leaves are filled in."""
-
-    def shard(self, path: str, bucket: Bucket) -> torch.Tensor:
-        """The flat memory of a leaf's shard, of zeros."""
-        ...
-
-    def filled(self, path: str, bucket: Bucket) -> None:
-        """Note that a leaf's shard is there."""
-        ...
-
-    def finish(self) -> Mapping[str, torch.Tensor]:
-        """Bucket name -> buffer, once all leaves are there."""
-        ...
-
-
-class _InMemory:
-    """Buffers that stay in memory."""
+class _Buffers:
+    """A rank's buffers while their leaves are filled in; they stay in memory."""
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         self._buffers = {
@@ -171,16 +154,18 @@ class _InMemory:
         }
 
     def shard(self, path: str, bucket: Bucket) -> torch.Tensor:
+        """The flat memory of a leaf's shard, of zeros."""
         return self._shards[path]
 
     def filled(self, path: str, bucket: Bucket) -> None:
-        pass
+        """Note that a leaf's shard is there."""
 
     def finish(self) -> Mapping[str, torch.Tensor]:
+        """Bucket name -> buffer, once all leaves are there."""
         return self._buffers
 
 
-class _OnDisk:
+class _BuffersToDisk(_Buffers):
     """Buffers that go to disk as soon as their last leaf is there: in memory are those of which some leaves are."""
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
@@ -247,8 +232,7 @@ def _check_values(tree: Tree, mesh: Mesh) -> None:
     if hollow:
         raise TreeError(
             f"{len(hollow)} parameters are on the meta device and have no values for {mesh.device}:\n{listing(hollow)}\n"
-            "Pass sl.shard the function that makes the model; for a module on the meta device, sl.from_module(module) "
-            "returns such a function as params."
+            "Pass sl.shard the function that makes the model; of a module, sl.from_module(module) returns it as params."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -10,18 +11,14 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 
-from shardlib.collectives import primitives
-from shardlib.collectives.attempts import error_of
-from shardlib.collectives.primitives import sum_over
-from shardlib.common._compat import func_transform, of_func, version_of, without_func
+from shardlib.common._compat import func_transform, of_func, storage_id, version_of, without_func
 from shardlib.common.devices import cloned
 from shardlib.common.environment import environment
 from shardlib.errors import DonatedStateError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
-from shardlib.sharded.marks import mark
-from shardlib.sharded.on_disk import BufferOnDisk, BuffersOnDisk
+from shardlib.sharded.params_on_disk import BufferOnDisk, BuffersOnDisk
 from shardlib.tree import Tree, flatten, register_node, unflatten
 
 
@@ -84,7 +81,7 @@ class Sharded:
         if self.on_disk is None:  # what was read from disk is not kept
             self._held.tree = tree
             if self.mesh.size > 1 and not leveled:
-                mark(self.buffers.values())
+                _mark(self.buffers.values())
         return tree
 
     @property
@@ -125,11 +122,11 @@ class Sharded:
         """What the buckets of `Bucket.cut` are made of: views of the bucket's buffer, or what reads them from disk."""
         if self.on_disk is None:
             return bucket.of_tiles(self.buffers[bucket.name])
-        return [self.on_disk.files.part(part) for part in bucket.cut]
+        return [BufferOnDisk(self.on_disk.files, part) for part in bucket.cut]
 
     def next(self) -> Sharded:
         """A tree over this one's memory, for a step that writes the next values there."""
-        buffers = dict(self.buffers) if self.on_disk is None else self.on_disk.next()
+        buffers = dict(self.buffers) if self.on_disk is None else self.on_disk.files.tree()
         return Sharded(self.plan, self.mesh, self.role, buffers)
 
     def memory(self, bucket: Bucket) -> str:
@@ -364,50 +361,52 @@ def check_same_tree(
         )
 
 
-# Reads of parameters on disk while a function runs, which fail on all ranks or on none.
-# A rank that cannot read a unit goes on with zeros in its place, so that it takes part in all that other ranks wait for. At
-# the end the ranks tell each other, in an exchange that they make anyway where there is one, and all of them raise.
+# Marks on the memory of shards that were read out of sharded trees, so that none is taken for a plain tree of one device.
 
 
-class Reads:
-    """The reads of one run of a function. What it finds is meaningless once one has failed."""
+_marked: dict[int, Any] = {}  # identity of a storage -> a weak reference to it
 
-    def __init__(self, params: Sharded) -> None:
-        self._mesh: Mesh = params.mesh
-        self._files = None if params.on_disk is None else params.on_disk.files
-        if self._files is not None:
-            self._files.unread = None
 
-    @property
-    def failed(self) -> bool:
-        """Whether this rank could not read a unit."""
-        return self._files is not None and self._files.unread is not None
+def _mark(buffers: Iterable[torch.Tensor]) -> None:
+    """Note that views of these buffers are shards."""
+    for buffer in buffers:
+        storage = buffer.untyped_storage()
+        _marked[storage_id(storage)] = weakref.ref(storage)
 
-    def require(self, axes: Sequence[str]) -> None:
-        """Raise the errors of any rank on all ranks along ``axes``. Collective over these, if parameters are on disk."""
-        if self._files is None or self._mesh.alone:
-            return
-        failed = torch.tensor([float(self.failed)], device=self._mesh.device)
-        sum_over(self._mesh, tuple(axes), failed)
-        if failed.item():
-            self.explain(axes)
 
-    def explain(self, axes: Sequence[str]) -> None:
-        """As `require`, where the ranks know that one of them differs from the others.
+def require_no_shards(what: str, tree: Any) -> None:
+    """Refuse shards among the leaves of a plain tree.
 
-        Raises:
-            StorageError: where a unit could not be read; names the file and the remedy.
-            RankFailure: elsewhere; names the ranks, with their errors.
-        """
-        if self._files is None:
-            return
-        failure, self._files.unread = self._files.unread, None
-        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        everyone = primitives.all_gather_object(self._mesh, axes, (self._mesh.rank, text))
-        problems = [(rank, problem) for rank, problem in everyone if problem]
-        if problems:
-            error = error_of(failure, problems, "parameters on disk could not be read")
-            error.add_note(
-                "Nothing was updated: the parameters and the state that were given can be saved, and used again"
-            )
-            raise error
+    Args:
+        what: the function that was given the tree, for the message.
+
+    Raises:
+        TreeError: lists them.
+    """
+    if not _marked:
+        return
+    paths, leaves, _ = flatten(tree)
+    shards = [
+        f"{path or 'the tree'}: {tuple(leaf.shape)}"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if _is_shard(leaf)
+    ]
+    if shards:
+        raise TreeError(
+            f"{what} was given a part of a sharded tree, whose leaves are this rank's shards:\n{listing(shards)}\nGive the "
+            "whole tree (sl.freeze(globs) keeps a part), or shard the part of sl.unshard(params) by itself"
+        )
+
+
+def _is_shard(leaf: Any) -> bool:
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.device.type == "meta":
+        return False
+    try:
+        key = storage_id(leaf.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # of a class without memory
+        return False
+    storage = _marked.get(key)
+    if storage is not None and storage() is None:  # another one's memory now
+        del _marked[key]
+        return False
+    return storage is not None

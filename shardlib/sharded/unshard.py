@@ -1,8 +1,8 @@
-"""`unshard`: the full pytree from its shards."""
+"""`unshard`: the full pytree from its shards; and `Resharded`, its values for another plan or another mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,3 +87,20 @@ def _gather_slices(local: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
             primitives.all_gather(mesh, axis, out, local.contiguous()).wait()
             local = out.movedim(0, dim).flatten(dim, dim + 1)
     return local[: leaf.shape[0]] if leaf.spec.padded else local
+
+
+class Resharded:
+    """Sharded parameters as something to be sharded: its tree has the whole leaves' shapes, and `replay` their values, one
+    bucket after the other."""
+
+    def __init__(self, params: Sharded) -> None:
+        self._params, plan = params, params.plan.everywhere
+        like = {
+            leaf.path: torch.empty(leaf.compute.shape, dtype=leaf.compute.dtype, device="meta") for leaf in plan.leaves
+        }
+        self.tree = unflatten(plan.shape.treedef, [like[leaf.path] for leaf in plan.leaves])  # tied leaves are one
+
+    def replay(self, paths: Mapping[int, str], take: Callable[[str, torch.Tensor], None]) -> None:
+        """Give each leaf's path and value to ``take``."""
+        for path, value in whole_leaves(self._params):
+            take(path, value)

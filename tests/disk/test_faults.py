@@ -173,7 +173,9 @@ def test_a_file_that_is_cut_while_it_is_used(folder):
     with pytest.raises(StorageError, match=r"reading exp_avg/0 at bytes .*: 4,096 of 20,480 bytes, then no more"):
         store.fetch("exp_avg/0").result()
     for call in (lambda: write_step(store, 2), lambda: store.commit(2)):
-        with pytest.raises(StorageError, match=r"from outside:\n  - .*\.data was cut to 4,096 of 57,344 bytes\nLeave"):
+        with pytest.raises(
+            StorageError, match=r"from outside:\n  - .*\.data was cut to 4,096 of 57,344 bytes\nRestore"
+        ):
             call()
     store.close()
     with pytest.raises(StorageError, match=r"\.data was cut to [0-9,]+ of 57,344 bytes"):
@@ -198,7 +200,7 @@ def test_a_file_that_is_removed_while_it_is_used(folder, replaced):
     if replaced:
         path.write_bytes(content)
     for call in (lambda: write_step(store, 2), lambda: store.commit(2)):
-        with pytest.raises(StorageError, match=r"changed from outside:\n  - .*\.data was removed or replaced\nLeave"):
+        with pytest.raises(StorageError, match=r"changed from outside:\n  - .*\.data was removed or replaced\nRestore"):
             call()
     assert _equal(store, "params/0", 1)  # this process still has it
     store.close()

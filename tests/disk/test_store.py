@@ -14,7 +14,7 @@ from helpers.profile import NIGHTLY
 from shardlib.common.thresholds import small
 from shardlib.errors import StorageError
 from shardlib.sharded.disk import Flat, Store
-from shardlib.sharded.disk.record import NOTES
+from shardlib.sharded.disk.files import NOTES
 
 BUFFERS = {
     "params/0": Flat(5000, torch.float32),
@@ -328,10 +328,10 @@ def test_a_folder_of_another_run_is_refused_with_what_differs(tmp_path):
 
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
-    from shardlib.sharded.disk import layout
+    from shardlib.sharded.disk import files
 
     with monkeypatch.context() as patch:
-        patch.setattr(layout, "FORMAT", 99)
+        patch.setattr(files, "FORMAT", 99)
         Store([tmp_path], BUFFERS, MEMORY).close()
     with pytest.raises(StorageError, match="  - format 99, here 2\n"):
         Store([tmp_path], BUFFERS, MEMORY)

@@ -169,13 +169,6 @@ def test_apply_is_update_and_add_to_the_last_bit(name, dtype, scale):
         assert_same((in_place, its_state), (params, state))
 
 
-def test_update_needs_the_parameters():
-    tx = sl.optim.onebit_adam(0.1, 5)
-    params = {"w": torch.ones(3)}
-    with pytest.raises(ValueError, match=r"onebit_adam needs the parameters: update\(updates, state, params\)"):
-        tx.update(params, tx.init(params))
-
-
 @COMPRESSING
 def test_update_on_shards_needs_a_state_for_residuals(name):
     def run(mesh):
@@ -434,21 +427,12 @@ def test_elements_without_gradients_stay(name):
 # --- refused ----------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    (lambda: sl.optim.lamb(0.1, b1=1.0), r"lamb\(b1=1.0\): b1 and b2 are at least 0 and below 1"),
     (lambda: sl.optim.lamb(0.1, min_coeff=2, max_coeff=1), r"lamb\(min_coeff=2, max_coeff=1\): .*not above max_coeff"),
-    (lambda: sl.optim.onebit_adam(0.1, 0), r"onebit_adam\(freeze_step=0\): .*at least 1 .* or 'auto'"),
     (lambda: sl.optim.onebit_adam(0.1, "soon"), r"onebit_adam\(freeze_step='soon'\)"),
-    (lambda: sl.optim.onebit_adam(0.1, 1.5), r"onebit_adam\(freeze_step=1.5\)"),
-    (lambda: sl.optim.onebit_adam(0.1, 5, eps=0), r"onebit_adam\(eps=0\): .*eps is above 0"),
     (lambda: sl.optim.onebit_adam(0.1, 5, scales=12), r"onebit_adam\(scales=12\): .*multiple of 8"),
     (lambda: sl.optim.onebit_lamb(0.1, "auto"), r"onebit_lamb\(freeze_step='auto'\): freeze_step is the number"),
     (lambda: sl.optim.onebit_lamb(0.1, 5, factor_threshold=1), r"onebit_lamb\(factor_threshold=1\)"),
-    (lambda: sl.optim.onebit_lamb(0.1, 5, coeff_beta=1), r"onebit_lamb\(coeff_beta=1\)"),
     (lambda: sl.optim.onebit_lamb(0.1, 5, min_factor=5), r"onebit_lamb\(min_factor=5, max_factor=4.0\)"),
-    (lambda: sl.optim.onebit_lamb(0.1, 5, weight_decay=-1), r"onebit_lamb\(weight_decay=-1\)"),
-    (lambda: sl.optim.zero_one_adam(0.1, 0), r"zero_one_adam\(var_freeze_step=0\): give whole numbers"),
-    (lambda: sl.optim.zero_one_adam(0.1, 5, local_step_clipper=True), r"zero_one_adam\(local_step_clipper=True\)"),
-    (lambda: sl.optim.zero_one_adam(0.1, 5, b2=-0.1), r"zero_one_adam\(b2=-0.1\)"),
 ]
 
 
@@ -463,7 +447,7 @@ def test_hyper_parameters_out_of_range(make, message):
     [
         (sl.zero(1), "data", r"zero splits the state over it.*zero\(stage, axis='local', replicate='data'\)"),
         (sl.zero(0), "rack", r"onebit_adam sums gradients over axis 'rack', which the mesh \(data\) does not have"),
-        (sl.chain(sl.zero(0), sl.onebit()), "data", r"already sends them over it in 1 bit, a scale per leaf; drop one"),
+        (sl.chain(sl.zero(0), sl.onebit()), "data", r"in few bits, and so does 1 bit, a scale per leaf; drop one"),
     ],
 )
 def test_what_does_not_compose(transform, axis, message):

@@ -180,6 +180,15 @@ UPDATED = {
 PARAMS = {"a": torch.ones(3), "b": torch.ones(2, 3)}
 
 
+@pytest.mark.parametrize(
+    "name", ["adamw", "decay", "adamw8bit", "lamb", "lookahead", "onebit_adam", "from torch", "rounded"]
+)
+def test_an_update_that_needs_the_parameters_says_so(name):
+    tx = UPDATED[name]()
+    with pytest.raises(ValueError, match=r"\w+ needs the parameters: update\(updates, state, params\)"):
+        tx.update(PARAMS, tx.init(PARAMS))
+
+
 @pytest.mark.parametrize("name", UPDATED)
 @pytest.mark.parametrize(
     ("grads", "message"),

@@ -718,9 +718,7 @@ def test_refusals(words):
 
 def test_an_optimizer_that_owns_the_axis_is_refused():
     tx = sl.optim.onebit_adam(1e-3, 2, axis="expert")
-    with pytest.raises(
-        IllegalComposition, match="dealt out over it, whose gradients are complete: deal experts out over"
-    ):
+    with pytest.raises(IllegalComposition, match=r"dealt out over it\. Deal experts out over"):
         sl.make_plan(PARAMS, sl.abstract_mesh(expert=2), sl.experts(), optimizer=tx)
 
 

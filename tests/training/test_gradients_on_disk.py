@@ -14,7 +14,9 @@ import shardlib as sl
 from shardlib.errors import IllegalComposition, NonFiniteError, RankFailure, StorageError
 from shardlib.execute.counting import LiveBytes
 from shardlib.plan.program import messages
-from shardlib.sharded.gradients_on_disk import FOLDER, LandingOnDisk, _Read
+from shardlib.sharded.gradient_offload import DiskGradientOffload, _Copies
+
+FOLDER = "gradients"
 
 PLANS = {
     "one device": ([sl.zero(0)], {"data": 1}),
@@ -142,7 +144,7 @@ def test_gradients_are_not_read_for_the_norm(tmp_path, monkeypatch):
 
 
 def test_only_gradients_that_are_not_finite_are_read_to_name_one(tmp_path, monkeypatch):
-    mesh, read, kept = sl.make_mesh(), [], _Read.__getitem__
+    mesh, read, kept = sl.make_mesh(), [], _Copies.__getitem__
     multiply = sl.block(lambda p, x: x @ p["w"])
 
     def loss_fn(params, x):  # summands of their own: one layer's infinite gradient reaches no other
@@ -150,7 +152,7 @@ def test_only_gradients_that_are_not_finite_are_read_to_name_one(tmp_path, monke
 
     params = sl.shard([{"w": torch.ones(4, 4)} for _ in range(3)], mesh, sl.chain(sl.zero(0), on_disk(tmp_path, None)))
     state, step = sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1, momentum=0.9))
-    monkeypatch.setattr(_Read, "__getitem__", lambda grads, name: read.append(name) or kept(grads, name))
+    monkeypatch.setattr(_Copies, "__getitem__", lambda grads, name: read.append(name) or kept(grads, name))
     with pytest.raises(NonFiniteError, match="the gradient of 1/w is not finite"):
         step(state, torch.ones(2, 4))
     (name,) = read
@@ -294,7 +296,7 @@ def test_a_sum_that_fails_gives_its_memory_back(tmp_path, monkeypatch):
     """As often as it fails, there is memory for the next step."""
     mesh = sl.make_mesh()
     state, step = start(mesh, sl.accumulate(2), on_disk(tmp_path, None))
-    real = LandingOnDisk._squares_of
+    real = DiskGradientOffload._squares_of
 
     def full(self, bucket, grad):
         if bucket.name in self._squares:  # of a sum
@@ -303,7 +305,7 @@ def test_a_sum_that_fails_gives_its_memory_back(tmp_path, monkeypatch):
 
     for _ in range(4):
         with monkeypatch.context() as patch:
-            patch.setattr(LandingOnDisk, "_squares_of", full)
+            patch.setattr(DiskGradientOffload, "_squares_of", full)
             with pytest.raises(torch.OutOfMemoryError):
                 stepped(state, step, mesh, BATCHES[:1])
     stepped(state, step, mesh, BATCHES[:1])

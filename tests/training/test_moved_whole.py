@@ -9,7 +9,7 @@ from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.errors import StorageError, TreeError
-from shardlib.optim.moving.skeleton import View
+from shardlib.optim.moved import View
 
 LOSS, PARAMS = mlp([5, 7, 3], torch.float32)
 BATCHES = [regression_batch(12, 5, 3, torch.float32, seed=seed) for seed in range(4)]
@@ -71,7 +71,7 @@ def test_a_device_without_room_leaves_the_state_where_it_is(tmp_path, monkeypatc
 def test_a_state_that_nobody_has_brought_back_is_not_written_over(tmp_path):
     first = sl.to_disk({"x": torch.ones(4)}, tmp_path)
     other = {"x": torch.full((4,), 2.0)}
-    with pytest.raises(StorageError, match=f"{tmp_path} holds this tree, which no run has taken up .* bring it back"):
+    with pytest.raises(StorageError, match=f"{tmp_path} holds this tree, which no run has taken up .* Bring it back"):
         sl.to_disk(other, tmp_path)
     assert sl.to_device(first)["x"].tolist() == [1.0] * 4
     assert sl.to_device(sl.to_disk(other, tmp_path))["x"].tolist() == [2.0] * 4
@@ -112,7 +112,7 @@ def test_a_state_of_another_form_with_as_many_bytes_is_refused(tmp_path, other):
         if not back:
             sl.to_disk(state, tmp_path)
             return None
-        with pytest.raises(StorageError, match=r"with other shapes, dtypes or shards than the state it is|differ:"):
+        with pytest.raises(StorageError, match=r"with other shapes, dtypes or shards than like=|differ:"):
             sl.to_device(tmp_path, like=state)
         return None
 

@@ -17,7 +17,9 @@ from shardlib.common._compat import FakeTensor
 from shardlib.errors import DonatedStateError, IllegalComposition, RankFailure, StorageError
 from shardlib.execute.counting import LiveBytes
 from shardlib.plan.program import messages
-from shardlib.sharded.on_disk import FOLDER, ParamsOnDisk
+from shardlib.sharded.params_on_disk import ParamsOnDisk
+
+FOLDER = "parameters"
 
 PLANS = {
     "one device": ([sl.zero(0)], {"data": 1}),
@@ -294,7 +296,7 @@ def test_a_tree_of_earlier_parameters_is_refused(tmp_path):
     kept, doubled = state.params, optree.tree_map(lambda leaf: leaf * 2, state.params)
     state.params = doubled
     state = stepped(state, step, mesh, BATCHES[:1])
-    with pytest.raises(DonatedStateError, match="a later step has written its own there"):
+    with pytest.raises(DonatedStateError, match="a later state has been written"):
         kept.buffers["0/float32"]
 
 
@@ -451,7 +453,7 @@ def test_memory_is_given_back_before_a_read_waits_for_it(tmp_path):
         files.announce(name)
     assert len(files._begun) == 6, "as many as fit"
     for number, name in enumerate(names):
-        assert torch.equal(files.read(name), torch.full((1024,), float(number)))
+        assert torch.equal(files.get(name), torch.full((1024,), float(number)))
     files.announce(names[1])
-    files.write(names[1], torch.zeros(1024))
-    assert not files.read(names[1]).any(), "what was announced before the write is read again"
+    files.put(names[1], torch.zeros(1024))
+    assert not files.get(names[1]).any(), "what was announced before the write is read again"

@@ -13,7 +13,9 @@ from helpers.trees import assert_same
 import shardlib as sl
 from shardlib.errors import RankFailure, StorageError
 from shardlib.sharded.disk import pool
-from shardlib.sharded.on_disk import FOLDER, ParamsOnDisk
+from shardlib.sharded.params_on_disk import ParamsOnDisk
+
+FOLDER = "parameters"
 
 PARAMS = {"layers": [{"w": torch.eye(8) / (number + 2)} for number in range(8)]}
 X = torch.ones(4, 8)
@@ -168,9 +170,9 @@ def test_parameters_alone_on_disk_are_there_once(tmp_path):
 
 
 def test_stages_read_each_bucket_once(tmp_path, monkeypatch):
-    read, real = {}, ParamsOnDisk.read
+    read, real = {}, ParamsOnDisk.get
     monkeypatch.setattr(
-        ParamsOnDisk, "read", lambda self, name: (read.setdefault(self.mesh.rank, []).append(name), real(self, name))[1]
+        ParamsOnDisk, "get", lambda self, name: (read.setdefault(self.mesh.rank, []).append(name), real(self, name))[1]
     )
     _, params = tiny_blocks()
 

@@ -9,7 +9,8 @@ from helpers.trees import assert_same
 
 import shardlib as sl
 from shardlib.errors import RankFailure, StorageError
-from shardlib.sharded.on_disk import FOLDER
+
+FOLDER = "parameters"
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -71,7 +72,7 @@ def test_a_step_ends_on_all_ranks_and_its_state_trains_further(tmp_path, monkeyp
             if fault and number == steps:
                 with monkeypatch.context() as patch:
                     error = fails_to_read(patch, mesh, after, partial(step, state, X))
-                assert any("the state that were given can be" in note for note in error.__notes__)
+                assert any("the state that was given can be" in note for note in error.__notes__)
                 assert state.step == number
             state, _ = step(state, X)
         return sl.unshard(state.params)

@@ -45,7 +45,7 @@ from shardlib.nn.blocks import Runner
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.rng import seeding_torch
-from shardlib.sharded.on_disk import BufferOnDisk
+from shardlib.sharded.params_on_disk import BufferOnDisk
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tree_map
 

@@ -19,7 +19,7 @@ from shardlib.execute.graph.nodes import added_input
 from shardlib.execute.values.function import Function
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
-from shardlib.sharded.landing import Landing
+from shardlib.sharded.gradient_offload import GradientOffload
 
 Land = Callable[[str, torch.Tensor], torch.Tensor]  # of a bucket's name and gradient
 
@@ -72,7 +72,7 @@ def _ends(graph: Graph) -> tuple[GraphNode, GraphNode, list[Any]]:
 class GradientSums:
     """One step's gradients, summed over micro-batches: on the device, or where they land."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, landing: Landing | None) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, landing: GradientOffload | None) -> None:
         self._plan, self._landing = plan, landing
         self._leaf_of = {tile.name: bucket for bucket in plan.trained for tile in bucket.cut}
         self._held: dict[str, torch.Tensor] = {}

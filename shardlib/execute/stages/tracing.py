@@ -39,7 +39,7 @@ from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
 from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
-from shardlib.sharded.landing import FakeLanding
+from shardlib.sharded.gradient_offload import FakeGradientOffload
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, flatten, tree_map
 
@@ -217,13 +217,13 @@ def _of_one(setting: _Setting, holds: bool) -> Walk:
     phases = _Phases(isinstance(loss_fn, Sequential))
     alone: list[list[Stretch]] = []
     summed: list[list[Stretch]] = []
-    landing: FakeLanding  # of the last run
+    landing: FakeGradientOffload  # of the last run
     last = plan.step.microbatches - 1
 
     def run(*indices: int) -> None:
         """Note what some micro-batches, with the cast batch, do to memory; and what the first of them does alone."""
         nonlocal landing
-        landing = FakeLanding(plan, mesh, ())
+        landing = FakeGradientOffload(plan, mesh, ())
         live = LiveBytes(lambda: phases.now)
         with live, followed(lambda _: phases):
             microbatches = split_batch(setting.batch, plan, mesh)

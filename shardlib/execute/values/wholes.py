@@ -18,7 +18,7 @@ from shardlib.mesh.transport.activity import naming
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Collective, Exchange, Routes
 from shardlib.sharded.gather import Gather
-from shardlib.sharded.on_disk import BufferOnDisk
+from shardlib.sharded.params_on_disk import BufferOnDisk
 from shardlib.sharded.reduction import BoundCodecs, Reduction, Sum
 
 # A bucket's exchanges that are more than one collective of what is there, as operators that a graph has as nodes.

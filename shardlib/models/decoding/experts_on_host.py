@@ -20,8 +20,7 @@ from shardlib.kernels.thin_matmul import QuantizedMatrix
 from shardlib.mesh.memories import Transfer, Transfers
 from shardlib.models.decoding.kinds import decoder_of
 from shardlib.nn.moe.experts import Expert, Groups, StoredExperts
-from shardlib.sharded.given import given_params
-from shardlib.sharded.local import Local
+from shardlib.sharded.given import Local, given_params
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import flatten, leaves_of, tree_map, unflatten
 

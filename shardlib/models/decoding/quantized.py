@@ -10,8 +10,7 @@ from shardlib.errors import TreeError
 from shardlib.kernels.thin_matmul import QuantizedMatrix
 from shardlib.models.decoding.kinds import decoder_of
 from shardlib.nn.moe.experts import StoredExperts
-from shardlib.sharded.given import given_params
-from shardlib.sharded.local import Local
+from shardlib.sharded.given import Local, given_params
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import flatten, matches, unflatten
 

@@ -11,7 +11,7 @@ from shardlib.collectives.codecs.integers import OneBit, scales_of
 from shardlib.kernels.frozen_adam import local_momentum_
 from shardlib.optim.axis_owner.moments import adam_step, frozen_step
 from shardlib.optim.base import GradientTransformation, Owned
-from shardlib.optim.group_update import check, check_adam, is_step
+from shardlib.optim.checks import check, check_adam, is_step
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.optim.stepping import ParameterChange, each_tensor, stepping

@@ -13,7 +13,7 @@ from shardlib.kernels.adamw import adam_direction_, direction_at
 from shardlib.kernels.frozen_adam import fresh_step_, local_momentum_
 from shardlib.optim.axis_owner.moments import root
 from shardlib.optim.base import GradientTransformation, Owned
-from shardlib.optim.group_update import check, check_adam, is_positive, is_share, is_step
+from shardlib.optim.checks import check, check_adam, is_positive, is_share, is_step
 from shardlib.optim.optimizers.lamb import check_coeffs, coefficients
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards, device_of

@@ -14,7 +14,7 @@ from shardlib.collectives.codecs.integers import OneBit, scales_of
 from shardlib.kernels.frozen_adam import local_step_
 from shardlib.optim.axis_owner.moments import adam_step, frozen_step, mask, root
 from shardlib.optim.base import GradientTransformation, Owned
-from shardlib.optim.group_update import check, check_adam, is_step
+from shardlib.optim.checks import check, check_adam, is_step
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.optim.stepping import ParameterChange, each, each_tensor, stepping
@@ -112,11 +112,11 @@ class ZeroOneAdamState(NamedTuple):
     diverged: torch.Tensor
 
     def rank_local(self) -> tuple[str, ...]:
-        """See `shardlib.optim.base.RankLocal`."""
+        """See `shardlib.optim.base.StateMethods`."""
         return ("mu", "moved") if self.diverged else ()
 
     def held_trees(self) -> tuple[str, ...]:
-        """See `shardlib.optim.base.Holding`."""
+        """See `shardlib.optim.base.StateMethods`."""
         return ("anchor",) if self.frozen else ()
 
 

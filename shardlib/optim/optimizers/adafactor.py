@@ -16,7 +16,7 @@ import torch
 from shardlib.collectives.summation import Summation, sum_of_squares
 from shardlib.mesh.specs import IndexMap
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.group_update import check, is_integer, is_positive, is_share, is_size, is_step
+from shardlib.optim.checks import check, is_integer, is_positive, is_share, is_size, is_step
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards, device_of
 from shardlib.optim.stepping import ParameterChange, each, each_leaf, stepping
@@ -45,7 +45,7 @@ class AdafactorState(NamedTuple):
     mu: Tree
 
     def by_path(self) -> tuple[str, ...]:
-        """See `shardlib.optim.base.KeptByPath`."""
+        """See `shardlib.optim.base.StateMethods`."""
         return ("factors",)
 
 

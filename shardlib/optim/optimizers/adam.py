@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from shardlib.kernels.adamw import AdamWOld, adamw_, changes, factors_at
-from shardlib.optim.base import GradientTransformation, empty_init, separate_copy
-from shardlib.optim.group_update import check, check_adam, is_size
+from shardlib.optim.base import GradientTransformation, empty_init, require_params, separate_copy
+from shardlib.optim.checks import check, check_adam, is_size
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, check_alike, leaves_of, tree_map, tree_unzip
@@ -72,8 +72,8 @@ def _adam(
 
     def update(updates: Tree, state: AdamState, params: Tree, *, shards: Shards) -> tuple[Tree, AdamState]:
         check_alike(what, updates, state.mu, ("updates", "moments"))
-        if weight_decay and params is None:
-            raise ValueError("adamw decays weights, so update needs the parameters: update(updates, state, params)")
+        if weight_decay:
+            require_params("adamw", params)
         lr, count = rate(state.count).to(torch.float64), state.count + 1
         # Tensors, so that updates can be differentiated and vmapped; float64, since 1 − b2 in fp32 loses most of its digits.
         factors = factors_at(count.to(torch.float64), lr, b1, b2, eps, weight_decay)
@@ -126,8 +126,7 @@ def add_decayed_weights(weight_decay: float) -> GradientTransformation:
     check("add_decayed_weights", "a decay is at least 0", weight_decay=(weight_decay, is_size(weight_decay)))
 
     def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
-        if params is None:
-            raise ValueError("add_decayed_weights needs the parameters: update(updates, state, params)")
+        require_params("add_decayed_weights", params)
         return tree_map(lambda u, p: u + weight_decay * p.to(u.dtype), updates, params), state
 
     return GradientTransformation(empty_init, update, Locality.ELEMENTWISE)

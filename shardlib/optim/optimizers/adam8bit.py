@@ -11,8 +11,8 @@ import torch
 
 from shardlib.kernels.adamw import adamw_, factors_at
 from shardlib.kernels.adamw8 import BLOCK, SIGNED, UNSIGNED, DynamicMap, adamw8_
-from shardlib.optim.base import GradientTransformation, Packed, separate_copy
-from shardlib.optim.group_update import check_adam
+from shardlib.optim.base import GradientTransformation, Packed, require_params, separate_copy
+from shardlib.optim.checks import check_adam
 from shardlib.optim.optimizers.adam import AdamState
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
@@ -118,10 +118,7 @@ def adamw8bit(
         return AdamState(torch.zeros(()), mu, nu)
 
     def update(updates: Tree, state: AdamState, params: Tree, *, shards: Shards) -> tuple[Tree, AdamState]:
-        if params is None:
-            raise ValueError(
-                "adamw8bit changes parameters itself, so update needs them: update(updates, state, params)"
-            )
+        require_params("adamw8bit", params)
         # By `apply`, since another rounding of a moment could give another code.
         moved, copied = tree_map(torch.clone, params), tree_map(torch.clone, state)
         after = apply(moved, updates, copied, None, shards, moved)

@@ -9,8 +9,8 @@ import torch
 
 from shardlib.collectives.summation import sum_of_squares
 from shardlib.mesh.specs import IndexMap
-from shardlib.optim.base import GradientTransformation, empty_init
-from shardlib.optim.group_update import check, is_positive
+from shardlib.optim.base import GradientTransformation, empty_init, require_params
+from shardlib.optim.checks import check, is_positive
 from shardlib.optim.norms import is_order, norm_of
 from shardlib.optim.shards import Locality, Shards, device_of
 from shardlib.tree import Tree, tree_map
@@ -127,8 +127,7 @@ def adaptive_grad_clip(clipping: float, eps: float = 1e-3) -> GradientTransforma
     )
 
     def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
-        if params is None:
-            raise ValueError("adaptive_grad_clip needs the parameters: update(updates, state, params)")
+        require_params("adaptive_grad_clip", params)
         clipped = tree_map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), updates)
         params = tree_map(torch.Tensor.contiguous, params)
         counts = [_rows(info.shape) for info in shards.about(params)]

@@ -9,7 +9,7 @@ import torch
 from shardlib.collectives.summation import sum_of_squares
 from shardlib.kernels.adamw import adam_direction_, direction_at
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.group_update import check, check_adam, is_positive
+from shardlib.optim.checks import check, check_adam, is_positive
 from shardlib.optim.optimizers.adam import AdamState
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from shardlib.kernels.lion import LionOld, changes, factors_at, lion_
-from shardlib.optim.base import GradientTransformation, separate_copy
-from shardlib.optim.group_update import check, is_share, is_size
+from shardlib.optim.base import GradientTransformation, require_params, separate_copy
+from shardlib.optim.checks import check, is_share, is_size
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, check_alike, leaves_of, tree_map, tree_unzip
@@ -51,8 +51,8 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
 
     def update(updates: Tree, state: LionState, params: Tree, *, shards: Shards) -> tuple[Tree, LionState]:
         check_alike("lion", updates, state.mu, ("updates", "moments"))
-        if weight_decay and params is None:
-            raise ValueError("lion decays weights, so update needs the parameters: update(updates, state, params)")
+        if weight_decay:
+            require_params("lion", params)
         lr = rate(state.count).to(torch.float64)
         factors = factors_at(lr, b1, b2, weight_decay)  # tensors, so that updates can be differentiated and vmapped
 

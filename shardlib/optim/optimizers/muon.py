@@ -9,7 +9,7 @@ import torch
 
 from shardlib.errors import IllegalComposition, listing
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.group_update import check, is_number, is_positive, is_share, is_size, is_step
+from shardlib.optim.checks import check, is_number, is_positive, is_share, is_size, is_step
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.optim.stepping import ParameterChange, each, stepping

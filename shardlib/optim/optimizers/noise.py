@@ -9,7 +9,7 @@ import torch
 
 from shardlib.init.draws import Draw
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.group_update import check, is_integer, is_number, is_size
+from shardlib.optim.checks import check, is_integer, is_number, is_size
 from shardlib.optim.shards import Locality, Shards
 from shardlib.rng import Key
 from shardlib.tree import Tree, tree_map

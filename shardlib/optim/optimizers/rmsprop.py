@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.group_update import check, is_positive, is_share, is_size
+from shardlib.optim.checks import check, is_positive, is_share, is_size
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.optim.stepping import ParameterChange, each, stepping

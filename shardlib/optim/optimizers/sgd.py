@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.group_update import check, is_share
+from shardlib.optim.checks import check, is_share
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, check_alike, tree_map

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardlib.optim.group_update import check, is_count, is_integer, is_number, is_positive, is_real, is_size, is_step
+from shardlib.optim.checks import check, is_count, is_integer, is_number, is_positive, is_real, is_size, is_step
 
 Schedule = Callable[[Any], Any]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.optim.group_update import check, is_number, is_positive, is_share, is_size, is_step
+from shardlib.optim.checks import check, is_number, is_positive, is_share, is_size, is_step
 from shardlib.optim.schedules.base import (
     Schedule,
     constant_schedule,

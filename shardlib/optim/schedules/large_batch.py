@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from shardlib.optim.group_update import check, is_step
+from shardlib.optim.checks import check, is_step
 from shardlib.optim.schedules.base import Schedule, as_schedule, on_numbers
 
 _POWERS = {"linear": 1.0, "sqrt": 0.5}

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from shardlib.optim.group_update import check, is_count, is_number
+from shardlib.optim.checks import check, is_count, is_number
 from shardlib.optim.schedules.base import (
     Schedule,
     constant_schedule,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.errors import IllegalComposition
-from shardlib.optim.base import GradientTransformation, scaled, write_copies
+from shardlib.optim.base import GradientTransformation, require_params, scaled, write_copies
 from shardlib.optim.schedules.base import on_numbers
 from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
@@ -102,8 +102,7 @@ def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransforma
         return TorchState(state.count + 1, after, numbers)
 
     def update(updates: Tree, state: TorchState, params: Tree, *, shards: Shards) -> tuple[Tree, TorchState]:
-        if params is None:
-            raise ValueError(f"{name} needs the parameters: update(updates, state, params)")
+        require_params(name, params)
         moved = tree_map(torch.clone, params)
         after = step(moved, tree_map(torch.clone, updates), tree_map(torch.clone, state))
         return tree_map(torch.sub, moved, params), after
@@ -147,7 +146,7 @@ def _probe(name: str, make: Callable[[list[torch.Tensor], torch.Tensor], torch.o
     except Exception as error:
         raise IllegalComposition(
             f"from_torch: {name} does not step on parameters and gradients alone ({type(error).__name__}: {error}). Use one "
-            "of shardlib.optim, or write a GradientTransformation with the locality it needs"
+            "of shardlib.optim, or a GradientTransformation"
         ) from error
     elements = {
         kind: None if value.dtype == start.dtype else value.dtype
@@ -169,8 +168,7 @@ def _probe(name: str, make: Callable[[list[torch.Tensor], torch.Tensor], torch.o
     if different:
         raise IllegalComposition(
             f"from_torch: {name} does not update each element alone: {', '.join(different)} differ when the same elements "
-            "are given as tensors of other shapes, as shards are. Use one of shardlib.optim (adafactor, muon and lamb "
-            "declare what they need of other elements), or write a GradientTransformation with the locality it needs"
+            "have other shapes. Use one of shardlib.optim, or a GradientTransformation with the locality it needs"
         )
     if lost := [k for k, v in states[0][0].items() if k not in elements and k not in numbers and v is not None]:
         raise IllegalComposition(

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.optim.base import GradientTransformation, write_copies
-from shardlib.optim.group_update import check, is_positive, is_step
+from shardlib.optim.base import GradientTransformation, require_params, write_copies
+from shardlib.optim.checks import check, is_positive, is_step
+from shardlib.optim.combine import require_no_axis
 from shardlib.optim.shards import WHOLE, Shards
-from shardlib.optim.wrapping import require_no_axis
 from shardlib.tree import Tree, leaves_of, tree_map
 
 
@@ -21,7 +21,7 @@ class LookaheadState(NamedTuple):
     slow: Tree
 
     def held_trees(self) -> tuple[str, ...]:
-        """See `shardlib.optim.base.Holding`."""
+        """See `shardlib.optim.base.StateMethods`."""
         return ("slow",)
 
 
@@ -69,8 +69,7 @@ def lookahead(
     def update(
         updates: Tree, state: LookaheadState, params: Tree, *, shards: Shards = WHOLE
     ) -> tuple[Tree, LookaheadState]:
-        if params is None:
-            raise ValueError("lookahead needs the parameters: update(updates, state, params)")
+        require_params("lookahead", params)
         updates, fast = fast_optimizer.update(updates, state.fast_state, params, shards=shards)
         state, syncs = advanced(fast, state, params, shards)
         if not syncs:

@@ -9,9 +9,8 @@ import torch
 
 from shardlib.errors import IllegalComposition, listing
 from shardlib.optim.base import GradientTransformation, scaled, write_copies
-from shardlib.optim.combine import added
+from shardlib.optim.combine import added, require_no_axis
 from shardlib.optim.shards import WHOLE, Selection, Shards, widest
-from shardlib.optim.wrapping import require_no_axis
 from shardlib.plan.claims import LeafInfo
 from shardlib.tree import Tree, globs_of, leaves_of
 

@@ -8,9 +8,9 @@ import torch
 
 from shardlib.collectives.summation import SumOf
 from shardlib.optim.base import GradientTransformation, write_copies
-from shardlib.optim.group_update import check, is_count
+from shardlib.optim.checks import check, is_count
+from shardlib.optim.combine import require_no_axis
 from shardlib.optim.shards import WHOLE, Locality, Shards, widest
-from shardlib.optim.wrapping import require_no_axis
 from shardlib.tree import Tree, tree_map
 
 

@@ -15,9 +15,9 @@ import optree
 import torch
 
 from shardlib.kernels.common.saved import round_to_bf16
-from shardlib.optim.base import GradientTransformation
+from shardlib.optim.base import GradientTransformation, require_params
+from shardlib.optim.combine import require_no_axis
 from shardlib.optim.shards import WHOLE, Shards
-from shardlib.optim.wrapping import require_no_axis
 from shardlib.rng import Key, bits_at
 from shardlib.tree import Tree, leaves_of, path_name, tree_map
 
@@ -55,8 +55,7 @@ def stochastic_rounding(tx: GradientTransformation, seed: int = 0) -> GradientTr
         return RoundedState(torch.zeros((), dtype=torch.int64), narrow)
 
     def update(updates: Tree, state: RoundedState, params: Tree, *, shards: Shards) -> tuple[Tree, RoundedState]:
-        if params is None:
-            raise ValueError("stochastic_rounding needs the parameters: update(updates, state, params)")
+        require_params("stochastic_rounding", params)
 
         def rounded(name: str, tree: Tree, like: Tree) -> Tree:
             return _rounded(tree, like, key.fold_in(name), state.count, shards)

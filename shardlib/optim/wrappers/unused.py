@@ -11,10 +11,9 @@ import torch
 
 from shardlib.errors import IllegalComposition
 from shardlib.optim.base import GradientTransformation, write_copies
-from shardlib.optim.combine import added
+from shardlib.optim.combine import added, require_no_axis
 from shardlib.optim.schedules.base import later
 from shardlib.optim.shards import WHOLE, Locality, Selection, Shards, widest
-from shardlib.optim.wrapping import require_no_axis
 from shardlib.plan.claims import LeafInfo
 from shardlib.tree import Tree, tree_map
 

@@ -1,12 +1,13 @@
 """Flat buffers of one rank in a few large files: read ahead, written behind, and kept step by step.
 
-`store.Store` is what other rooms use, and `opening` opens those of all ranks. `layout` says where each buffer lies, `files`
-opens, reserves and locks, `requests` reads and writes ranges, `record` says which step is whole, and `pool` lends the host
-memory that all of it passes through.
+`Store` is what is read and written, and `TieredBuffers` what a run has there of its parameters, gradients or states. `files`
+says where each buffer lies, opens, reserves and locks files, and has the record of the step that is whole; `pool` lends the
+host memory that all of it passes through, and reads and writes ranges.
 """
 
-from shardlib.sharded.disk.layout import Flat
-from shardlib.sharded.disk.opening import close_with, open_for_run, open_on_all_ranks
-from shardlib.sharded.disk.store import PendingRead, Store
+from shardlib.sharded.disk.files import Flat
+from shardlib.sharded.disk.pool import PendingRead
+from shardlib.sharded.disk.store import Store
+from shardlib.sharded.disk.tiered import TieredBuffers, open_on_all_ranks
 
-__all__ = ["Flat", "PendingRead", "Store", "close_with", "open_for_run", "open_on_all_ranks"]
+__all__ = ["Flat", "PendingRead", "Store", "TieredBuffers", "open_on_all_ranks"]

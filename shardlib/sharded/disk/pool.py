@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from shardlib.common.devices import pages, settle
 from shardlib.common.disk import BLOCK
 from shardlib.common.environment import timed
 from shardlib.errors import StorageError
-from shardlib.sharded.disk.layout import Flat
 
 
 class Pool:
@@ -48,8 +48,8 @@ class Pool:
                 if not self._sent:
                     held = sum(block.numel() for block in self._lent.values())
                     raise StorageError(
-                        f"{size:,} bytes of host memory are needed to read or write a buffer, and {held:,} of "
-                        f"{self._limit:,} are lent: write or release what was fetched before, or give the store more memory"
+                        f"{size:,} bytes of host memory are needed for a buffer, and {held:,} of {self._limit:,} are lent: "
+                        "write or release what was fetched before"
                     )
                 self._changed.wait()
             return self._new(size)
@@ -105,8 +105,10 @@ class Pool:
 class PendingRead:
     """A buffer that is being read."""
 
-    def __init__(self, pool: Pool, block: torch.Tensor, flat: Flat, pending: Sequence[Future[None]]) -> None:
-        self._pool, self._block, self._flat, self._pending = pool, block, flat, pending
+    def __init__(
+        self, pool: Pool, block: torch.Tensor, numel: int, dtype: torch.dtype, pending: Sequence[Future[None]]
+    ) -> None:
+        self._pool, self._block, self._numel, self._dtype, self._pending = pool, block, numel, dtype, pending
         self._held = True
 
     def result(self) -> torch.Tensor:
@@ -123,10 +125,10 @@ class PendingRead:
         except BaseException:
             self.cancel()
             raise
-        if not self._flat.numel:  # an empty tensor has no address that it could be recognised by
+        if not self._numel:  # an empty tensor has no address that it could be recognised by
             self.cancel()
-            return torch.empty(0, dtype=self._flat.dtype)
-        return self._block[: self._flat.bytes].view(self._flat.dtype)
+            return torch.empty(0, dtype=self._dtype)
+        return self._block[: self._numel * self._dtype.itemsize].view(self._dtype)
 
     def cancel(self) -> None:
         """Give back the memory, of the result too. A second call does nothing."""
@@ -167,27 +169,23 @@ _REMEDIES = {
 }
 
 
-def failure(doing: str, error: OSError) -> StorageError:
-    """What the system refused, and what helps."""
-    remedy = _REMEDIES.get(error.errno or 0, "Look into the system's log, or use another folder")
-    return StorageError(f"{doing}: [Errno {error.errno}] {error.strerror}. {remedy}")
+@contextlib.contextmanager
+def failing(doing: str) -> Iterator[None]:
+    """A context in which what the system refuses is a `StorageError` that says what was done, and what helps."""
+    try:
+        yield
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "Look into the system's log, or use another folder")
+        raise StorageError(f"{doing}: [Errno {error.errno}] {error.strerror}. {remedy}") from error
 
 
 def read(fd: int, view: memoryview, offset: int, what: str, path: Path) -> None:
-    """Fill ``view`` from a file; ``what`` names the buffer.
-
-    Raises:
-        StorageError: the system refuses, or the file ends before.
-    """
+    """Fill ``view`` from a file; ``what`` names the buffer. Raises `StorageError`, also where the file ends before."""
     _whole(os.preadv, fd, view, offset, f"reading {what}", path)
 
 
 def write(fd: int, view: memoryview, offset: int, what: str, path: Path) -> None:
-    """Write all of ``view`` to a file.
-
-    Raises:
-        StorageError: the system refuses, or takes a part only.
-    """
+    """Write all of ``view`` to a file. Raises `StorageError`, also where a part is written alone."""
     _whole(os.pwritev, fd, view, offset, f"writing {what}", path)
 
 
@@ -198,16 +196,13 @@ def _whole(
     done, idle = 0, 0
     doing = f"{doing} at bytes {offset:,} to {offset + len(view):,} of {path}"
     while done < len(view):
-        try:
+        with failing(doing):
             moved = call(fd, [view[done:]], offset + done)
-        except OSError as error:
-            raise failure(doing, error) from error
         if moved == len(view) - done:
             return
         done += moved // BLOCK * BLOCK
         idle = 0 if moved >= BLOCK else idle + 1
         if idle > 1:  # the same again: the file ends here
             raise StorageError(
-                f"{doing}: {done + moved:,} of {len(view):,} bytes, then no more. The file was cut or is on a disk that "
-                "fails; leave files alone while they are in use"
+                f"{doing}: {done + moved:,} of {len(view):,} bytes, then no more. The file was cut, or its disk fails"
             )

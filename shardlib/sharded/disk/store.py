@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import zlib
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,8 @@ from shardlib.common.thresholds import Threshold
 from shardlib.errors import StorageError
 from shardlib.mesh.memories import AHEAD
 from shardlib.sharded.disk import pool
-from shardlib.sharded.disk.files import Files
-from shardlib.sharded.disk.layout import Extent, FileLayout, Flat
+from shardlib.sharded.disk.files import NOTES, ZEROS, Extent, FileLayout, Files, Flat, StepRecord
 from shardlib.sharded.disk.pool import PendingRead, Pool, Write
-from shardlib.sharded.disk.record import NOTES, ZEROS, StepRecord
 
 DEPTH = 8  # requests at once
 THREADS = "shardlib-disk"  # begins the names of their threads
@@ -139,7 +139,16 @@ class Store:
                 for index, extent in enumerate(self._layout.extents[name])
             ]
         self._busy[name] = pending
-        return PendingRead(self._pool, block, flat, pending)
+        return PendingRead(self._pool, block, *flat, pending)
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[torch.Tensor]:
+        """A buffer, in memory that is lent within the context."""
+        lent = self.fetch(name).result()
+        try:
+            yield lent
+        finally:
+            self.release(lent)
 
     def fetched(self, groups: Iterable[Sequence[str]], ahead: int = AHEAD) -> Generator[dict[str, torch.Tensor]]:
         """Groups of buffers one after the other, of which ``ahead`` more are being read where memory allows.
@@ -273,6 +282,13 @@ class Store:
         self._finish()
         self._pool.give_back()
 
+    def close_anywhere(self) -> None:
+        """`close`, on whichever thread: one of the store's own cannot wait for itself."""
+        if threading.current_thread().name.startswith(THREADS):
+            threading.Thread(target=self.close).start()
+        else:
+            self.close()
+
     def __enter__(self) -> Store:
         return self
 
@@ -285,17 +301,14 @@ class Store:
 
     def _finish(self, name: str | None = None) -> None:
         """Wait for the requests of a buffer, or of all."""
-        pending = self._busy.pop(name, []) if name else [each for some in self._busy.values() for each in some]
-        if name is None:
-            self._busy = {}
-        wait(pending)
+        for each in [*self._busy] if name is None else [name]:
+            wait(self._busy.pop(each, []))
 
     def _raise_failure(self) -> None:
-        if self._failure is not None and self._layout.slots == 1:
-            raise StorageError(str(self._failure)) from self._failure
         if self._failure is not None:
             whole = f"Step {self.step} is whole on disk" if self._layout.durable else "What was there before is whole"
-            raise StorageError(f"{self._failure}\n{whole}; what was written since is not") from self._failure
+            note = f"\n{whole}; what was written since is not" if self._layout.slots > 1 else ""
+            raise StorageError(f"{self._failure}{note}") from self._failure
 
     def _place(self, slot: int, extent: Extent) -> tuple[int, int, Path]:
         """The descriptor, the offset and the path that a range of a slot lies at."""
@@ -309,8 +322,7 @@ class Store:
         if zlib.crc32(view) != self._sums[name][index]:
             raise StorageError(
                 f"reading {name} at bytes {offset:,} to {offset + extent.length:,} of {path}: the bytes are not those that "
-                "were written. The disk fails, or the file was changed from outside: restore the run from a checkpoint and "
-                "an empty folder on another disk"
+                "were written. The disk fails, or the file was changed: restore the run from a checkpoint, on another disk"
             )
 
     def _write(self, name: str, slot: int, index: int, extent: Extent, writing: Write) -> None:

@@ -84,7 +84,7 @@ DEFECTS = (
         "order",
         "optim/updates.py",
         "an update that fails on the thread leaves some parameters new and others old",
-        'raise Undone(error_of(failure, problems, "the step was not made"))',
+        'raise RolledBack(error_of(failure, problems, "the step was not made"))',
         "pass",
         (f"{_MODES}::test_an_update_that_fails_on_one_rank_is_made_on_none",),
     ),

@@ -259,7 +259,7 @@ DEFECTS = (
     Defect(
         "masters of the parameters before",
         "stale",
-        "optim/replaced.py",
+        "optim/train_state.py",
         "parameters that are replaced come back from their fp32 masters",
         "torch.where(m.to(p.dtype) == p, m, p.to(m.dtype))",
         "torch.where(m.to(p.dtype) == p, m, m)",

@@ -10,67 +10,47 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
+from shardlib.collectives import primitives
 from shardlib.collectives.attempts import attempted, error_of
-from shardlib.errors import DonatedStateError, StorageError
+from shardlib.errors import StorageError
 from shardlib.mesh.memories import MEMORIES, Transfer, window
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.exchanges import Exchange
 from shardlib.plan.memory import resting_sizes
 from shardlib.plan.plan import Plan
-from shardlib.sharded.disk import Flat, PendingRead, close_with, open_for_run
+from shardlib.sharded.disk import Flat, PendingRead, TieredBuffers
 from shardlib.sharded.gather import Gather
 
-FOLDER = "parameters"  # beside the files of the optimizer's states
 
-
-class ParamsOnDisk:
+class ParamsOnDisk(TieredBuffers):
     """The files of one rank's parameters, and the host memory that they pass through.
 
     Attributes:
-        mesh: the mesh of the rank.
-        store: the files.
-        writes: how many there have been, without those that were taken back.
-        version: the number of the trees that the values belong to; those of earlier ones are written over.
         given: the last number that was given to a tree; trees of skipped and failed steps have theirs too.
-        unread: the first error of a `gather`; see `shardlib.sharded.tree`.
-
-    Raises:
-        StorageError: the folders are in use, hold other parameters, cannot be written to, or have too little space.
-        RankFailure: those of another rank.
+        unread: the first error of a `gather`; see `Reads`.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
-        assert plan.claims is not None  # they say that the parameters are on disk
-        self.mesh, self._buckets = mesh, plan.bucket_of
-        self.version = self.given = self.writes = self._committed = 0
-        self.unread: Exception | None = None
-        self._begun: dict[str, PendingRead] = {}  # announced and not asked for yet
-        self._leaving: deque[tuple[torch.Tensor, Transfer]] = deque()  # on their way to the device
-        folders = [Path(folder) / FOLDER for folder in plan.claims.location("param").folders]
         flats = {
             part.name: Flat(part.size(part.param_level), part.dtype) for bucket in plan.buckets for part in bucket.cut
         }
-        problem = "the files for parameters on disk could not be opened"
-        self.store = open_for_run(mesh, folders, flats, window(list(resting_sizes(plan).values())), problem)
-        close_with(self, self.store)
-        mesh.kept.add(self)
+        super().__init__(plan, mesh, "param", flats, window(list(resting_sizes(plan).values())))
+        self._buckets = plan.bucket_of
+        self.given = 0
+        self.unread: Exception | None = None
+        self._begun: dict[str, PendingRead] = {}  # announced and not asked for yet
+        self._leaving: deque[tuple[torch.Tensor, Transfer]] = deque()  # on their way to the device
 
     def tree(self) -> BuffersOnDisk:
         """The buffers of a further tree, which a commit makes the files' content."""
         self.given += 1
         return BuffersOnDisk(self, self.given)
 
-    def part(self, bucket: Bucket) -> BufferOnDisk:
-        """The buffer of a bucket, or of one of its tiles, for use."""
-        return BufferOnDisk(self, bucket)
-
-    def read(self, name: str) -> torch.Tensor:
-        """A copy of a bucket's buffer, in plain host memory."""
+    def get(self, name: str) -> torch.Tensor:
         bucket = self._buckets[name]
         values = torch.empty(
             bucket.size(bucket.param_level), dtype=bucket.dtype, device=self.mesh.device_for(bucket.memory.param)
@@ -83,8 +63,7 @@ class ParamsOnDisk:
                 self.store.release(lent)
         return values
 
-    def write(self, name: str, values: torch.Tensor) -> None:
-        """Begin to write a bucket's buffer. The values, in any memory, are copied before this returns."""
+    def put(self, name: str, values: torch.Tensor) -> None:
         bucket = self._buckets[name]
         self.writes += 1
         for part, view in zip(bucket.cut, bucket.of_tiles(values), strict=True):
@@ -94,7 +73,7 @@ class ParamsOnDisk:
             self.store.write(part.name, view)
 
     def announce(self, name: str) -> None:
-        """Begin to read a buffer that will be asked for, if there is memory for it."""
+        """Begin to read the buffer of a bucket or a tile that will be asked for, if there is memory for it."""
         self._collect()
         with contextlib.suppress(StorageError, MemoryError):  # its use tries again, and says what fails
             if name not in self._begun and self.store.room(name):
@@ -129,24 +108,19 @@ class ParamsOnDisk:
             self._leaving.append((lent, gather.transfer))
         return gather
 
-    def commit(self) -> None:
-        """Make what was written the values that `roll_back` goes back to."""
-        self.store.commit(self.version)
-        self._committed = self.writes
-
     def roll_back(self) -> None:
-        """Take back what was written since the last commit."""
-        while self._begun:
-            self._begun.popitem()[1].cancel()
-        self.store.roll_back()
-        self.writes = self._committed
+        self._cancel()
+        super().roll_back()
 
     def give_back(self) -> None:
-        """Free the memory that values pass through; the next use makes it anew."""
+        self._cancel()
+        self._collect()
+        super().give_back()
+
+    def _cancel(self) -> None:
+        """Give back the memory of reads that nobody has asked for."""
         while self._begun:
             self._begun.popitem()[1].cancel()
-        self._collect()
-        self.store.give_back()
 
     def _fetch(self, name: str) -> PendingRead:
         self._collect()
@@ -193,7 +167,7 @@ class BuffersOnDisk(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, files: ParamsOnDisk, version: int) -> None:
-        self._files, self._version = files, version
+        self._files, self.version = files, version
 
     @property
     def files(self) -> ParamsOnDisk:
@@ -202,15 +176,11 @@ class BuffersOnDisk(Mapping[str, torch.Tensor]):
         Raises:
             DonatedStateError: a later step has written over these values.
         """
-        if self._version < self._files.version:
-            raise DonatedStateError(
-                "these parameters lay on disk, and a later step has written its own there: use those of the state that the "
-                "step returned, or copy what is to be kept before it (sl.unshard)"
-            )
+        self._files.require(self.version, "these parameters")
         return self._files
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.files.read(name)
+        return self.files.get(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._files._buckets  # without a read
@@ -220,28 +190,6 @@ class BuffersOnDisk(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._files._buckets)
-
-    def next(self) -> BuffersOnDisk:
-        """The buffers that a step makes of these."""
-        return self.files.tree()
-
-    def settle(self) -> None:
-        """Commit what was written since the last step, so that the next one can be taken back to it."""
-        if self._files.store.changed:
-            self._files.commit()
-
-    def flush(self) -> None:
-        """Wait for what is being written; raises an error if something could not be."""
-        self._files.store.flush()
-
-    def commit(self) -> None:
-        """Make what was written these buffers' values."""
-        self._files.version = self._version
-        self._files.commit()
-
-    def roll_back(self) -> None:
-        """Take back what was written since the last commit."""
-        self._files.roll_back()
 
 
 class Filling:
@@ -256,10 +204,10 @@ class Filling:
         """Write a bucket's buffer. An error is raised by `finish`, on all ranks."""
         if self._failure is None:
             try:
-                if not self._begun and self._files.store.changed:
-                    self._files.commit()  # what a checkpoint or an import has written stays, whatever fails
+                if not self._begun:
+                    self._files.settle()  # what a checkpoint or an import has written stays, whatever fails
                 self._begun = True
-                self._files.write(name, values)
+                self._files.put(name, values)
             except Exception as error:
                 self._failure = error
 
@@ -274,7 +222,7 @@ class Filling:
         def complete() -> None:
             if self._failure is not None:
                 raise self._failure
-            self._files.store.flush()
+            self._files.flush()
 
         failure, problems, _ = attempted(self._files.mesh, complete)
         if problems:
@@ -282,8 +230,55 @@ class Filling:
                 self._files.roll_back()
             raise error_of(failure, problems, "the parameters could not be written to disk")
         filled = self._files.tree()
-        filled.commit()
+        self._files.coming = filled.version
+        self._files.commit()
         return filled
+
+
+class Reads:
+    """The reads of one run of a function, which fail on all ranks or on none.
+
+    A rank that cannot read a unit goes on with zeros in its place, so that it takes part in all that other ranks wait for. At
+    the end the ranks tell each other, in an exchange that they make anyway where there is one, and all of them raise: what
+    the function finds then is meaningless.
+    """
+
+    def __init__(self, mesh: Mesh, buffers: BuffersOnDisk | None) -> None:
+        self._mesh, self._files = mesh, None if buffers is None else buffers.files
+        if self._files is not None:
+            self._files.unread = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank could not read a unit."""
+        return self._files is not None and self._files.unread is not None
+
+    def require(self, axes: Sequence[str]) -> None:
+        """Raise the errors of any rank on all ranks along ``axes``. Collective over these, if parameters are on disk."""
+        if self._files is None or self._mesh.alone:
+            return
+        failed = torch.tensor([float(self.failed)], device=self._mesh.device)
+        primitives.sum_over(self._mesh, tuple(axes), failed)
+        if failed.item():
+            self.explain(axes)
+
+    def explain(self, axes: Sequence[str]) -> None:
+        """As `require`, where the ranks know that one of them differs from the others.
+
+        Raises:
+            StorageError: where a unit could not be read; names the file and the remedy.
+            RankFailure: elsewhere; names the ranks, with their errors.
+        """
+        if self._files is None:
+            return
+        failure, self._files.unread = self._files.unread, None
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        everyone = primitives.all_gather_object(self._mesh, axes, (self._mesh.rank, text))
+        problems = [(rank, problem) for rank, problem in everyone if problem]
+        if problems:
+            error = error_of(failure, problems, "parameters on disk could not be read")
+            error.add_note("Nothing was updated: the state that was given can be saved, and used again")
+            raise error
 
 
 def params_rest(plan: Plan) -> bool:

@@ -1,9 +1,13 @@
-"""States taken apart into storages and a skeleton, and put together again."""
+"""States taken apart into storages and a skeleton, put together again; and `Moved`, which stands for one that is elsewhere.
+
+What moves are storages, whole: tensors that share one, and views of it, do so again when they are back, and every bit is as
+it was. States that lie on disk anyway are copied to the folder of a state that is moved to disk, and back.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -15,7 +19,7 @@ from shardlib.common.devices import pages, pins
 from shardlib.common.tensors import dtype_name
 from shardlib.errors import DonatedStateError, TreeError
 from shardlib.mesh.mesh import Mesh
-from shardlib.optim.on_disk import BucketOnDisk, OnDisk
+from shardlib.optim.on_disk import OnDisk, buckets_on_disk
 from shardlib.optim.train_state import TrainState
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import path_name
@@ -64,7 +68,7 @@ class StateSkeleton:
         state: the state.
         what: the state in words.
         views: path of a storage -> a view of it.
-        resting: path -> a tensor that lies in files of its own.
+        on_disk: path -> a tensor that lies in files of its own.
         mesh: of the state's sharded parts; None if it has none.
     """
 
@@ -72,21 +76,13 @@ class StateSkeleton:
         self.state, self.what = state, what
         leaves = list(_leaves(state))
         self.views: dict[str, View] = {leaf.storage: leaf for _, leaf in reversed(leaves) if isinstance(leaf, View)}
-        self.resting: dict[str, OnDisk | BucketOnDisk] = {
-            path: leaf for path, leaf in leaves if isinstance(leaf, (OnDisk, BucketOnDisk))
-        }
+        self.on_disk: dict[str, OnDisk] = {path: leaf for path, leaf in leaves if isinstance(leaf, OnDisk)}
         sharded = list(_sharded(state))
         self.mesh: Mesh | None = sharded[0].mesh if sharded else None
         if len(shapes := {tuple(part.mesh.shape.items()) for part in sharded}) > 1:
             raise TreeError(
-                f"parts of this tree are sharded over different meshes ({', '.join(str(dict(s)) for s in sorted(shapes))}): "
-                "move them one by one"
+                f"parts of this tree have different meshes ({', '.join(str(dict(s)) for s in sorted(shapes))}). Move each"
             )
-
-    @property
-    def step(self) -> int | None:
-        """The state's step; None for trees without one."""
-        return self.state.step if isinstance(self.state, TrainState) else None
 
     @property
     def form(self) -> str:
@@ -94,7 +90,7 @@ class StateSkeleton:
         lines = [
             repr((path, dtype_name(v.dtype), v.offset, v.shape, v.stride)) for path, v in _leaves(self.state, View)
         ]
-        lines += [repr((path, dtype_name(r.like.dtype), tuple(r.like.shape))) for path, r in self.resting.items()]
+        lines += [repr((path, dtype_name(r.like.dtype), tuple(r.like.shape))) for path, r in self.on_disk.items()]
         for part in _sharded(self.state):
             lines.append(repr(dict(part.mesh.shape)))
             lines += [
@@ -109,7 +105,7 @@ class StateSkeleton:
         return state.fitting() if isinstance(state, TrainState) else state
 
 
-def apart(state: Any) -> tuple[StateSkeleton, dict[str, torch.Tensor]]:
+def taken_apart(state: Any) -> tuple[StateSkeleton, dict[str, torch.Tensor]]:
     """A state's skeleton, and path -> bytes of each storage."""
     what = "this tree"
     if isinstance(state, TrainState):
@@ -154,10 +150,11 @@ def _is_part(node: Any) -> bool:
 
 def _rebuilt(state: Any, move: Callable[[Any], Any]) -> Any:
     """A state with other tensors, or views in place of them."""
-    if isinstance(state, Sharded) and state.on_disk is not None:
-        return Sharded(state.plan, state.mesh, state.role, state.on_disk)
     if isinstance(state, Sharded):
-        return Sharded(state.plan, state.mesh, state.role, {name: move(leaf) for name, leaf in state.buffers.items()})
+        buffers: Any = state.on_disk
+        if buffers is None:
+            buffers = {name: move(leaf) for name, leaf in state.buffers.items()}
+        return Sharded(state.plan, state.mesh, state.role, buffers)
     if isinstance(state, TrainState):
         parts = (_rebuilt(part, move) for part in (state.params, state.opt, state.comm, state.buffers))
         params, opt, comm, buffers = parts
@@ -174,9 +171,7 @@ def _rebuilt(state: Any, move: Callable[[Any], Any]) -> Any:
 def _leaves(state: Any, kind: type | tuple[type, ...] = object) -> Iterator[tuple[str, Any]]:
     """(path, leaf) of all leaves of a kind, those of parts by the names of their buffers."""
     if isinstance(state, Sharded):
-        found: Sequence[tuple[str, Any]] = list(state.in_memory.items())
-        if state.on_disk is not None:
-            found = [(bucket.name, BucketOnDisk(state.on_disk, bucket)) for bucket in state.buckets]
+        found: list[tuple[str, Any]] = [*state.in_memory.items(), *buckets_on_disk(state).items()]
     elif isinstance(state, TrainState):
         parts = {"params": state.params, "opt": state.opt, "comm": state.comm, "buffers": state.buffers}
         found = [(f"{name}/{path}", leaf) for name, part in parts.items() for path, leaf in _leaves(part)]
@@ -196,9 +191,6 @@ def _sharded(state: Any) -> Iterator[Sharded]:
             yield part
         elif isinstance(part, TrainState):
             yield part.params
-
-
-# `Moved`, which stands for a state that lies elsewhere.
 
 
 class Parked(NamedTuple):
