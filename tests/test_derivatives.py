@@ -93,7 +93,7 @@ GIVEN = {
     "dropout_onto": HERE, "linear_cross_entropy": HERE, "sparse_attention": HERE, "grouped_matmul": HERE, "permute": HERE,
     "unpermute": HERE, "unpermute_weighted": HERE, "subset_take": HERE, "subset_put": HERE,
     "tiled._TileGradient": HERE, "tiled._Take": HERE, "tiled._Put": HERE, "tiled._Whole": HERE,
-    "meeting._MeetInBackward": HERE, "thinning._Ignoring": HERE,
+    "context._MeetInBackward": HERE, "layer_dropping._Ignoring": HERE,
     "pairs._SumVarying": PAIRS, "pairs._SumInvariant": PAIRS, "pairs._Copy": PAIRS, "pairs._Gather": PAIRS,
     "pairs._GatherInvariant": PAIRS, "pairs._Split": PAIRS, "pairs._Scatter": PAIRS, "pairs._Exchange": PAIRS,
     "pairs._Permute": PAIRS, "pairs._Broadcast": PAIRS, "pairs._SumTo": PAIRS,

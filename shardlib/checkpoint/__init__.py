@@ -10,7 +10,7 @@ from shardlib.checkpoint.pretrained import from_pretrained
 from shardlib.checkpoint.relayout import relayout_payload
 from shardlib.checkpoint.restore import bytes_to_read, checkpoint_at, latest, read_notes, restore
 from shardlib.checkpoint.rollback import with_rollback
-from shardlib.checkpoint.safetensors_files import export_safetensors, import_safetensors
+from shardlib.checkpoint.safetensors import export_safetensors, import_safetensors
 from shardlib.checkpoint.save import save
 
 __all__ = [

@@ -13,7 +13,7 @@ import math
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
@@ -27,8 +27,6 @@ _PLAIN = {
     ("torch", "Size"): torch.Size,
     ("builtins", "set"): set,
 }
-
-
 _TYPES = {("torch", "Tensor"), ("torch.nn.parameter", "Parameter")}  # of tensors with attributes, which are left out
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -67,13 +65,11 @@ class Stored(NamedTuple):
 
 
 def load(path: Path, left_out: Sequence[str] = ()) -> Any:
-    """What `torch.save` wrote, with a `Stored` in place of each tensor; no element is read.
+    """What `torch.save` wrote, with a `Stored` in place of each tensor; no element is read. Raises `CheckpointError` for a
+    file that is cut or in another format, or names further classes or functions.
 
     Args:
         left_out: globs over the full names of classes whose objects are replaced by a `LeftOut`.
-
-    Raises:
-        CheckpointError: the file is cut or in another format, or names further classes or functions; lists these.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -89,8 +85,8 @@ def load(path: Path, left_out: Sequence[str] = ()) -> Any:
         found = unpickler.load()
     if unpickler.refused:
         raise CheckpointError(
-            f"{path} names classes or functions that it need not name for tensors, so that it is not trusted:\n"
-            f"{listing(sorted(unpickler.refused))}\nWrite it without them, or name in left_out= those that are not looked at"
+            f"{path} names classes or functions that tensors do not need, so that it is not trusted:\n"
+            f"{listing(sorted(unpickler.refused))}\nName in left_out= those that are not looked at"
         )
     return found
 
@@ -104,7 +100,7 @@ def number(folder: Path, value: Any) -> float:
         return torch.frombuffer(bytearray(file.read(value.dtype.itemsize)), dtype=value.dtype).item()
 
 
-def data_at(file: IO[bytes] | io.RawIOBase, path: Path, entry: zipfile.ZipInfo) -> int:
+def data_at(file: IO[bytes], path: Path, entry: zipfile.ZipInfo) -> int:
     """Where an entry's bytes begin in a zip file."""
     if entry.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{path}: {entry.filename} is compressed; save it without extensions")
@@ -127,17 +123,14 @@ class LeftOut:
 
 
 class _Storage(NamedTuple):
+    """Where a storage begins, and its dtype; None for bytes, of which tensors say the dtype."""
+
     data: int
     dtype: torch.dtype | None
-    """None for bytes, of which tensors say the dtype."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that makes containers, numbers, text and `Stored`, and nothing else.
-
-    Attributes:
-        refused: what else the pickle names.
-    """
+    """An unpickler that makes containers, numbers, text and `Stored`, and nothing else; ``refused`` is what else is named."""
 
     def __init__(
         self,
@@ -164,8 +157,8 @@ class _Unpickler(pickle.Unpickler):
         rebuild = {
             "torch._utils._rebuild_tensor_v2": self._tensor,
             "torch._utils._rebuild_tensor_v3": self._of_bytes,
-            "torch._utils._rebuild_parameter": _inner,
-            "torch._tensor._rebuild_from_type_v2": _typed,
+            "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+            "torch._tensor._rebuild_from_type_v2": lambda rebuild, kind, arguments, *_: rebuild(*arguments),
         }.get(f"{module}.{name}")
         if rebuild is not None:
             return rebuild
@@ -182,23 +175,13 @@ class _Unpickler(pickle.Unpickler):
     ) -> Stored:
         kind: torch.dtype | None = dtype or storage.dtype
         assert kind is not None  # storages of bytes come with tensors that say the dtype
-        return Stored(
-            self._path.name, storage.data + offset * kind.itemsize, kind, tuple(shape), _contiguous(shape, stride)
-        )
+        data = storage.data + offset * kind.itemsize
+        return Stored(self._path.name, data, kind, tuple(shape), _contiguous(shape, stride))
 
     def _of_bytes(
-        self, storage: _Storage, offset: int, shape: Sequence[int], stride: Sequence[int], grad: Any, hooks: Any, dtype: Any,
-        *_: Any,
-    ) -> Stored:  # fmt: skip
+        self, storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *_: Any
+    ) -> Stored:
         return self._tensor(storage, offset, shape, stride, dtype=dtype)
-
-
-def _inner(tensor: Stored, *_: Any) -> Stored:
-    return tensor
-
-
-def _typed(rebuild: Callable[..., Stored], kind: Any, arguments: Sequence[Any], *_: Any) -> Stored:
-    return rebuild(*arguments)
 
 
 def _contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardlib.checkpoint.decoding import decoded
-from shardlib.checkpoint.fills import Fill, joined
+from shardlib.checkpoint.agreement import gathered
 from shardlib.checkpoint.fragments import (
     GRADS,
     MASTERS,
     PARAMS,
     Fragment,
+    decoded,
     needed_fragments,
     owned_fragments,
     sharded_fragments,
 )
-from shardlib.checkpoint.packed import CheckpointTrees, outlined, outlined_params
-from shardlib.checkpoint.rank_local import diverged_axis
+from shardlib.checkpoint.reading import Fill, joined
+from shardlib.checkpoint.replicated import diverged_axis
+from shardlib.checkpoint.trees import CheckpointTrees, params_of, trees_of
 from shardlib.collectives import primitives
 from shardlib.errors import IllegalComposition, TreeError, listing
-from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import IndexMap
 from shardlib.optim.on_disk import InPlace, in_files
 from shardlib.optim.train_state import OptimizerState, TrainState
@@ -56,13 +57,10 @@ def read_leaf(state: TrainState | Sharded, path: str) -> dict[str, torch.Tensor]
     """
     params = state.params if isinstance(state, TrainState) else state
     path = _leaf(params.plan, path)
-    pieces = [
-        (fragment.name, fragment.window, fragment.start, fragment.data.detach().cpu())
-        for fragment in _owned(state, path)
-    ]
+    pieces = [each._replace(data=each.data.detach().cpu()) for each in _owned(state, path)]
     whole: dict[str, torch.Tensor] = {}
-    for of_rank in primitives.all_gather_object(params.mesh, list(params.mesh.shape), pieces):
-        for name, window, start, data in of_rank:
+    for of_rank in gathered(params.mesh, pieces):
+        for name, start, data, window in of_rank:
             if name not in whole:
                 whole[name] = torch.empty(window.shape, dtype=data.dtype)
             whole[name].view(-1)[IndexMap(window, start).flat(len(data))] = data
@@ -95,61 +93,54 @@ def write_leaf(
     """
     if isinstance(state, Sharded):
         made = copy.deepcopy(state)
-        _write(list(sharded_fragments(made)), made.plan, made.mesh, path, values, {})
+        _write(sharded_fragments(made), made, path, values, {})
         return made
     if not donate and in_files(state.params.plan):
-        raise IllegalComposition(
-            "write_leaf(donate=False) keeps the old state, and what is on disk is there once: leave donate=True"
-        )
+        raise IllegalComposition("write_leaf(donate=False): what is on disk is there once; leave donate=True")
     settled = state.settled_on_disk()
     if not donate:
         settled = copy.deepcopy(settled)
-    parts = outlined(settled)
-    if diverged_axis(parts) is not None:
+    trees = trees_of(settled)
+    if diverged_axis(trees) is not None:
         raise IllegalComposition(
-            "write_leaf: the ranks' parameters differ now, since the optimizer sent nothing in its last step; write after a "
-            "step that sends: sl.optim.ZeroOneSteps(...).sent(state.step) is not Sent.NOTHING"
+            "write_leaf: ranks' parameters differ after a step that sent nothing. Write after one that sends: "
+            "sl.optim.ZeroOneSteps(...).sent(state.step) is not Sent.NOTHING"
         )
-    _write(list(needed_fragments(parts)), parts.params.plan, parts.params.mesh, path, values, parts.packed)
-    params = settled.params.next()
-    after = TrainState(
-        settled.step, params, settled.opt, settled.comm, settled.buffers, settled.scale, settled.rng
-    ).fitting()
+    _write(needed_fragments(trees), trees.params, path, values, trees.packed)
+    params, opt, comm = settled.params.next(), settled.opt, settled.comm
+    after = TrainState(settled.step, params, opt, comm, settled.buffers, settled.scale, settled.rng).fitting()
     if donate:
         state.take("write_leaf", "the state that it returned, or pass donate=False to keep this one")
     return after
 
 
-class _ReplacedTensors:
+@dataclass(frozen=True)
+class _WholeTensors:
     """Whole tensors by name, in the place of saved ones."""
 
-    def __init__(self, whole: Mapping[str, torch.Tensor]) -> None:
-        self._whole = whole
+    whole: Mapping[str, torch.Tensor]
 
     def fill(self, fragment: Fragment, name: str) -> None:
         index = IndexMap(fragment.window, fragment.start).flat(fragment.data.numel())
-        fragment.data.copy_(self._whole[name].detach().cpu().reshape(-1)[index])
+        fragment.data.copy_(self.whole[name].detach().cpu().reshape(-1)[index])
 
 
 def _write(
-    fragments: list[Fragment],
-    plan: Plan,
-    mesh: Mesh,
+    fragments: Iterable[Fragment],
+    params: Sharded,
     path: str,
     values: Mapping[str, torch.Tensor],
     packed: Mapping[int, Any],
 ) -> None:
     """Fill the fragments of the parameter, views of the state, on all ranks."""
+    plan, mesh = params.plan, params.mesh
     path = _leaf(plan, path)
     held = list(_of(fragments, plan, path))
-    names = primitives.all_gather_object(mesh, list(mesh.shape), [fragment.name for fragment in held])
+    names = gathered(mesh, [fragment.name for fragment in held])
     label_of = _labels({name: None for of_rank in names for name in of_rank}, path)
     shape = plan.everywhere.placement_of[path].compute.shape
-    problems = [
-        f"{name}: not there; there are {', '.join(label_of.values())}"
-        for name in values
-        if name not in label_of.values()
-    ]
+    there = label_of.values()
+    problems = [f"{name}: not there; there are {', '.join(there)}" for name in values if name not in there]
     problems += [
         f"{name}: shape {tuple(value.shape)}, the parameter's is {tuple(shape)}"
         for name, value in values.items()
@@ -158,16 +149,14 @@ def _write(
     if {"param", "master"} <= values.keys():
         problems.append("param and master: they are one, so give the master alone")
     if problems:
-        raise TreeError(
-            f"write_leaf: what was given for {path} does not fit:\n{listing(problems)}\nread_leaf has the names"
-        )
+        raise TreeError(f"write_leaf: values of {path} do not fit:\n{listing(problems)}\nread_leaf has the names")
     primitives.require_equal(mesh, "values", checksums(dict(values)), "Give write_leaf the same on every rank.")
     given = {name: values[label] for name, label in label_of.items() if label in values}
     one = {PARAMS + path, MASTERS + path}
     for name in one & given.keys():
         given |= dict.fromkeys(one, given[name])
     writes = InPlace(packed.values())
-    saved: Any = _ReplacedTensors(given)
+    saved: Any = _WholeTensors(given)
     fills = [Fill(fragment, ((fragment.name, 1.0),)) for fragment in held if fragment.name in given]
     with torch.no_grad():
         writes.begin()
@@ -178,24 +167,24 @@ def _write(
 def _owned(state: TrainState | Sharded, path: str) -> Iterator[Fragment]:
     """Ranges of what the state has for a leaf, each on one rank."""
     if isinstance(state, Sharded):
-        params, packed = outlined_params(state)
-        parts = CheckpointTrees(params, OptimizerState({}, ()), {}, None, {}, packed, {})
+        params, packed = params_of(state)
+        trees = CheckpointTrees(params, OptimizerState({}, ()), {}, None, {}, packed, {})
         fragments = sharded_fragments(params, owned=True)
     else:
-        parts = outlined(state.settled())
-        fragments = owned_fragments(parts, diverged_axis(parts))
-    return decoded(parts, _of(fragments, parts.params.plan, path))
+        trees = trees_of(state.settled())
+        fragments = owned_fragments(trees, diverged_axis(trees))
+    return decoded(trees, _of(fragments, trees.params.plan, path))
 
 
 def _leaf(plan: Plan, path: str) -> str:
     """The path by which a plan knows a leaf: of tied ones the first."""
     known = dict(zip(plan.everywhere.shape.paths, plan.everywhere.leaves, strict=True))
     if path not in known:
-        raise TreeError(f"there is no parameter {path!r} in the state; its parameters are\n{listing(sorted(known))}")
+        raise TreeError(f"there is no parameter {path!r} in the state, which has\n{listing(sorted(known))}")
     return known[path].path
 
 
-def _of(fragments: Iterator[Fragment] | list[Fragment], plan: Plan, path: str) -> Iterator[Fragment]:
+def _of(fragments: Iterable[Fragment], plan: Plan, path: str) -> Iterator[Fragment]:
     """The fragments of a leaf, and not of one whose path ends as this one's does."""
     longer = tuple(f"/{other}" for other in plan.everywhere.placement_of if other.endswith(f"/{path}"))
     for fragment in fragments:

@@ -10,19 +10,18 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shardlib.checkpoint.common import common_leaves
 from shardlib.checkpoint.fragments import MASTERS, PARAMS, Fragment, needed_fragments, source_of
-from shardlib.checkpoint.packed import CheckpointTrees, fillable, outlined, with_numbers_of
+from shardlib.checkpoint.replicated import replicated_leaves
 from shardlib.checkpoint.residuals import kept_fragments
+from shardlib.checkpoint.restore import filled, unmatched
 from shardlib.checkpoint.save import require_state
-from shardlib.collectives import primitives
+from shardlib.checkpoint.trees import CheckpointTrees, fillable, trees_of
 from shardlib.errors import IllegalComposition, TreeError, listing
-from shardlib.optim.train_state import TrainState, rescaled
+from shardlib.optim.train_state import TrainState
 from shardlib.tree import matches
 
-_REMEDY = (
-    "save it (sl.checkpoint.save) and restore it into the new state (sl.checkpoint.restore), which reads any layout"
-)
+_REMEDY = "save it and restore it into the new state, which reads any layout"
+_LACKING = "in the new state alone"
 _Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -58,87 +57,67 @@ def carry(state: TrainState, fresh: TrainState, *, anew: Sequence[str] = (), don
     mesh, settled = require_state("carry", fresh).params.mesh, require_state("carry", state).settled()
     if settled.params.mesh.shape != mesh.shape:
         raise TreeError(f"carry: the state is on {settled.params.mesh}, and the new one on {mesh}: {_REMEDY}")
-    given, parts = outlined(settled), fillable(fresh)
-    if given.packed or parts.packed:
+    given, trees = trees_of(settled), fillable(fresh)
+    if given.packed or trees.packed:
         raise IllegalComposition(f"carry: states on disk, or in few bits, cannot be carried over: {_REMEDY}")
-    _copy(_matched(given, parts, anew))
-    scale = fresh.scale.resumed(settled.scale) if fresh.scale and settled.scale else fresh.scale
-    factor = (scale.value if scale else 1.0) / (settled.scale.value if settled.scale else 1.0)
-    comm = fresh.comm if factor == 1 else rescaled(fresh.params.plan, fresh.comm, factor)
-    opt, buffers = with_numbers_of(parts, fresh)
+    with torch.no_grad():
+        for into, values in _matched(given, trees, anew):
+            into.copy_(values)
     params = fresh.params.lent() if fresh.params.shares(settled.params) else fresh.params
-    made = TrainState(
-        settled.step, params, opt, comm, buffers, scale, settled.rng
-    ).settled()  # masters follow parameters
+    made = filled(trees, fresh, settled.step, settled.scale, settled.rng, params)
+    made = made.settled()  # masters follow parameters
     if donate:
         state.take("carry", "the state that it returned, or pass donate=False to keep this one")
     return made
 
 
-def _matched(given: CheckpointTrees, parts: CheckpointTrees, anew: Sequence[str]) -> _Copies:
-    """What is to be copied: tensors of ``parts``, and those of ``given`` of the same names. Collective."""
+def _matched(given: CheckpointTrees, trees: CheckpointTrees, anew: Sequence[str]) -> _Copies:
+    """What is to be copied: tensors of ``trees``, and those of ``given`` of the same names. Collective."""
     held: dict[str, list[Fragment]] = {}
-    for fragment in _fragments(given):
+    for fragment in _sharded(given):
         held.setdefault(fragment.name, []).append(fragment)
-    wholes = dict(common_leaves(given))
-    copies: _Copies = []
-    found: dict[str, str] = {}
-    wanted = set[str]()
-    for fragment in _fragments(parts):
+    wholes = dict(replicated_leaves(given))
+    copies, problems, wanted = _Copies(), dict[str, str](), set[str]()
+
+    def note(name: str, source: str, pieces: _Copies, problem: str) -> None:
+        wanted.add(source)
+        if problem:
+            problems[name] = f"{name}: {problem}"
+        elif not matches(name, anew):
+            copies.extend(pieces)
+
+    for fragment in _sharded(trees):
         if not fragment.name.startswith(PARAMS):
             source = source_of(fragment.name, held)
-            wanted.add(source)
-            pieces, problem = _pieces(fragment, held.get(source, []))
-            _note(fragment.name, pieces, problem, anew, copies, found)
-    for name, leaf in common_leaves(parts):
-        wanted.add(name)
+            note(fragment.name, source, *_pieces(fragment, held.get(source, [])))
+    for name, leaf in replicated_leaves(trees):
         there = wholes.get(name)
-        problem = "in the new state alone" if there is None else ""
-        if there is not None and there.shape != leaf.shape:
-            problem = _other_shapes(tuple(there.shape), tuple(leaf.shape))
-        _note(name, [] if there is None else [(leaf, there)], problem, anew, copies, found)
+        if there is None:
+            note(name, name, [], _LACKING)
+        else:
+            alike = there.shape == leaf.shape
+            note(name, name, [(leaf, there)], "" if alike else _other_shapes(tuple(there.shape), tuple(leaf.shape)))
     # Masters may be left behind: their values are those of the parameters that are given.
     left = {name for name in (*held, *wholes) if name not in wanted and not name.startswith((PARAMS, MASTERS))}
-    mesh = parts.params.mesh
-    ranks = primitives.all_gather_object(mesh, list(mesh.shape), (found, left))
-    problems = {name: line for of_rank, _ in ranks for name, line in of_rank.items()}
-    for name in sorted(
-        set.intersection(*(of_rank for _, of_rank in ranks))
-    ):  # a pipeline's ranks have parts of the state
-        problems[name] = f"{name}: in the old state alone"
-    if lines := [line for name, line in problems.items() if not matches(name, anew)]:
+    found = unmatched(trees.params.mesh, problems, left, "in the old state alone")
+    if lines := [line for name, line in found.items() if not matches(name, anew)]:
         raise TreeError(
-            f"carry: the old state does not fit the new train step:\n{listing(lines)}\nName in anew= what is to begin anew "
-            f"or to be left behind (anew=['opt/inner/*'] for all of the optimizer's); or, if it is on other ranks, {_REMEDY}"
+            f"carry: the old state does not fit the new train step:\n{listing(lines)}\nName in anew= what begins anew or is "
+            f"left behind (['opt/inner/*']: the optimizer's); of what is on other ranks, {_REMEDY}"
         )
     return copies
 
 
-def _note(
-    name: str, pieces: _Copies, problem: str, anew: Sequence[str], copies: _Copies, found: dict[str, str]
-) -> None:
-    if problem:
-        found[name] = f"{name}: {problem}"
-    elif not matches(name, anew):
-        copies += pieces
-
-
-@torch.no_grad()
-def _copy(copies: _Copies) -> None:
-    for into, values in copies:
-        into.copy_(values)
-
-
-def _fragments(parts: CheckpointTrees) -> Iterator[Fragment]:
+def _sharded(trees: CheckpointTrees) -> Iterator[Fragment]:
     """What is sharded, as views."""
-    yield from needed_fragments(parts)
-    yield from kept_fragments(parts)
+    yield from needed_fragments(trees)
+    yield from kept_fragments(trees)
 
 
 def _pieces(into: Fragment, held: Sequence[Fragment]) -> tuple[_Copies, str]:
     """The views to copy so that ``into`` is what ``held`` has of its tensor; and what is wrong, or ""."""
     if not held:
-        return [], "in the new state alone"
+        return [], _LACKING
     if held[0].window != into.window:
         return [], _other_shapes(_shape(held[0]), _shape(into))
     pieces, missing = [], into.data.numel()
@@ -156,7 +135,5 @@ def _other_shapes(old: object, new: object) -> str:
 
 
 def _shape(fragment: Fragment) -> str:
-    window = fragment.window
-    return (
-        f"{tuple(window.shape)}" if window.shape == window.sizes else f"{tuple(window.sizes)} of {tuple(window.shape)}"
-    )
+    shape, _, sizes = fragment.window
+    return f"{shape}" if shape == sizes else f"{sizes} of {shape}"

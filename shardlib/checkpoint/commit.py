@@ -20,10 +20,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from shardlib.checkpoint import manifest, metadata, writing
+from shardlib.checkpoint import manifest, writing
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.common.disk import Lock, locked, make_folder, sync_folder
+from shardlib.common.disk import locked, make_folder, sync_folder
 from shardlib.errors import CheckpointError, RankFailure, listing
 
 _NAMED = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -84,17 +84,14 @@ class Commit:
         self.step = facts.step
 
     def prepare(self) -> str:
-        """Make the empty folder to write into, and return the attempt's token. For rank 0.
-
-        Raises:
-            CheckpointError: the folder holds a checkpoint of a later step.
-        """
+        """Make the empty folder to write into, and return the attempt's token. For rank 0. Raises `CheckpointError` if
+        there is a checkpoint of a later step."""
         make_folder(self._folder)
         later = [path.name for path in complete(self._folder) if step_of(path) > self._facts.step]
         if later:
             raise CheckpointError(
-                f"{self._folder} holds checkpoints of later steps ({', '.join(later)}) than {self._facts.step}: they belong "
-                "to another run, or to one that went back. Save to another folder, or remove them"
+                f"{self._folder} holds checkpoints of later steps ({', '.join(later)}) than {self._facts.step}. Save to "
+                "another folder, or remove them"
             )
         for partial in self._folder.glob("step-*.partial"):
             _discard_abandoned(partial)
@@ -105,7 +102,7 @@ class Commit:
             token = secrets.token_hex(4)
             self.begin(token)
             os.mkdir(self._partial)
-            lock = _locked(self._partial)
+            lock = locked(self._partial, os.O_RDONLY | os.O_DIRECTORY)
         self._unlock = weakref.finalize(self, lock.close)
         return token
 
@@ -129,13 +126,11 @@ class Commit:
         self._report({"manifest": part.dumps().decode()})
 
     def finish(self, awaited: Callable[[Collection[int]], None] = lambda ranks: None) -> Path:
-        """Make a checkpoint of what all ranks have written, and return its folder. For rank 0.
+        """Make a checkpoint of what all ranks have written, and return its folder. For rank 0; raises `RankFailure` if ranks
+        could not write.
 
         Args:
             awaited: called with the ranks whose reports are awaited, again and again; raises to stop.
-
-        Raises:
-            RankFailure: ranks could not write; lists them.
         """
         try:
             return self._finished(awaited)
@@ -144,9 +139,9 @@ class Commit:
 
     def _finished(self, awaited: Callable[[Collection[int]], None]) -> Path:
         whole = self._merged(self._reports(awaited))
-        content = metadata.dumps(whole)
-        whole.files[metadata.NAME], whole.whole_files[metadata.NAME] = len(content), zlib.crc32(content)
-        for name, text in ((metadata.NAME, content), (manifest.NAME, whole.dumps())):
+        content = manifest.metadata_of(whole)
+        whole.files[manifest.METADATA], whole.whole_files[manifest.METADATA] = len(content), zlib.crc32(content)
+        for name, text in ((manifest.METADATA, content), (manifest.NAME, whole.dumps())):
             _write_synced(self._partial / name, text)
         for report in self._partial.glob("*.report"):
             report.unlink()
@@ -193,10 +188,8 @@ class Commit:
             for name, entry in part.tensors.items():
                 known = whole.tensors.setdefault(name, replace(entry, chunks=[]))
                 if (known.dtype, known.shape) != (entry.dtype, entry.shape):
-                    raise CheckpointError(
-                        f"{name}: ranks hold it in different dtypes or shapes: {known.dtype} "
-                        f"{known.shape} and {entry.dtype} {entry.shape}"
-                    )
+                    kinds = f"{known.dtype} {known.shape} and {entry.dtype} {entry.shape}"
+                    raise CheckpointError(f"{name}: ranks hold it in different dtypes or shapes: {kinds}")
                 known.chunks += entry.chunks
         return whole
 
@@ -216,16 +209,11 @@ def remove(checkpoint: str | Path) -> None:
     _discard(deleted)
 
 
-def _locked(folder: Path) -> Lock | None:
-    """A lock on a folder; None if another one holds it."""
-    # Without locks nobody is kept from removing the folder, and its writers notice.
-    return locked(folder, os.O_RDONLY | os.O_DIRECTORY)
-
-
 def _discard_abandoned(partial: Path) -> None:
     """Remove a partial checkpoint, unless rank 0 of its attempt lives."""
     with contextlib.suppress(FileNotFoundError):  # it has got its name, or another attempt removes it too
-        lock = _locked(partial)
+        # Without locks nobody is kept from removing the folder, and its writers notice.
+        lock = locked(partial, os.O_RDONLY | os.O_DIRECTORY)
         if lock is not None:
             try:
                 shutil.rmtree(partial)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
 import zipfile
 from collections.abc import Sequence
@@ -12,11 +13,10 @@ from typing import Any
 
 import torch
 
-from shardlib.checkpoint import metadata
 from shardlib.checkpoint.agreement import from_first_rank
 from shardlib.checkpoint.archives import Stored, data_at, number
 from shardlib.checkpoint.importing import Imported, Target, import_into, mesh_of
-from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
+from shardlib.checkpoint.manifest import METADATA, Chunk, Entry, Manifest
 from shardlib.common.tensors import dtype_name
 from shardlib.errors import CheckpointError
 
@@ -80,8 +80,8 @@ def import_dcp(
 
 
 def _imported(folder: Path, optimizer: str) -> Imported:
-    if not (folder / metadata.NAME).exists():
-        raise FileNotFoundError(f"{folder} has no {metadata.NAME}: it is no checkpoint of torch.distributed.checkpoint")
+    if not (folder / METADATA).exists():
+        raise FileNotFoundError(f"{folder} has no {METADATA}: no checkpoint of torch.distributed.checkpoint")
     held, numbers = _read(folder), dict[str, dict[str, float]]()
     for name, entry in list(held.tensors.items()):
         param, _, kind = name.removeprefix(optimizer).rpartition(".")
@@ -96,7 +96,7 @@ def _imported(folder: Path, optimizer: str) -> Imported:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler of `.metadata` files that makes what they need, and nothing else."""
+    """An unpickler of ``.metadata`` files that makes what they need, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -116,7 +116,7 @@ def _member(kind: Any, name: str) -> Enum:
 
 def _read(folder: Path) -> Manifest:
     """The tensors of a checkpoint, with the places of their elements."""
-    found = _MetadataUnpickler(io.BytesIO((folder / metadata.NAME).read_bytes())).load()
+    found = _MetadataUnpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
     tensors: dict[str, Entry] = {}
     for index, place in found.storage_data.items():
         described = found.state_dict_metadata[index.fqn]
@@ -127,7 +127,7 @@ def _read(folder: Path) -> Manifest:
         dtype = dtype_name(described.properties.dtype)
         entry = tensors.setdefault(index.fqn, Entry(dtype, tuple(described.size)))
         sizes = next(tuple(chunk.sizes) for chunk in described.chunks if chunk.offsets == index.offset)
-        data = place.offset + _elements_at(folder / place.relative_path, place.offset, place.length)
+        data = _elements_at(folder / place.relative_path, place.offset, place.length)
         entry.chunks.append(
             Chunk(place.relative_path, place.offset, place.length, data, None, tuple(index.offset), sizes)
         )
@@ -137,37 +137,8 @@ def _read(folder: Path) -> Manifest:
 
 
 def _elements_at(path: Path, offset: int, length: int) -> int:
-    """Where the elements begin in an item (see `shardlib.checkpoint.items`)."""
-    with _FilePart(path, offset, length) as part, zipfile.ZipFile(part) as archive:
-        return data_at(part, path, next(each for each in archive.infolist() if each.filename.endswith("/data/0")))
-
-
-class _FilePart(io.RawIOBase):
-    """A part of a file as a file."""
-
-    def __init__(self, path: Path, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = path.open("rb"), offset, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
-        self._at = position + (0, self._at, self._length)[whence]
-        return self._at
-
-    def read(self, count: int = -1) -> bytes:
-        left = self._length - self._at
-        self._file.seek(self._offset + self._at)
-        found = self._file.read(left if count < 0 else min(count, left))
-        self._at += len(found)
-        return found
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    """Where the elements begin in an item (see `shardlib.checkpoint.writing`): a zip file, before which others may stand."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), offset + length, access=mmap.ACCESS_READ) as start:
+        item: Any = start
+        with zipfile.ZipFile(item) as archive:
+            return data_at(item, path, next(each for each in archive.infolist() if each.filename.endswith("/data/0")))

@@ -73,7 +73,7 @@ def import_deepspeed(
     >>> sl.checkpoint.import_deepspeed("nothing-there", params)
     Traceback (most recent call last):
         ...
-    FileNotFoundError: nothing-there has no file 'latest'; give the folder that save_checkpoint was given, or a tag
+    FileNotFoundError: nothing-there has no file 'latest'; give save_checkpoint's folder, or a tag
     """
     mesh = mesh_of("import_deepspeed", into)
     read, moments = from_first_rank(mesh, lambda: _read(Path(folder), tag, left_out, _STATE + prefix), folder)
@@ -86,9 +86,7 @@ def _read(folder: Path, tag: str | None, left_out: Sequence[str], optimizer: str
     """The parameters and buffers of a checkpoint, and the tensors of its optimizer."""
     if tag is None:
         if not (folder / "latest").is_file():
-            raise FileNotFoundError(
-                f"{folder} has no file 'latest'; give the folder that save_checkpoint was given, or a tag"
-            )
+            raise FileNotFoundError(f"{folder} has no file 'latest'; give save_checkpoint's folder, or a tag")
         tag = (folder / "latest").read_text().strip()
     at = folder / tag
     ranks, models = _files(at)
@@ -116,12 +114,10 @@ def _files(at: Path) -> tuple[list[str], list[str]]:
     names = [path.name for path in at.iterdir()] if at.is_dir() else []
     found = {int(match[1]): match for match in map(_OPTIMIZER.fullmatch, names) if match}
     if not found:
-        raise FileNotFoundError(f"{at} holds no checkpoint of DeepSpeed's ZeRO stages: no file like *_optim_states.pt")
+        raise FileNotFoundError(f"{at} holds no checkpoint of DeepSpeed's ZeRO stages: no *_optim_states.pt")
     wrong = sorted(name for name in names if name.startswith(("layer_", "expert_")) or "_mp_rank_01_" in name)
     if wrong:
-        raise CheckpointError(
-            f"{at} was written by ranks of slices, stages or experts, which are not read:\n{listing(wrong)}"
-        )
+        raise CheckpointError(f"{at} is of ranks of slices, stages or experts, which are not read:\n{listing(wrong)}")
     lacking = [f"rank {rank}" for rank in range(max(found) + 1) if rank not in found]
     models = [_ONE_MODEL] if _ONE_MODEL in names else [_MODELS.format(rank) for rank in sorted(found)]
     lacking += [model for model in models if model not in names]
@@ -209,8 +205,8 @@ def _kinds(optimizer: Any, group: int, masters: Stored) -> _Kinds:
     other = [kind for kind, value in tensors.items() if len(value.shape) != 1 or value.numel < masters.numel]
     if other:
         raise CheckpointError(
-            f"the optimizer's state of group {group} has tensors that are not in the layout of its parameters, which are not "
-            f"read:\n{listing(other)}\nImport the parameters alone"
+            f"the optimizer's state of group {group} has tensors in other layouts than its parameters':\n{listing(other)}\n"
+            "Import the parameters alone"
         )
     groups = optimizer.get("param_groups", ()) if isinstance(optimizer, dict) else ()
     numbers = {
@@ -260,9 +256,7 @@ def _entry(shape: tuple[int, ...], runs: Sequence[_Run]) -> Entry:
     entry = Entry(dtype_name(runs[0].held.dtype), shape)
     for run in runs:
         if not run.held.contiguous:
-            raise CheckpointError(
-                f"{run.held.file}: a tensor of shape {list(shape)} was saved as a strided view; save a copy"
-            )
+            raise CheckpointError(f"{run.held.file}: a tensor of {list(shape)} is saved as a strided view; save a copy")
         size = run.held.dtype.itemsize
         at = run.held.data + run.at * size
         for box in boxes(Window.whole(shape), run.start, run.stop):

@@ -10,14 +10,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.checkpoint.packed import CheckpointTrees
+from shardlib.checkpoint.trees import CheckpointTrees
+from shardlib.common._compat import storage_id
 from shardlib.common.thresholds import Threshold
 from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.mesh.specs import Window
+from shardlib.optim.base import Packed
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
@@ -58,33 +61,37 @@ class Fragment(NamedTuple):
         for first in range(0, self.data.numel(), elements):
             yield self.part(first, first + elements)
 
+    def boxes(self) -> Iterator[tuple[Window, torch.Tensor]]:
+        """The boxes of the tensor that this fragment is, each with its elements, flat."""
+        first = 0
+        for box in boxes(self.window, self.start, self.stop):
+            yield box, self.data[first : first + box.numel]
+            first += box.numel
+
 
 def whole(tensor: torch.Tensor, name: str) -> Fragment:
     """A whole tensor as a fragment: a view of it, or a copy if its elements do not follow each other."""
     return Fragment(name, 0, tensor.detach().reshape(-1).contiguous(), Window.whole(tuple(tensor.shape)))
 
 
-def owned_fragments(parts: CheckpointTrees, diverged: str | None = None) -> Iterator[Fragment]:
+def without_memory(name: str, like: torch.Tensor) -> Fragment:
+    """A whole tensor as a fragment on the meta device."""
+    return whole(torch.empty(like.shape, dtype=like.dtype, device="meta"), name)
+
+
+def owned_fragments(trees: CheckpointTrees, diverged: str | None = None) -> Iterator[Fragment]:
     """The fragments of sharded tensors that this rank saves: the ranges it owns, which ranks with copies share out.
 
     Args:
         diverged: an axis whose ranks do not have equal parameters now; the first rank's are saved.
     """
-    params = parts.params
-    if diverged is not None and params.mesh.coords[diverged]:
+    plan, mesh = trees.params.plan, trees.params.mesh
+    if diverged is not None and mesh.coords[diverged]:
         return
-    for bucket in params.plan.buckets:
-        if params.plan.counts(bucket, params.mesh.coords):
-            copies = [axis for axis in params.plan.copies(bucket) if axis != diverged]
-            yield from _shared_out(bucket_fragments(parts, bucket), params.mesh, copies)
-
-
-def owned_params(params: Sharded) -> Iterator[Fragment]:
-    """The fragments of parameters that this rank writes, so that all ranks together write each once."""
-    plan, mesh = params.plan, params.mesh
     for bucket in plan.buckets:
         if plan.counts(bucket, mesh.coords):
-            yield from _shared_out(_owned(params, bucket), mesh, plan.copies(bucket))
+            copies = [axis for axis in plan.copies(bucket) if axis != diverged]
+            yield from _shared_out(bucket_fragments(trees, bucket), mesh, copies)
 
 
 def _shared_out(fragments: Iterable[Fragment], mesh: Mesh, copies: Sequence[str]) -> Iterator[Fragment]:
@@ -100,52 +107,59 @@ def _shared_out(fragments: Iterable[Fragment], mesh: Mesh, copies: Sequence[str]
             yield fragment
 
 
-def bucket_fragments(parts: CheckpointTrees, bucket: Bucket) -> Iterator[Fragment]:
+def needed_fragments(trees: CheckpointTrees) -> Iterator[Fragment]:
+    """Every range of the sharded tensors that this rank holds, as views to fill."""
+    yield from sharded_fragments(trees.params)
+    for bucket in trees.params.plan.buckets:
+        yield from _of_states(trees, bucket)
+
+
+def bucket_fragments(trees: CheckpointTrees, bucket: Bucket) -> Iterator[Fragment]:
     """The ranges of a bucket's parameters, and of the optimizer's trees for them, that this rank owns: views."""
-    yield from _owned(parts.params, bucket)
-    for prefix, subset, tensor in flat_states(parts, bucket):
-        yield from _cut(parts.params.plan, parts.params.mesh, subset, prefix, tensor, subset.levels)
-
-
-def _owned(params: Sharded, bucket: Bucket) -> Iterator[Fragment]:
-    """The ranges of a bucket's parameters that this rank owns."""
-    index = bucket.owner(params.mesh.coords, bucket.param_level, bucket.levels)
-    for fragment, chunk in zip(_held(params, bucket), bucket.chunks, strict=True):
-        first, stop = (min(edge * chunk, fragment.data.numel()) for edge in (index, index + 1))
-        yield fragment.part(first, stop) if bucket.owners(bucket.param_level) > 1 else fragment
-
-
-def _held(params: Sharded, bucket: Bucket) -> Iterator[Fragment]:
-    """The ranges of a bucket's parameters that this rank holds."""
-    return _cut(params.plan, params.mesh, bucket, PARAMS, params.buffers[bucket.name], bucket.param_level)
-
-
-def needed_params(params: Sharded) -> Iterator[Fragment]:
-    """Every range of the parameters that this rank holds, as views to fill."""
-    for bucket in params.plan.buckets:
-        yield from _held(params, bucket)
+    yield from _of_bucket(trees.params, bucket, owned=True)
+    yield from _of_states(trees, bucket)
 
 
 def sharded_fragments(sharded: Sharded, *, owned: bool = False) -> Iterator[Fragment]:
     """Every range that this rank holds of parameters, or of gradients, as views; the ``owned`` ones are each on one rank."""
     plan, mesh = sharded.plan, sharded.mesh
-    if sharded.role == "param":
-        yield from owned_params(sharded) if owned else needed_params(sharded)
-        return
     for bucket in sharded.buckets:
-        held = _cut(plan, mesh, bucket, GRADS, sharded.buffers[bucket.name], bucket.levels)
         if not owned:
-            yield from held
+            yield from _of_bucket(sharded, bucket)
         elif plan.counts(bucket, mesh.coords):
-            yield from _shared_out(held, mesh, plan.copies(bucket))
+            yield from _shared_out(_of_bucket(sharded, bucket, owned=True), mesh, plan.copies(bucket))
 
 
-def needed_fragments(parts: CheckpointTrees) -> Iterator[Fragment]:
-    """Every range of the sharded tensors that this rank holds, as views to fill."""
-    yield from needed_params(parts.params)
-    for bucket in parts.params.plan.buckets:
-        for prefix, subset, tensor in flat_states(parts, bucket):
-            yield from _cut(parts.params.plan, parts.params.mesh, subset, prefix, tensor, subset.levels)
+def _of_bucket(sharded: Sharded, bucket: Bucket, *, owned: bool = False) -> Iterator[Fragment]:
+    """The ranges of a bucket's parameters or gradients that this rank holds, or owns."""
+    prefix, level = (PARAMS, bucket.param_level) if sharded.role == "param" else (GRADS, bucket.levels)
+    held = _cut(sharded, bucket, prefix, sharded.buffers[bucket.name], level)
+    if not owned or bucket.owners(level) == 1:
+        yield from held
+        return
+    index = bucket.owner(sharded.mesh.coords, level, bucket.levels)
+    for fragment, chunk in zip(held, bucket.chunks, strict=True):
+        yield fragment.part(*(min(edge * chunk, fragment.data.numel()) for edge in (index, index + 1)))
+
+
+def _of_states(trees: CheckpointTrees, bucket: Bucket) -> Iterator[Fragment]:
+    for prefix, subset, tensor in flat_states(trees, bucket):
+        yield from _cut(trees.params, subset, prefix, tensor, subset.levels)
+
+
+def _cut(sharded: Sharded, bucket: Bucket, prefix: str, buffer: torch.Tensor, level: int) -> Iterator[Fragment]:
+    """The fragment of each leaf that this rank's flat ``buffer`` of a bucket holds, without padding."""
+    slices, extents = windows(sharded.plan, sharded.mesh, bucket), bucket.extents(sharded.mesh.coords, level)
+    for path, extent, shard in zip(bucket.paths, extents, bucket.leaf_segments(buffer, level), strict=True):
+        yield Fragment(prefix + path, extent.start, shard[: len(extent)], slices[path])
+
+
+def windows(plan: Plan, mesh: Mesh, bucket: Bucket) -> dict[str, Window]:
+    """Path -> the slice of each leaf of a bucket that this rank holds."""
+    if not bucket.slices:
+        return {path: Window.whole(shape) for path, shape in zip(bucket.paths, bucket.shapes, strict=True)}
+    computes = ((path, plan.placement_of[path].compute) for path in bucket.paths)
+    return {path: leaf.spec.window(leaf.shape, plan.sizes, mesh.coords) for path, leaf in computes}
 
 
 def source_of(name: str, saved: Container[str]) -> str:
@@ -160,15 +174,12 @@ def source_of(name: str, saved: Container[str]) -> str:
     return name
 
 
-def flat_states(parts: CheckpointTrees, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
-    """The flat tensors in the optimizer's layout for a bucket or a subset of its leaves: prefix of their names, bucket of
-    these leaves, tensor.
-
-    The prefix is the path of the tree that a tensor belongs to, in the optimizer's state or a further tree.
-    """
-    for prefix, tree in (("opt", parts.opt), ("also", parts.also)):
+def flat_states(trees: CheckpointTrees, bucket: Bucket) -> Iterator[tuple[str, Bucket, torch.Tensor]]:
+    """The flat tensors in the optimizer's layout for a bucket or a subset of its leaves: the path of the tree that a tensor
+    belongs to, which begins its names; the bucket of these leaves; the tensor."""
+    for prefix, tree in (("opt", trees.opt), ("also", trees.also)):
         for path, leaf in named_leaves(tree):
-            for state in flat_tensors(parts.params.plan, path, leaf):
+            for state in flat_tensors(trees.params.plan, path, leaf):
                 if state.bucket == bucket.name:
                     yield f"{prefix}/{path_name(state.tree)}/", state.subset, state.data
 
@@ -211,19 +222,37 @@ def flat_tensors(plan: Plan, path: tuple[Any, ...], leaf: Any) -> list[FlatState
     ]
 
 
-def _cut(plan: Plan, mesh: Mesh, bucket: Bucket, prefix: str, buffer: torch.Tensor, level: int) -> Iterator[Fragment]:
-    """The fragment of each leaf that this rank's flat ``buffer`` of a bucket holds, without padding."""
-    slices, extents = windows(plan, mesh, bucket), bucket.extents(mesh.coords, level)
-    for path, extent, shard in zip(bucket.paths, extents, bucket.leaf_segments(buffer, level), strict=True):
-        yield Fragment(prefix + path, extent.start, shard[: len(extent)], slices[path])
+@dataclass(frozen=True)
+class Saving:
+    """What a rank saves. Iteration gives the fragments with their elements, which are dropped where the caller drops them.
+
+    Attributes:
+        trees: with tensors without memory in place of packed ones.
+        outlines: the fragments; those of packed tensors have no elements.
+    """
+
+    trees: CheckpointTrees
+    outlines: Sequence[Fragment]
+
+    def __iter__(self) -> Iterator[Fragment]:
+        return decoded(self.trees, self.outlines)
 
 
-def windows(plan: Plan, mesh: Mesh, bucket: Bucket) -> dict[str, Window]:
-    """Path -> the slice of each leaf of a bucket that this rank holds."""
-    if not bucket.slices:
-        return {path: Window.whole(shape) for path, shape in zip(bucket.paths, bucket.shapes, strict=True)}
-    computes = ((path, plan.placement_of[path].compute) for path in bucket.paths)
-    return {path: leaf.spec.window(leaf.shape, plan.sizes, mesh.coords) for path, leaf in computes}
+def decoded(trees: CheckpointTrees, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
+    """``fragments`` with the elements of packed tensors, decoded or read from disk. Those of one tensor come one after the
+    other, so that it is decoded once, and no two are held here."""
+    node: Packed | None = None
+    values = torch.empty(0)
+    for fragment in fragments:
+        packed = trees.packed.get(storage_id(fragment.data.untyped_storage()))
+        if packed is None:
+            yield fragment
+            continue
+        if node is not packed:
+            node, values = packed, torch.empty(0)  # gone before the next is there
+            values = packed.unpacked().reshape(-1)
+        first = int(fragment.data.storage_offset())
+        yield fragment._replace(data=values[first : first + fragment.data.numel()])
 
 
 # Boxes: a range of a flattened slice as hyper-rectangles of the whole tensor, which other layouts can be compared with.
@@ -250,9 +279,9 @@ def _rectangles(sizes: tuple[int, ...], start: int, stop: int) -> list[tuple[tup
     if first > last:  # the range lies inside one row
         return [((last, *at), (1, *size)) for at, size in _rectangles(inner, start - last * row, stop - last * row)]
     head = [((first - 1, *at), (1, *size)) for at, size in _rectangles(inner, start % row, row)] if start % row else []
-    whole = [((first, *(0 for _ in inner)), (last - first, *inner))] if first < last else []
+    rows = [((first, *(0 for _ in inner)), (last - first, *inner))] if first < last else []
     tail = [((last, *at), (1, *size)) for at, size in _rectangles(inner, 0, stop % row)]
-    return head + whole + tail
+    return head + rows + tail
 
 
 class Runs(NamedTuple):
@@ -273,14 +302,14 @@ class Runs(NamedTuple):
 
 def runs(inner: Window, outer: Window) -> Runs:
     """The runs of ``inner``, which lies in ``outer``, in the memory of ``outer``, in order."""
-    length, stride, whole = 1, 1, True
+    length, stride, covered = 1, 1, True
     ranges: list[range] = []
     for at, size, first, extent in reversed(list(zip(inner.first, inner.sizes, outer.first, outer.sizes, strict=True))):
         begin = (at - first) * stride
-        if whole:  # all dimensions so far are covered from end to end, so the elements of this one follow each other
+        if covered:  # all dimensions so far from end to end, so the elements of this one follow each other
             length, ranges = length * size, [range(begin, begin + 1), *ranges]
         else:
             ranges = [range(begin, begin + size * stride, stride), *ranges]
-        whole = whole and size == extent
+        covered = covered and size == extent
         stride *= extent
     return Runs(length, tuple(ranges))

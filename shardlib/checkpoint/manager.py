@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from shardlib.checkpoint import restore as restoring
+from shardlib.checkpoint.agreement import gathered
+from shardlib.checkpoint.commit import Commit
+from shardlib.checkpoint.fragments import Fragment, Saving
+from shardlib.checkpoint.restore import latest, restore
 from shardlib.checkpoint.save import prepared, save, saved_fragments
-from shardlib.checkpoint.snapshot import PATIENCE, BackgroundSave, Snapshot
+from shardlib.common.devices import pages, pins
+from shardlib.errors import CheckpointError, RankFailure, listing
 from shardlib.mesh.launch.supervised import INTERRUPT, RESIZE, STOPPING, Signals, Supervisor, exit_code
 from shardlib.mesh.mesh import Mesh
+from shardlib.mesh.transport import watch
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.checks import is_step
 from shardlib.optim.on_disk import in_files
 from shardlib.optim.train_state import TrainState
+
+_ALIGNMENT = 64  # bytes
+_PATIENCE = 60.0  # seconds that the last save waits for other ranks when the program has come to its end
 
 
 class Manager:
@@ -69,9 +78,7 @@ class Manager:
         interrupt: bool = False,
     ) -> None:
         if not all(is_step(count) for count in (keep, *([every] if every is not None else []))):
-            raise ValueError(
-                f"Manager: keep={keep!r} and every={every!r}, but both are integers from 1 (or every=None)"
-            )
+            raise ValueError(f"Manager: keep={keep!r}, every={every!r}: both are integers from 1 (or every=None)")
         self.folder, self._keep, self._every, self._asynchronous = Path(folder), keep, every, asynchronous
         self._interrupt, self._snapshot = interrupt, Snapshot()
         self._running: BackgroundSave | None = None
@@ -89,7 +96,7 @@ class Manager:
                 self.wait()
             elif self._running is not None:
                 # Another run, which may begin in this process, must not meet a save that is still being written.
-                self._running.thread.join(PATIENCE / 6)
+                self._running.thread.join(_PATIENCE / 6)
         finally:
             signals, self._signals = self._signals, None
             if signals is not None:
@@ -150,19 +157,18 @@ class Manager:
         if self._running is not None:
             running, self._running = self._running, None
             running.wait()
-            running.check()
             self._supervisor.saved(running.step)
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
-        return restoring.latest(self.folder)
+        return latest(self.folder)
 
     def restore(
         self, like: TrainState, *, partial: Sequence[str] = (), also: Mapping[str, Any] | None = None
     ) -> TrainState:
         """The newest checkpoint in the layout of ``like``: see `shardlib.checkpoint.restore`."""
         self.wait()
-        state = restoring.restore(self.folder, like, partial=partial, also=also)
+        state = restore(self.folder, like, partial=partial, also=also)
         self._supervisor.begun(state.step)
         return state
 
@@ -188,3 +194,82 @@ class Manager:
         if running is not None and (failed or not writing):
             self.wait()
         return next((number for number, count in zip(asked, signals, strict=True) if count), 0)
+
+
+class Snapshot:
+    """Host memory for copies of fragments, which a thread can save while steps change the state. It is allocated once and
+    reused; pinned, where fragments lie on a GPU."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, fragments: Saving) -> tuple[list[Fragment], torch.Event | None]:
+        """The fragments with copies of their data, which overwrite those of the call before; and an event after which copies
+        from a device are complete."""
+        places, total = [], 0
+        for fragment in fragments.outlines:
+            places.append(total)
+            size = fragment.data.numel() * fragment.data.element_size()
+            total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        device = next((fragment.data.device for fragment in fragments.outlines if pins(fragment.data.device)), None)
+        if self._memory.numel() < total:
+            self._memory = pages(total, pinned=device is not None)
+        copies = []
+        for fragment, at in zip(fragments, places, strict=True):
+            data = fragment.data.detach()
+            host = self._memory[at : at + data.numel() * data.element_size()].view(data.dtype)
+            copies.append(fragment._replace(data=host.copy_(data, non_blocking=device is not None)))
+        if device is None:
+            return copies, None
+        # A later step's kernels come after the copies on the same stream; only the thread that saves has to wait for them.
+        event = torch.Event(device)
+        event.record()
+        return copies, event
+
+
+class BackgroundSave:
+    """A checkpoint that a thread of this rank writes while training goes on; ``problem`` says why it failed."""
+
+    def __init__(self, commit: Commit, mesh: Mesh, fragments: Sequence[Fragment], copied: torch.Event | None) -> None:
+        self.mesh, self.step, self.problem = mesh, commit.step, ""
+        self._failed: set[int] = set()  # other ranks, as far as is known
+        self._commit, self._fragments, self._copied = commit, fragments, copied
+        self._patience: float | None = None
+        self.thread = threading.Thread(target=self._run, name=f"checkpoint of step {commit.step}")
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Wait until all ranks have written. Collective; raises `CheckpointError` on all ranks if one has failed."""
+        # Rank 0's thread ends when those of all ranks have. So it is waited for last; and it is told of failures, since a
+        # disk that takes no file takes no report of that either.
+        if self.mesh.rank != 0:
+            self.thread.join()
+        self._failed = {rank for rank, problem in enumerate(gathered(self.mesh, self.problem)) if problem}
+        self.thread.join()
+        if problems := [problem for problem in gathered(self.mesh, self.problem) if problem]:
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} was not written:\n{listing(problems)}\nEarlier ones are still there."
+            )
+
+    def _run(self) -> None:
+        try:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._commit.write(self._fragments)
+            if self.mesh.rank == 0:
+                self._commit.finish(self._awaited)
+        except BaseException as error:
+            self.problem = f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
+
+    def _awaited(self, ranks: Collection[int]) -> None:
+        """Stop waiting for ranks without a report, once they have failed, no longer answer or this program is at its end."""
+        if failed := sorted(self._failed & set(ranks)):
+            raise RankFailure(f"rank {', '.join(map(str, failed))} has failed without a report in the folder")
+        if lost := sorted(watch.lost() & set(ranks)):
+            raise RankFailure(f"rank {', '.join(map(str, lost))} no longer answers, and has not written its files")
+        if threading.main_thread().is_alive():
+            return
+        if self._patience is None:
+            self._patience = time.monotonic() + _PATIENCE
+        if time.monotonic() > self._patience:
+            raise TimeoutError("other ranks have not written their files, and this program has come to its end")

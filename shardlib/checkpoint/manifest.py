@@ -7,6 +7,7 @@ those that it names, each covered by checksums from end to end.
 from __future__ import annotations
 
 import json
+import pickle
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardlib.common._compat import storage_info
 from shardlib.errors import CheckpointError
 from shardlib.mesh.specs import Window
 
 FORMAT = 1
 NAME = "manifest.json"
+METADATA = ".metadata"  # of `torch.distributed.checkpoint`, by which plain torch reads a checkpoint
 _MARK = ',"checksum":'
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, as an item of a file: see `shardlib.checkpoint.items`.
+    """A box of a tensor, as an item of a file: see `shardlib.checkpoint.writing`.
 
     Attributes:
         file: the file's name.
@@ -100,19 +103,15 @@ class Manifest:
 
 
 def loads(text: bytes, where: Path) -> Manifest:
-    """The manifest in the text of a ``manifest.json``.
-
-    Raises:
-        CheckpointError: the text was changed since it was written, or is of a later format.
-    """
+    """The manifest in the text of a ``manifest.json``. Raises `CheckpointError` for a text that was changed since it was
+    written, or is of a later format."""
     body, mark, end = text.rpartition(_MARK.encode())
     if not mark or not end.endswith(b"}") or end[:-1] != str(zlib.crc32(body)).encode():
-        raise CheckpointError(f"{where}: the manifest is damaged (its checksum does not fit); use an older checkpoint")
+        raise CheckpointError(f"{where}: the manifest is damaged (its checksum differs); use an older checkpoint")
     facts = json.loads(body + b"}")
     if facts["format"] > FORMAT:
         raise CheckpointError(
-            f"{where}: format {facts['format']} was written by shardlib {facts['shardlib']}; this version reads formats up "
-            f"to {FORMAT}. Install a newer shardlib"
+            f"{where}: format {facts['format']} was written by shardlib {facts['shardlib']}. Install a newer shardlib"
         )
     names = list(facts["files"])
     tensors = {name: _entry(row, names) for name, row in facts.pop("tensors").items()}
@@ -121,11 +120,22 @@ def loads(text: bytes, where: Path) -> Manifest:
 
 def _entry(row: Any, names: list[str]) -> Entry:
     dtype, shape, chunks = row
-    return Entry(
-        dtype,
-        tuple(shape),
-        [
-            Chunk(names[file], offset, length, data, checksum, tuple(first), tuple(sizes))
-            for file, offset, length, data, checksum, first, sizes in chunks
-        ],
-    )
+    made = [Chunk._make((names[at], *places, tuple(first), tuple(sizes))) for at, *places, first, sizes in chunks]
+    return Entry(dtype, tuple(shape), made)
+
+
+def metadata_of(manifest: Manifest) -> bytes:
+    """The bytes of a ``.metadata`` file that lists the chunks of a manifest."""
+    import torch.distributed.checkpoint.metadata as dcp  # a third of a second to import
+
+    tensors: dict[str, dcp.STORAGE_TYPES] = {}
+    places = {}
+    for name, entry in manifest.tensors.items():
+        chunks = []
+        for index, chunk in enumerate(entry.chunks):
+            first = torch.Size(chunk.first)
+            chunks.append(dcp.ChunkStorageMetadata(first, torch.Size(chunk.sizes)))
+            places[dcp.MetadataIndex(name, first, index)] = storage_info(chunk.file, chunk.offset, chunk.length)
+        properties = dcp.TensorProperties(dtype=entry.torch_dtype)
+        tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+    return pickle.dumps(dcp.Metadata(tensors, planner_data={name: (name,) for name in tensors}, storage_data=places))

@@ -103,9 +103,7 @@ def from_pretrained(
         try:
             module = change(module).train()
         except RuntimeError as error:  # torch's own, of tensors without values
-            raise TreeError(
-                f"change failed on a model whose weights are not read yet ({error}). {NO_VALUES}"
-            ) from error
+            raise TreeError(f"change failed: weights are not read yet ({error}). {NO_VALUES}") from error
     source = lineage.sources(module)
     read = _renamed(tensors, source, lineage.names)
     lacking = {name for name in tensors_of(module) if name not in read}
@@ -126,26 +124,20 @@ def from_pretrained(
 
 
 def require_model(folder: str | Path) -> None:
-    """Refuse what is no folder of a model of transformers, and say what it is.
-
-    Raises:
-        FileNotFoundError: it is not there, or without a ``config.json``.
-        TreeError: it has an adapter of peft.
-    """
+    """Refuse what is no folder of a model of transformers: by `FileNotFoundError`, or `TreeError` for an adapter of peft."""
     folder = Path(folder)
     if (folder / ADAPTER).exists() and not any(folder.glob("model*.safetensors*")):
         base = json.loads((folder / ADAPTER).read_text()).get("base_model_name_or_path")
         raise TreeError(
-            f"{folder} has an adapter of peft, and not its base model ({base}): give the base's folder, with change=lambda "
-            f"model: peft.PeftModel.from_pretrained(model, {str(folder)!r}, is_trainable=True) and frozen=True; or merge "
-            "them with peft's merge_and_unload() and save_pretrained the result"
+            f"{folder} has an adapter of peft, and not its base model ({base}): give the base's folder with frozen=True and "
+            f"change=lambda model: peft.PeftModel.from_pretrained(model, {str(folder)!r}, is_trainable=True)"
         )
     if (folder / "config.json").exists():
         return
     if not folder.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(folder)):
         raise FileNotFoundError(
-            f"there is no folder {folder}, and names of the Hub are not looked up: download it once with "
-            f"huggingface_hub.snapshot_download({str(folder)!r}), and give every rank the folder that this returns"
+            f"there is no folder {folder}, and names of the Hub are not looked up: download it with "
+            f"huggingface_hub.snapshot_download({str(folder)!r}), and give the folder that this returns"
         )
     raise FileNotFoundError(f"{folder} has no config.json; write it with model.config.save_pretrained({str(folder)!r})")
 
@@ -159,8 +151,7 @@ def _model(folder: str | Path, kind: Any) -> Any:
     config = (getattr(kind, "config_class", None) or transformers.AutoConfig).from_pretrained(folder)
     if getattr(config, "quantization_config", None):
         raise TreeError(
-            f"{folder} has quantized weights, which are not read: load it dequantized by transformers, save_pretrained that, "
-            "and give the new folder"
+            f"{folder} has quantized weights: load it dequantized by transformers, and save_pretrained that"
         )
     with torch.device("meta"):
         module = (getattr(kind, "from_config", None) or kind._from_config)(config)
@@ -193,11 +184,7 @@ def _renamed(
     tensors: Mapping[str, Entry], source: Mapping[str, Sequence[str]], names: Collection[str]
 ) -> dict[str, Entry]:
     """The tensors of files by their names in a changed model, and those that the model had no place for before either.
-
-    Args:
-        source: name in the changed model -> names before; see `Lineage.sources`.
-        names: all names before.
-    """
+    ``source`` is of `Lineage.sources`, and ``names`` are all names before."""
     found = {name: entry for name, entry in tensors.items() if name not in names}
     for name, before in source.items():
         if theirs := [each for each in before if each in tensors]:

@@ -1,11 +1,15 @@
-"""`TensorsOnDisk`: a checkpoint on disk, of which ranks read the bytes that they need."""
+"""Tensors on disk, of which ranks read the bytes that they need.
+
+`TensorsOnDisk` are the chunks of files; a `Fill` is what a restore reads into one fragment of a state. A restore is a list of
+fills, made before anything is read.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -14,20 +18,23 @@ import torch
 from torch.autograd.graph import increment_version
 
 from shardlib.checkpoint import manifest
-from shardlib.checkpoint.fragments import Fragment, boxes, runs
+from shardlib.checkpoint.fragments import Fragment, runs
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
 from shardlib.checkpoint.writing import bytes_of
+from shardlib.common._compat import storage_id
 from shardlib.common.thresholds import Threshold
 from shardlib.errors import CheckpointError
 from shardlib.mesh.specs import Window
+from shardlib.optim.base import Packed
 
 BUFFER = Threshold(1 << 26)  # bytes, at most, of what elements pass through that are not read in place
 # Bytes: runs shorter than the first are read with what lies between them, unless run and gap are longer than the second.
 _SHORT, _GAP = Threshold(1 << 12), Threshold(1 << 16)
 _OPEN = 128  # files at a time: systems allow a process about a thousand
+_VERIFIED = Threshold(1 << 22)  # bytes that are read at a time to verify them: they stay in the processor's cache
 
 
-class ChunkPart(NamedTuple):
+class ReadItem(NamedTuple):
     """Elements of a fragment that one chunk holds.
 
     Attributes:
@@ -49,11 +56,7 @@ class ChunkPart(NamedTuple):
 
 
 def open_checkpoint(folder: Path) -> TensorsOnDisk:
-    """The checkpoint in a folder, by its manifest.
-
-    Raises:
-        CheckpointError: the manifest cannot be read, or is damaged.
-    """
+    """The checkpoint in a folder. Raises `CheckpointError` if its manifest cannot be read, or is damaged."""
     try:
         text = (folder / manifest.NAME).read_bytes()
     except OSError as error:
@@ -62,12 +65,7 @@ def open_checkpoint(folder: Path) -> TensorsOnDisk:
 
 
 class TensorsOnDisk:
-    """Tensors on disk.
-
-    Attributes:
-        folder: the folder of their files.
-        manifest: what the files hold.
-    """
+    """Tensors in the files of a ``folder``, which hold what the ``manifest`` says."""
 
     def __init__(self, folder: Path, held: Manifest) -> None:
         self.folder, self.manifest = folder, held
@@ -86,10 +84,6 @@ class TensorsOnDisk:
         """Name -> `Entry` of every tensor."""
         return self.manifest.tensors
 
-    @property
-    def names(self) -> list[str]:
-        return list(self.manifest.tensors)
-
     def has(self, fragment: Fragment, name: str) -> bool:
         """Whether there is a tensor ``name`` of the shape that a fragment is of."""
         return name in self.tensors and self.tensors[name].shape == fragment.window.shape
@@ -102,50 +96,45 @@ class TensorsOnDisk:
         if entry.shape != fragment.window.shape:
             return f"{fragment.name}: saved {list(entry.shape)}, wanted {list(fragment.window.shape)}"
         # The chunks of a tensor do not overlap.
-        held = sum(transfer.wanted.numel for transfer in self.transfers(fragment, name))
-        lacking = fragment.data.numel() - held
-        return (
-            f"{fragment.name}: {lacking} of {fragment.data.numel()} elements are not in the checkpoint"
-            if lacking
-            else ""
-        )
+        numel = fragment.data.numel()
+        lacking = numel - sum(item.wanted.numel for item in self.items(fragment, name))
+        return f"{fragment.name}: {lacking} of {numel} elements are not in the checkpoint" if lacking else ""
 
-    def transfers(self, fragment: Fragment, name: str) -> Iterator[ChunkPart]:
+    def items(self, fragment: Fragment, name: str) -> Iterator[ReadItem]:
         """What has to be read to fill a fragment from tensor ``name``."""
-        entry, first = self.tensors[name], 0
-        for box in boxes(fragment.window, fragment.start, fragment.stop):
-            view = fragment.data[first : first + box.numel].view(box.sizes)
-            first += box.numel
+        entry = self.tensors[name]
+        for box, elements in fragment.boxes():
+            view = elements.view(box.sizes)
             for chunk in entry.chunks:
                 held = entry.box(chunk)
                 shared = box.overlap(held)
                 if shared is not None:
                     target = shared.inside(box).of(view)
-                    yield ChunkPart(entry, chunk, shared, _read_box(shared, held, entry), target)
+                    yield ReadItem(entry, chunk, shared, _read_box(shared, held, entry), target)
 
     def fill(self, fragment: Fragment, name: str) -> None:
         """Read a fragment's elements from tensor ``name``. Those that the checkpoint lacks stay as they are."""
-        for transfer in self.transfers(fragment, name):
-            self._read(transfer)
+        for item in self.items(fragment, name):
+            self._read(item)
 
-    def _read(self, transfer: ChunkPart) -> None:
-        entry, target = transfer.entry, transfer.target
+    def _read(self, item: ReadItem) -> None:
+        entry, target = item.entry, item.target
         plain = target.device.type == "cpu" and target.dtype == entry.torch_dtype and target.is_contiguous()
-        if plain and transfer.read == transfer.wanted:
-            self._read_runs(transfer, transfer.read, target.reshape(-1))
+        if plain and item.read == item.wanted:
+            self._read_runs(item, item.read, target.reshape(-1))
             increment_version(target)  # as of every write that torch sees
             return
         # The elements go through a buffer, some rows at a time.
-        for read, wanted in _slabs(transfer.read, transfer.wanted, max(1, BUFFER() // entry.torch_dtype.itemsize)):
+        for read, wanted in _slabs(item.read, item.wanted, max(1, BUFFER() // entry.torch_dtype.itemsize)):
             buffer = torch.empty(read.numel, dtype=entry.torch_dtype)
-            self._read_runs(transfer, read, buffer)
+            self._read_runs(item, read, buffer)
             source = wanted.inside(read).of(buffer.view(read.sizes))
-            wanted.inside(transfer.wanted).of(target).copy_(source)
+            wanted.inside(item.wanted).of(target).copy_(source)
 
-    def _read_runs(self, transfer: ChunkPart, box: Window, out: torch.Tensor) -> None:
-        """Read a box of a transfer's chunk into a flat tensor on the CPU."""
-        chunk, itemsize = transfer.chunk, out.element_size()
-        found = runs(box, transfer.entry.box(chunk))
+    def _read_runs(self, item: ReadItem, box: Window, out: torch.Tensor) -> None:
+        """Read a box of an item's chunk into a flat tensor on the CPU."""
+        chunk, itemsize = item.chunk, out.element_size()
+        found = runs(box, item.entry.box(chunk))
         fd, view, done, length = self._open(chunk.file), bytes_of(out), 0, found.length * itemsize
         for start in found.starts():
             self._read_at(fd, view[done : done + length], chunk.data + start * itemsize, chunk.file)
@@ -171,9 +160,9 @@ class TensorsOnDisk:
         share number ``share`` is read."""
         found = []
         for file, size in self.manifest.files.items():
-            problem = self._damage_of_file(file, size)
-            if problem:
-                leaves = sorted({name for name, _ in self._chunks_of(file)})
+            if problem := self._damage_of_file(file, size):
+                every = self.tensors.items()
+                leaves = sorted(name for name, entry in every if any(chunk.file == file for chunk in entry.chunks))
                 within = f" (it holds {', '.join(leaves[:3])}{', …' if len(leaves) > 3 else ''})" if leaves else ""
                 found.append(f"{file}: {problem}{within}")
         if found:
@@ -181,19 +170,18 @@ class TensorsOnDisk:
         buffer = torch.empty(_VERIFIED(), dtype=torch.uint8)
         for name, chunk in self.shared_out(share, shares):
             try:
-                intact = self._checksum(chunk, buffer) == chunk.checksum
-            except (OSError, CheckpointError) as error:  # on one rank: all ranks have to learn of it
-                intact, why = False, f"cannot be read ({error})"
-            else:
+                if self._checksum(chunk, buffer) == chunk.checksum:
+                    continue
                 why = "differ from what was written"
-            if not intact:
-                stop = chunk.offset + chunk.length
-                found.append(f"{chunk.file}: bytes {chunk.offset} to {stop}, of {name}, {why}")
+            except (OSError, CheckpointError) as error:  # on one rank: all ranks have to learn of it
+                why = f"cannot be read ({error})"
+            stop = chunk.offset + chunk.length
+            found.append(f"{chunk.file}: bytes {chunk.offset} to {stop}, of {name}, {why}")
         return found
 
     def shared_out(self, share: int, shares: int) -> Iterator[tuple[str, Chunk]]:
         """The names and chunks that share number ``share`` of ``shares`` verifies: nearly equally many bytes each."""
-        every = [(name, chunk) for name, entry in self.tensors.items() for chunk in entry.chunks]
+        every = ((name, chunk) for name, entry in self.tensors.items() for chunk in entry.chunks)
         chunks = [(name, chunk) for name, chunk in every if chunk.checksum is not None]
         chunks.sort(key=lambda pair: (pair[1].file, pair[1].offset))
         total = sum(chunk.length for _, chunk in chunks)
@@ -202,12 +190,6 @@ class TensorsOnDisk:
             if (done + chunk.length // 2) * shares // max(total, 1) == share:
                 yield name, chunk
             done += chunk.length
-
-    def _chunks_of(self, file: str) -> Iterator[tuple[str, Chunk]]:
-        for name, entry in self.tensors.items():
-            for chunk in entry.chunks:
-                if chunk.file == file:
-                    yield name, chunk
 
     def _damage_of_file(self, file: str, size: int) -> str:
         """What a look at a file's size, or at the whole of a small file, shows; or ""."""
@@ -230,9 +212,6 @@ class TensorsOnDisk:
             self._read_at(fd, part, offset, chunk.file)
             checksum = zlib.crc32(part, checksum)
         return checksum
-
-
-_VERIFIED = Threshold(1 << 22)  # bytes that are read at a time to verify them: they stay in the processor's cache
 
 
 def _read_box(wanted: Window, held: Window, entry: Entry) -> Window:
@@ -261,3 +240,101 @@ def _slabs(read: Window, wanted: Window, limit: int) -> Iterator[tuple[Window, W
         part = slab.overlap(wanted)
         if part is not None:
             yield from _slabs(slab, part, limit)
+
+
+class Fill(NamedTuple):
+    """A fragment, and the saved tensors whose weighted sum it is to hold.
+
+    Attributes:
+        fragment: the elements to fill. On the meta device, if they are not consecutive in the state.
+        sources: names and weights of saved tensors. Elements that a tensor lacks count as zero, except in the only tensor
+            with weight 1, which leaves them as they are.
+        into: the tensor of the state whose elements, in order, are the fragment's and then padding; None if the fragment is
+            itself a view of the state.
+    """
+
+    fragment: Fragment
+    sources: tuple[tuple[str, float], ...]
+    into: torch.Tensor | None = None
+
+    def bytes(self, saved: TensorsOnDisk) -> int:
+        """Bytes that `run` reads."""
+        parts = self._parts(self.fragment)
+        return sum(item.bytes for part in parts for name, _ in self.sources for item in saved.items(part, name))
+
+    def run(self, saved: TensorsOnDisk) -> None:
+        if self.into is None:
+            self._fill(self.fragment, saved)
+            return
+        flat = torch.zeros(self.into.numel(), dtype=self.into.dtype)
+        self._fill(self.fragment._replace(data=flat[: self.fragment.data.numel()]), saved)
+        self.into.copy_(flat.view(self.into.shape))
+
+    def _fill(self, fragment: Fragment, saved: TensorsOnDisk) -> None:
+        for part in self._parts(fragment):
+            if self._plain:
+                saved.fill(part, self.sources[0][0])
+                continue
+            total = torch.zeros(part.data.numel(), dtype=torch.float64)
+            for name, weight in self.sources:
+                held = torch.zeros(part.data.numel(), dtype=part.data.dtype)
+                saved.fill(part._replace(data=held), name)
+                total.add_(held, alpha=weight)
+            part.data.copy_(total)
+
+    @property
+    def _plain(self) -> bool:
+        return len(self.sources) == 1 and self.sources[0][1] == 1
+
+    def _parts(self, fragment: Fragment) -> Iterable[Fragment]:
+        """The fragments that are filled one at a time: a sum needs memory beside the state."""
+        return [fragment] if self._plain else fragment.parts(max(1, BUFFER() // 32))
+
+
+class PackedFill(NamedTuple):
+    """The fills of one packed tensor, whose fragments are views of a tensor without memory. It is decoded, filled and encoded
+    a part at a time."""
+
+    node: Packed
+    fills: Sequence[Fill]
+
+    def bytes(self, saved: TensorsOnDisk) -> int:
+        """Bytes that `run` reads."""
+        parts = ((first, torch.empty(stop - first, device="meta")) for first, stop in self._parts())
+        return sum(fill.bytes(saved) for first, values in parts for fill in self._within(first, values))
+
+    def run(self, saved: TensorsOnDisk) -> None:
+        for first, stop in self._parts():
+            values = self.node.part(first, stop)
+            for fill in self._within(first, values):
+                fill.run(saved)
+            self.node.pack(values, first)
+
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        """First and last index of each part."""
+        size, block = self.node.like.numel(), self.node.block
+        # Decoding and encoding take some ten tensors of a part's size, which allocators may give back late.
+        step = max(block, BUFFER() // 256 // block * block)
+        for first in range(0, size, step):
+            yield first, min(first + step, size)
+
+    def _within(self, first: int, values: torch.Tensor) -> Iterator[Fill]:
+        """What fills a part, which begins at element ``first`` and is held by ``values``."""
+        for fill in self.fills:
+            begin = int(fill.fragment.data.storage_offset())
+            low, high = max(first, begin), min(first + values.numel(), begin + fill.fragment.data.numel())
+            if low < high:
+                part = fill.fragment.part(low - begin, high - begin)
+                yield fill._replace(fragment=part._replace(data=values[low - first : high - first]))
+
+
+def joined(fills: Iterable[Fill], packed: Mapping[int, Packed]) -> Iterator[Fill | PackedFill]:
+    """The fills, those of each tensor of ``packed`` (see `CheckpointTrees`) together."""
+    of_packed: dict[int, list[Fill]] = {}
+    for fill in fills:
+        storage = storage_id(fill.fragment.data.untyped_storage())
+        if storage in packed:
+            of_packed.setdefault(storage, []).append(fill)
+        else:
+            yield fill
+    yield from (PackedFill(packed[storage], some) for storage, some in of_packed.items())

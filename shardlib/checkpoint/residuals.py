@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib.checkpoint.fills import Fill
 from shardlib.checkpoint.fragments import Fragment, windows
-from shardlib.checkpoint.packed import CheckpointTrees
-from shardlib.checkpoint.reading import TensorsOnDisk
+from shardlib.checkpoint.reading import Fill, TensorsOnDisk
+from shardlib.checkpoint.trees import CheckpointTrees
 from shardlib.collectives.codecs.base import Kept
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Window
@@ -30,7 +29,7 @@ from shardlib.plan.plan import Plan
 
 _log = logging.getLogger("shardlib.checkpoint")
 
-PREFIX = "comm/"
+RESIDUALS = "comm/"
 _RESIDUALS = ("sum", "mean")
 
 
@@ -64,7 +63,7 @@ class KeptLeaf(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{PREFIX}{self.kind}/{self.exchange}/{self.holder} of {self.holders}/{self.path}"
+        return f"{RESIDUALS}{self.kind}/{self.exchange}/{self.holder} of {self.holders}/{self.path}"
 
     def fragment(self, data: torch.Tensor) -> Fragment:
         """The fragment of this name with the elements of ``data``, which is flat and in order, without the padding."""
@@ -80,35 +79,36 @@ class ResidualName(NamedTuple):
     path: str
 
 
-def _parse(name: str) -> ResidualName:
-    _, kind, exchange, holder, path = name.split("/", 4)
-    return ResidualName(kind, exchange, int(holder.rpartition(" of ")[2]), path)
+def _parsed(saved: TensorsOnDisk) -> Iterator[tuple[str, ResidualName]]:
+    for name in saved.tensors:
+        if name.startswith(RESIDUALS):
+            _, kind, exchange, holder, path = name.split("/", 4)
+            yield name, ResidualName(kind, exchange, int(holder.rpartition(" of ")[2]), path)
 
 
-def residual_fragments(parts: CheckpointTrees) -> Iterator[Fragment]:
+def residual_fragments(trees: CheckpointTrees) -> Iterator[Fragment]:
     """This rank's fragments of the tensors that exchanges keep."""
-    for channel in parts.params.plan.channels:
-        for leaf in _kept_leaves(parts, channel):
+    for channel in trees.params.plan.channels:
+        for leaf in _kept_leaves(trees, channel):
             if leaf.saves:
                 yield leaf.fragment(leaf.data.reshape(-1))
 
 
-def kept_fragments(parts: CheckpointTrees) -> Iterator[Fragment]:
+def kept_fragments(trees: CheckpointTrees) -> Iterator[Fragment]:
     """The fragments of all tensors that exchanges keep on this rank: views, one for each row where rows are scattered."""
-    for channel in parts.params.plan.channels:
-        for leaf in _kept_leaves(parts, channel):
+    for channel in trees.params.plan.channels:
+        for leaf in _kept_leaves(trees, channel):
             *rows, width = leaf.data.shape
             for number, index in enumerate(itertools.product(*map(range, rows))):
                 yield leaf._replace(start=leaf.start + number * width).fragment(leaf.data[index])
 
 
-def residual_fills(parts: CheckpointTrees, saved: TensorsOnDisk) -> Iterator[Fill]:
-    """What fills the tensors that the exchanges of ``parts`` keep from a checkpoint."""
-    plan = parts.params.plan
+def residual_fills(trees: CheckpointTrees, saved: TensorsOnDisk) -> Iterator[Fill]:
+    """What fills the tensors that the exchanges of ``trees`` keep from a checkpoint."""
+    plan = trees.params.plan
     trained = {path for bucket in plan.trained for path in bucket.paths}
-    usable = {name: _parse(name) for name in saved.names if name.startswith(PREFIX)}
-    usable = {name: parsed for name, parsed in usable.items() if parsed.path in trained}
-    leaves = [leaf for channel in plan.channels for leaf in _kept_leaves(parts, channel)]
+    usable = {name: parsed for name, parsed in _parsed(saved) if parsed.path in trained}
+    leaves = [leaf for channel in plan.channels for leaf in _kept_leaves(trees, channel)]
     residuals = [leaf for leaf in leaves if leaf.kind in _RESIDUALS]
     for leaf in leaves:
         if leaf.kind not in _RESIDUALS:
@@ -127,12 +127,11 @@ def residual_fills(parts: CheckpointTrees, saved: TensorsOnDisk) -> Iterator[Fil
         yield Fill(_planned(leaf), sources, leaf.data)
 
 
-def log_dropped(parts: CheckpointTrees, saved: TensorsOnDisk) -> None:
-    """Warn of residuals in a checkpoint that no exchange of ``parts`` can take."""
-    parsed = [_parse(name) for name in saved.names if name.startswith(PREFIX)]
-    kinds = {name.kind for name in parsed if name.kind in _RESIDUALS}
-    kinds -= {kind for kind, *_ in _exchanges(parts.params.plan)}
-    if kinds and parts.params.mesh.rank == 0:
+def log_dropped(trees: CheckpointTrees, saved: TensorsOnDisk) -> None:
+    """Warn of residuals in a checkpoint that no exchange of ``trees`` can take."""
+    kinds = {name.kind for _, name in _parsed(saved) if name.kind in _RESIDUALS}
+    kinds -= {kind for kind, *_ in _exchanges(trees.params.plan)}
+    if kinds and trees.params.mesh.rank == 0:
         summed = " and ".join({"sum": "gradients", "mean": "the optimizer's means"}[kind] for kind in sorted(kinds))
         _log.warning(
             "the residuals of compressed exchanges of %s are dropped: this plan has no such exchange with error feedback",
@@ -166,34 +165,33 @@ def _exchanges(plan: Plan) -> Iterator[tuple[str, str, str]]:
         for kept in channel.keeps.values():
             if kept.residual:
                 for path in channel.bucket.paths:
-                    yield _kind(channel), _exchange(channel, kept), path
+                    yield *_named(channel, kept), path
 
 
-def _kind(channel: Channel) -> str:
-    return "mean" if channel.mean else "sum"
+def _named(channel: Channel, kept: Kept) -> tuple[str, str]:
+    """`KeptLeaf.kind` of residuals, and `KeptLeaf.exchange`."""
+    return "mean" if channel.mean else "sum", f"{channel.axis} {kept.name}"
 
 
-def _exchange(channel: Channel, kept: Kept) -> str:
-    return f"{channel.axis} {kept.name}"
-
-
-def _kept_leaves(parts: CheckpointTrees, channel: Channel) -> Iterator[KeptLeaf]:
+def _kept_leaves(trees: CheckpointTrees, channel: Channel) -> Iterator[KeptLeaf]:
     """Each leaf's elements in the tensors that a channel keeps on this rank."""
-    plan, mesh, bucket = parts.params.plan, parts.params.mesh, channel.bucket
+    plan, mesh, bucket = trees.params.plan, trees.params.mesh, channel.bucket
     slices, coords = windows(plan, mesh, bucket), mesh.coords
     same_result = [other for other in plan.channels if other.bucket.name == bucket.name and other.mean == channel.mean]
-    first = channel is next((other for other in same_result if _has_residuals(other)), None)
+    first = channel is next(
+        (other for other in same_result if any(kept.residual for kept in other.keeps.values())), None
+    )
     counts = not channel.mean or plan.counts(bucket, coords)
     for name, kept in channel.keeps.items():
-        exchange, (holder, holders) = _exchange(channel, kept), _holder(plan, mesh, channel, kept)
+        (kind, exchange), (holder, holders) = _named(channel, kept), _holder(plan, mesh, channel, kept)
         saves = counts and not any(coords[axis] for axis in _equal_over(plan, channel, kept))
         if not kept.residual:
-            for path, shape, data in _factors(bucket, kept, parts.comm[name]):
+            for path, shape, data in _factors(bucket, kept, trees.comm[name]):
                 kind, window = f"factors {shape}", Window.whole((data.numel(),))
                 yield KeptLeaf(kind, exchange, holder, holders, path, 0, data, data.numel(), window, False, saves)
             continue
-        kind, takes = _kind(channel), first and not kept.by_row
-        for path, numel, start, data in residual_views(channel, parts.comm[name], kept, coords):
+        takes = first and not kept.by_row
+        for path, numel, start, data in residual_views(channel, trees.comm[name], kept, coords):
             yield KeptLeaf(kind, exchange, holder, holders, path, start, data, numel, slices[path], takes, saves)
 
 
@@ -207,10 +205,6 @@ def _holder(plan: Plan, mesh: Mesh, channel: Channel, kept: Kept) -> tuple[int, 
             index, size = mesh.coords[axis], mesh.shape[axis]
         holder, holders = holder * size + index, holders * size
     return holder, holders
-
-
-def _has_residuals(channel: Channel) -> bool:
-    return any(kept.residual for kept in channel.keeps.values())
 
 
 def _factors(bucket: Bucket, kept: Kept, data: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:

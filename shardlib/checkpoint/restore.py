@@ -1,24 +1,52 @@
-"""Restoring a train state, on the mesh that saved it or on another."""
+"""Restoring a train state, on the mesh that saved it or on another.
+
+What will be read is planned, compared and verified by all ranks before anything is filled.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardlib.checkpoint import commit
-from shardlib.checkpoint.agreement import from_first_rank, read_on_all_ranks
-from shardlib.checkpoint.filling import fill_state, planned
-from shardlib.checkpoint.packed import fillable, outlined, with_numbers_of
-from shardlib.checkpoint.reading import TensorsOnDisk, open_checkpoint
+from shardlib.checkpoint.agreement import from_first_rank, gathered, read_on_all_ranks
+from shardlib.checkpoint.fragments import (
+    MASTERS,
+    PARAMS,
+    PENDING,
+    Fragment,
+    needed_fragments,
+    source_of,
+    whole,
+    without_memory,
+)
+from shardlib.checkpoint.reading import Fill, PackedFill, TensorsOnDisk, joined, open_checkpoint
+from shardlib.checkpoint.replicated import (
+    LOCAL_BUFFERS,
+    RANK_LOCAL,
+    local_buffer,
+    local_buffers_lost,
+    on_its_mesh,
+    rank_local_size,
+    rank_local_sources,
+    replicated_leaves,
+)
+from shardlib.checkpoint.residuals import RESIDUALS, log_dropped, residual_fills
 from shardlib.checkpoint.save import require_state
-from shardlib.errors import CheckpointError, listing
+from shardlib.checkpoint.trees import CheckpointTrees, fillable, trees_of, with_numbers
+from shardlib.errors import CheckpointError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
-from shardlib.optim.train_state import TrainState, rescaled
+from shardlib.optim.on_disk import InPlace
+from shardlib.optim.train_state import Pending, TrainState, rescaled
 from shardlib.plan.loss_scale import LossScale
 from shardlib.rng import Key
+from shardlib.sharded.tree import Sharded
+from shardlib.tree import matches
 
 
 def latest(folder: str | Path) -> Path | None:
@@ -85,16 +113,29 @@ def restore(
     """
     require_state("restore", state)
     with _opened_on_all_ranks(Path(checkpoint), state.params.mesh) as saved:
-        parts = fillable(state, also)
-        fill_state(saved, parts, partial)
+        trees = fillable(state, also)
+        fill_state(saved, trees, partial)
         facts = saved.manifest
     before = LossScale(**facts.scale) if facts.scale else None
-    # The new plan decides whether there is a loss scale and by which rules it changes; only its value is restored.
+    return filled(trees, state, facts.step, before, Key(facts.seed)).fitting()
+
+
+def filled(
+    trees: CheckpointTrees,
+    state: TrainState,
+    step: int,
+    before: LossScale | None,
+    rng: Key,
+    params: Sharded | None = None,
+) -> TrainState:
+    """A state whose ``trees`` have been filled with those of another one, which had the loss scale ``before``."""
+    # The new plan decides whether there is a loss scale and by which rules it changes; only its value is taken over.
     scale = state.scale.resumed(before) if state.scale and before else state.scale
     factor = (scale.value if scale else 1.0) / (before.value if before else 1.0)
     comm = state.comm if factor == 1 else rescaled(state.params.plan, state.comm, factor)
-    opt, buffers = with_numbers_of(parts, state)
-    return TrainState(facts.step, state.params, opt, comm, buffers, scale, Key(facts.seed)).fitting()
+    opt, buffers = with_numbers(trees, state)
+    params = state.params if params is None else params
+    return TrainState(step, params, opt, comm, buffers, scale, rng)
 
 
 def bytes_to_read(checkpoint: str | Path, state: TrainState, *, also: Mapping[str, Any] | None = None) -> int:
@@ -108,7 +149,7 @@ def bytes_to_read(checkpoint: str | Path, state: TrainState, *, also: Mapping[st
     mesh = require_state("bytes_to_read", state).params.mesh
     with open_checkpoint(checkpoint_at(checkpoint)) as saved:
         verified = sum(chunk.length for _, chunk in saved.shared_out(mesh.rank, mesh.size))
-        return verified + sum(fill.bytes(saved) for fill in planned(saved, outlined(state, also)))
+        return verified + sum(fill.bytes(saved) for fill in planned(saved, trees_of(state, also)))
 
 
 def checkpoint_at(checkpoint: str | Path) -> Path:
@@ -128,8 +169,8 @@ def checkpoint_at(checkpoint: str | Path) -> Path:
     newest = latest(path)
     if newest is None:
         raise FileNotFoundError(
-            f"{path} is no complete checkpoint and holds none: give restore the folder that save was given, or one of the "
-            "step-... folders in it"
+            f"{path} is no complete checkpoint and holds none: give restore the folder that save was given, or one of its "
+            "step-... folders"
         )
     return newest
 
@@ -145,7 +186,138 @@ def _opened_on_all_ranks(checkpoint: Path, mesh: Mesh) -> TensorsOnDisk:
         return zlib.crc32(opened[0].manifest.dumps())
 
     seen = read_on_all_ranks(mesh, look, problem, remedy)
-    other = [f"rank {rank}: another manifest than rank 0 sees" for rank, it in enumerate(seen) if it != seen[0]]
-    if other:
+    if other := [f"rank {rank}: another manifest than rank 0 sees" for rank, it in enumerate(seen) if it != seen[0]]:
         raise CheckpointError(f"{problem}:\n{listing(other)}\n{remedy}")
     return opened[0]
+
+
+def fill_state(
+    saved: TensorsOnDisk, trees: CheckpointTrees, partial: Sequence[str], check: Callable[[], None] = lambda: None
+) -> None:
+    """Fill this rank's ``trees``, which are `fillable`, in place. Numbers are then in them alone. Arguments and errors as in
+    `shardlib.checkpoint.restore`.
+
+    Args:
+        check: called on all ranks when the files are known to be intact, before anything is filled.
+    """
+    mesh = trees.params.mesh
+    fills = list(planned(saved, trees))
+    _check_alike(saved, trees, partial)
+    check_intact(saved, mesh)
+    check()
+
+    writes = InPlace(trees.packed.values())
+    try:
+        run_fills(saved, mesh, fills, writes)
+    except BaseException:
+        writes.take_back()  # with the error, so that another checkpoint can be restored
+        raise
+    if isinstance(trees.opt.pending, Pending) and not _delayed(saved):
+        with torch.no_grad():
+            trees.opt.pending.due.zero_()
+    log_dropped(trees, saved)
+
+
+def _delayed(saved: TensorsOnDisk) -> bool:
+    """Whether the checkpoint is of a run under ``offload(delay=True)``. Others leave no gradient to be applied."""
+    return any(name.startswith(PENDING) for name in saved.tensors)
+
+
+def run_fills(
+    saved: TensorsOnDisk, mesh: Mesh, fills: Sequence[Fill | PackedFill], writes: InPlace | None = None
+) -> None:
+    """Run this rank's ``fills``; if it fails on one rank, all raise."""
+
+    def run() -> None:
+        if writes is not None:
+            writes.begin()
+        for each in fills:
+            each.run(saved)
+
+    with torch.no_grad():
+        read_on_all_ranks(
+            mesh, run, f"{saved.folder} could not be read to its end", "What was being filled is unusable."
+        )
+
+
+def planned(saved: TensorsOnDisk, trees: CheckpointTrees) -> Iterator[Fill | PackedFill]:
+    """All that this rank reads."""
+    yield from joined(_fills(saved, trees), trees.packed)
+    yield from residual_fills(trees, saved)
+
+
+def _fills(saved: TensorsOnDisk, trees: CheckpointTrees) -> Iterator[Fill]:
+    """What fills each fragment that this rank holds."""
+    size = rank_local_size(saved.tensors)
+    for fragment, into in _needed(trees):
+        canonical = _source(saved, trees, fragment.name)
+        sources = rank_local_sources(trees, fragment.name, saved.tensors, size) or ((canonical, 1.0),)
+        if saved.has(fragment, sources[0][0]):
+            yield Fill(fragment, sources, into)
+
+
+def _source(saved: TensorsOnDisk, trees: CheckpointTrees, name: str) -> str:
+    """The name of the saved tensor that fills fragments called ``name``, unless several do."""
+    mesh = trees.params.mesh
+    local = local_buffer(name, mesh)
+    if local in saved.tensors and on_its_mesh(saved.manifest, mesh):
+        return local
+    return source_of(name, saved.tensors)
+
+
+def _needed(trees: CheckpointTrees) -> Iterator[tuple[Fragment, torch.Tensor | None]]:
+    """Every fragment that this rank holds; with its tensor, where it is no view of it."""
+    for fragment in needed_fragments(trees):
+        yield fragment, None
+    for name, leaf in replicated_leaves(trees):
+        yield (whole(leaf, name), None) if leaf.is_contiguous() else (without_memory(name, leaf), leaf)
+
+
+def _check_alike(saved: TensorsOnDisk, trees: CheckpointTrees, partial: Sequence[str]) -> None:
+    """Raise one `TreeError` that lists every tensor that the checkpoint or the state lacks, or that differs in shape."""
+    mesh = trees.params.mesh
+    needed = [fragment for fragment, _ in _needed(trees)]
+    source = {fragment.name: _source(saved, trees, fragment.name) for fragment in needed}
+    problems = {
+        fragment.name: problem
+        for fragment in needed
+        if fragment.data.numel()
+        and (_delayed(saved) or not fragment.name.startswith(PENDING))
+        and (problem := saved.missing(fragment, source[fragment.name]))
+    }
+    # Masters and parameters stand for each other; residuals, and what ranks held for themselves, fit any plan.
+    wanted = {*source.values()}
+    wanted |= {PARAMS + name.removeprefix(MASTERS) for name in wanted if name.startswith(MASTERS)}
+    fitting: tuple[str, ...] = (RESIDUALS, RANK_LOCAL)
+    if left := local_buffers_lost(saved.manifest, mesh):
+        problems |= left
+        fitting = *fitting, LOCAL_BUFFERS
+    unwanted = {name for name in saved.tensors if name not in wanted and not name.startswith(fitting)}
+    found = unmatched(mesh, problems, unwanted, "in the checkpoint, not in the state")
+    lines = [line for name, line in found.items() if not matches(name, partial)]
+    parameters = [line for line in lines if line.startswith(PARAMS)]
+    if lines and all(line.startswith(PENDING) for line in lines):
+        raise TreeError(
+            f"{saved.folder.name} has gradients that its next step is to apply, and this state none:\n{listing(lines)}\n"
+            f"Make that step under offload(delay=True) and save; partial=['{PENDING}*'] goes on without them."
+        )
+    if lines:
+        raise TreeError(
+            f"{saved.folder.name} does not fit this state:\n{listing(parameters or lines)}\nUse the model and optimizer it "
+            "was saved from, name further trees in also=, or in partial= what may be missing."
+        )
+
+
+def unmatched(mesh: Mesh, problems: dict[str, str], unwanted: set[str], why: str) -> dict[str, str]:
+    """The ``problems`` of all ranks by the names of tensors, and those that no rank wants. Collective."""
+    ranks = gathered(mesh, (problems, unwanted))
+    found = {name: line for of_rank, _ in ranks for name, line in of_rank.items()}
+    # Ranks of a pipeline hold parts of the state: what no rank wants is unexpected.
+    return found | {name: f"{name}: {why}" for name in sorted(set.intersection(*(of_rank for _, of_rank in ranks)))}
+
+
+def check_intact(saved: TensorsOnDisk, mesh: Mesh) -> None:
+    """Raise one `CheckpointError`, on all ranks, that lists all damage that any rank sees."""
+    ranks = gathered(mesh, saved.damages(mesh.rank, mesh.size))
+    if found := dict.fromkeys(line for lines in ranks for line in lines):
+        raise CheckpointError(f"{saved.folder} is damaged:\n{listing(list(found))}\nRestore an older checkpoint.")

@@ -10,14 +10,18 @@ from typing import Any
 
 from shardlib.checkpoint.agreement import on_all_ranks
 from shardlib.checkpoint.commit import Commit
-from shardlib.checkpoint.common import CommonTensors, Digest, held_by, owned_leaves
-from shardlib.checkpoint.decoding import Saving
-from shardlib.checkpoint.fragments import owned_fragments
+from shardlib.checkpoint.fragments import Saving, owned_fragments
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.checkpoint.numbers import require_kept
-from shardlib.checkpoint.packed import CheckpointTrees, outlined
-from shardlib.checkpoint.rank_local import diverged_axis, rank_local_fragments
+from shardlib.checkpoint.replicated import (
+    Digest,
+    Replicated,
+    diverged_axis,
+    owned_leaves,
+    rank_local_fragments,
+    replicated_on,
+)
 from shardlib.checkpoint.residuals import residual_fragments
+from shardlib.checkpoint.trees import CheckpointTrees, require_kept, trees_of
 from shardlib.common.version import VERSION
 from shardlib.mesh.transport.activity import naming
 from shardlib.optim.checks import check, is_step
@@ -72,19 +76,14 @@ def save(
 def prepared(folder: Path, state: TrainState, keep: int, notes: dict[str, Any] | None) -> Commit:
     """This rank's part of a new attempt to write a checkpoint of ``state``. Arguments and errors as of `save`."""
     mesh = state.params.mesh
-    commit = Commit(folder, facts(state, notes or {}), mesh.rank, mesh.size, keep)
+    commit = Commit(folder, _facts(state, notes or {}), mesh.rank, mesh.size, keep)
     token, *_ = on_all_ranks(mesh, lambda: commit.prepare() if mesh.rank == 0 else "")
     commit.begin(token)
     return commit
 
 
-def facts(state: TrainState, notes: dict[str, Any]) -> Manifest:
-    """The manifest of a state, without tensors and files. Notes are copied: the caller may change them afterwards.
-
-    Raises:
-        TypeError: the notes are nothing that JSON can hold.
-    """
-    plan = state.params.plan
+def _facts(state: TrainState, notes: dict[str, Any]) -> Manifest:
+    """The manifest of a state, without tensors and files. Notes are copied: the caller may change them afterwards."""
     try:
         written = json.dumps(notes)
         _require_text_keys(notes)
@@ -98,7 +97,7 @@ def facts(state: TrainState, notes: dict[str, Any]) -> Manifest:
         scale=asdict(state.scale) if state.scale else None,
         mesh=dict(state.params.mesh.shape),
         shardlib=VERSION,
-        specs={placement.path: _specs(placement) for placement in plan.placements},
+        specs={placement.path: _specs(placement) for placement in state.params.plan.placements},
         notes=json.loads(written),
     )
 
@@ -106,12 +105,16 @@ def facts(state: TrainState, notes: dict[str, Any]) -> Manifest:
 def _require_text_keys(notes: Any) -> None:
     """Refuse keys that JSON would turn into text, so that others would come back."""
     if isinstance(notes, Mapping):
-        other = [key for key in notes if not isinstance(key, str)]
-        if other:
+        if other := [key for key in notes if not isinstance(key, str)]:
             raise TypeError(f"keys {other!r}")
         notes = notes.values()
     for inner in notes if isinstance(notes, Iterable) and not isinstance(notes, str) else ():
         _require_text_keys(inner)
+
+
+def _specs(placement: Placement) -> str:
+    optimizer = f", optimizer {placement.optimizer.spec!r}" if placement.optimizer else ""
+    return f"{placement.param.spec!r}{optimizer}"
 
 
 def require_state(what: str, state: Any) -> TrainState:
@@ -124,37 +127,26 @@ def require_state(what: str, state: Any) -> TrainState:
         )
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"{what}: {type(state).__name__} is no TrainState, which make_train_step and its steps return. Parameters alone "
-            "go to export_safetensors, and further trees beside a state into also="
+            f"{what}: {type(state).__name__} is no TrainState, as make_train_step makes it. Parameters alone go to "
+            "export_safetensors, further trees into also="
         )
     return state
 
 
-def _specs(placement: Placement) -> str:
-    optimizer = f", optimizer {placement.optimizer.spec!r}" if placement.optimizer else ""
-    return f"{placement.param.spec!r}{optimizer}"
-
-
 def saved_fragments(state: TrainState, also: Mapping[str, Any] | None) -> Saving:
-    """The fragments of a state and further trees that this rank saves: views where they hold what is saved. Every
-    rank must call it.
-
-    Raises:
-        TreeError: the state or ``also`` has leaves that would be lost.
-        CheckpointError: ranks hold different values of what is not sharded; on all ranks.
-        RankFailure: the state cannot be saved as it is on other ranks.
-    """
-    made: list[tuple[CheckpointTrees, CommonTensors]] = []
+    """The fragments of a state and further trees that this rank saves: views where they hold what is saved. Collective;
+    errors as of `save`."""
+    made: list[tuple[CheckpointTrees, Replicated]] = []
 
     def look() -> Digest:
-        parts = outlined(state.settled(), also)
-        require_kept("opt", parts.opt)
-        require_kept("buffers", parts.buffers)
-        made.append((parts, held_by(parts)))
+        trees = trees_of(state.settled(), also)
+        require_kept("opt", trees.opt)
+        require_kept("buffers", trees.buffers)
+        made.append((trees, replicated_on(trees)))
         return made[0][1].digest()
 
     digests = on_all_ranks(state.params.mesh, look)
-    ((parts, held),) = made
-    fragments = owned_fragments(parts, diverged_axis(parts))
-    common = owned_leaves(parts, held, digests)
-    return Saving(parts, [*fragments, *common, *rank_local_fragments(parts), *residual_fragments(parts)])
+    ((trees, held),) = made
+    fragments = owned_fragments(trees, diverged_axis(trees))
+    replicated = owned_leaves(trees, held, digests)
+    return Saving(trees, [*fragments, *replicated, *rank_local_fragments(trees), *residual_fragments(trees)])

@@ -1,8 +1,17 @@
-"""Writing one rank's file of a checkpoint: items one after the other, with their checksums."""
+"""Writing one rank's file of a checkpoint: items one after the other, with their checksums.
+
+An item is a chunk of a tensor in the bytes that `torch.save` would write, which `torch.distributed.checkpoint` reads: an
+uncompressed zip file of a pickle that describes a tensor, and of its elements. All but the elements follows from dtype and
+sizes, so an item is written as head, elements, tail, without a copy of the elements.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 import os
+import struct
+import sys
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlib.checkpoint import items
-from shardlib.checkpoint.fragments import Fragment, boxes
+from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Chunk, Entry
+from shardlib.common._compat import pickled_tensor
 from shardlib.common.disk import begin_writing
 from shardlib.common.tensors import dtype_name, raw_bytes
 from shardlib.common.thresholds import Threshold
@@ -22,6 +31,10 @@ from shardlib.common.thresholds import Threshold
 # Bytes of an item at most: far below 4 GiB, from which on zip files need another form.
 _LARGEST = Threshold(1 << 26)
 _BUFFERS, _BATCH = 512, Threshold(1 << 25)  # of one system call: Linux takes 1,024 buffers and 2 GiB
+ALIGNMENT = 64  # bytes: the elements of an item begin at a multiple in the file
+_ROOT = "item"  # torch takes the first folder of a zip file, whatever its name, for the root
+_LOCAL, _ENTRY, _END = struct.Struct("<4s5H3L2H"), struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s4H2LH")
+_PADDING = struct.Struct("<2s1H")  # an extra field, which zip files may have for any purpose
 
 
 class Written(NamedTuple):
@@ -80,15 +93,13 @@ def _laid_out(file: str, fragments: Iterable[Fragment]) -> Iterator[_Item]:
     """The items of a file, in order."""
     offset = 0
     for fragment in fragments:
-        itemsize, first = fragment.data.element_size(), 0
-        limit = max(1, _LARGEST() // itemsize)
-        for low in range(fragment.start, fragment.stop, limit):
-            for box in boxes(fragment.window, low, min(low + limit, fragment.stop)):
-                head, tail = items.frame(fragment.data.dtype, box.sizes, offset)
-                length = len(head) + box.numel * itemsize + len(tail)
+        dtype = fragment.data.dtype
+        for part in fragment.parts(max(1, _LARGEST() // dtype.itemsize)):
+            for box, elements in part.boxes():
+                head, tail = frame(dtype, box.sizes, offset)
+                length = len(head) + box.numel * dtype.itemsize + len(tail)
                 chunk = Chunk(file, offset, length, offset + len(head), 0, box.first, box.sizes)
-                yield _Item(fragment, chunk, head, fragment.data[first : first + box.numel], tail)
-                first += box.numel
+                yield _Item(fragment, chunk, head, elements, tail)
                 offset += length
 
 
@@ -116,18 +127,15 @@ def _checksums(buffers: Sequence[bytes | memoryview]) -> list[int]:
 def _record(tensors: dict[str, Entry], batch: Sequence[_Item], checksums: Future[list[int]]) -> None:
     """Add a batch's chunks to their tensors."""
     for item, checksum in zip(batch, checksums.result(), strict=True):
-        fragment = item.fragment
-        dtype = dtype_name(fragment.data.dtype)
-        entry = tensors.setdefault(fragment.name, Entry(dtype, fragment.window.shape))
+        name, _, data, window = item.fragment
+        entry = tensors.setdefault(name, Entry(dtype_name(data.dtype), window.shape))
         entry.chunks.append(item.chunk._replace(checksum=checksum))
 
 
 def write_all(fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
     """Write buffers one after the other from ``offset`` on; returns their bytes."""
-    views = [memoryview(buffer) for buffer in buffers]
-    left = [view for view in views if view.nbytes]
+    left = [view for view in (memoryview(buffer) for buffer in buffers) if view.nbytes]
     total = sum(view.nbytes for view in left)
-    end = offset + total
     while left:
         done = os.pwritev(fd, left, offset)
         offset += done
@@ -135,5 +143,46 @@ def write_all(fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> in
             done -= left.pop(0).nbytes
         if done:
             left[0] = left[0][done:]
-    assert offset == end
     return total
+
+
+def frame(dtype: torch.dtype, sizes: tuple[int, ...], offset: int) -> tuple[bytes, bytes]:
+    """The bytes before and after the elements of an item that begins at ``offset`` in its file.
+
+    Zip files have a checksum per entry, which torch neither needs nor looks at; it stays 0 here, as under
+    ``torch.serialization.set_crc32_options(False)``.
+    """
+    start, entries = _start(dtype, sizes)
+    length = dtype.itemsize * math.prod(sizes)
+    name = f"{_ROOT}/data/0".encode()
+    plain = len(start) + _LOCAL.size + len(name) + _PADDING.size
+    padding = -(offset + plain) % ALIGNMENT
+    extra = _PADDING.pack(b"FB", padding) + bytes(padding)
+    head = start + _local(name, length, extra)
+    last = _directory_entry(name, length, len(start))
+    directory = entries + last
+    tail = directory + _END.pack(b"PK\5\6", 0, 0, 4, 4, len(directory), len(head) + length, 0)
+    return head, tail
+
+
+@functools.lru_cache(maxsize=4096)
+def _start(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """The entries before the elements, and their part of the zip file's directory."""
+    start, directory = b"", b""
+    for name, content in (
+        ("data.pkl", pickled_tensor(dtype, sizes)),
+        ("byteorder", sys.byteorder.encode()),
+        ("version", b"3\n"),
+    ):
+        path = f"{_ROOT}/{name}".encode()
+        directory += _directory_entry(path, len(content), len(start))
+        start += _local(path, len(content), b"") + content
+    return start, directory
+
+
+def _local(name: bytes, length: int, extra: bytes) -> bytes:
+    return _LOCAL.pack(b"PK\3\4", 0, 0, 0, 0, 0, 0, length, length, len(name), len(extra)) + name + extra
+
+
+def _directory_entry(name: bytes, length: int, at: int) -> bytes:
+    return _ENTRY.pack(b"PK\1\2", 0, 0, 0, 0, 0, 0, 0, length, length, len(name), 0, 0, 0, 0, 0, at) + name

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from shardlib.commands import analyze, checkpoint, doctor, generate, lr_range_test, plan, profile, run, tokenize, train
 from shardlib.commands.arguments import Parser, WrongArguments
 from shardlib.common.optional import MissingPackage
@@ -34,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with(os.getppid())  # otherwise ranks keep running when their torchrun is killed
     try:
-        return args.run(args)
+        status = args.run(args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return status
     except MissingPackage as missing:
         # The package is missing on every rank; rank 0 prints the message.
         raise SystemExit(1 if os.environ.get("RANK", "0") != "0" else f"shardlib {args.command}: {missing}") from None

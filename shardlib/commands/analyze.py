@@ -14,7 +14,7 @@ import numpy as np
 
 from shardlib.commands.arguments import WrongArguments, positive, wrong_arguments
 from shardlib.data.analyze import analyze
-from shardlib.data.index import IndexFile
+from shardlib.data.files import IndexFile
 from shardlib.data.tokens import packed, tokens
 from shardlib.errors import ShardlibError
 

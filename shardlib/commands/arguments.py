@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shardlib.common.optional import MissingPackage
 from shardlib.errors import (
     BatchError,
     IllegalComposition,
@@ -48,12 +49,8 @@ class WrongArguments(Exception):
 
 @contextmanager
 def wrong_arguments(*kinds: type[Exception]) -> Iterator[None]:
-    """A block in which such errors come of arguments; by default all that shardlib raises, `ValueError` and `OSError`. It
-    holds no more than what reads arguments, so that errors of other kinds of code keep their tracebacks.
-
-    Raises:
-        WrongArguments: one of them was raised.
-    """
+    """A block in which such errors become `WrongArguments`; by default all that shardlib raises, `ValueError` and
+    `OSError`. It holds no more than what reads arguments, so that errors of other kinds of code keep their tracebacks."""
     refused = kinds or (ShardlibError, ValueError, OSError)
     try:
         yield
@@ -109,3 +106,14 @@ def _number(text: str, fits: Callable[[float], bool], words: str) -> float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is not a number {words}")
+
+
+def draw_picture(say: Callable[[str], None], name: str, path: Path, drawn: Callable[[], None]) -> None:
+    """Calls ``drawn``, which writes a picture to ``path`` beside a command's results, and prints the path, or which package
+    is missing, which is no error by then."""
+    try:
+        drawn()
+    except MissingPackage as missing:
+        say(f"no {name}: {missing}")
+    else:
+        say(f"{name}: {path}")

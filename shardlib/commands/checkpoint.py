@@ -12,7 +12,7 @@ import torch
 from shardlib import checkpoint
 from shardlib.checkpoint.manifest import Entry
 from shardlib.checkpoint.reading import open_checkpoint
-from shardlib.checkpoint.safetensors_files import convert
+from shardlib.checkpoint.safetensors import convert
 from shardlib.commands.arguments import WrongArguments, folder
 from shardlib.errors import CheckpointError
 from shardlib.plan.tables import count, size, table

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardlib import checkpoint, optim
 from shardlib.commands import model
@@ -71,8 +70,6 @@ def run(args: argparse.Namespace) -> int:
         print(decode([*prompt, *new.tolist()]))
     if mesh.rank == 0 and args.experts_on_device is not None:
         print(f"experts: {kept.tally}", file=sys.stderr)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return 0
 
 
@@ -81,15 +78,11 @@ Opened = tuple[Any, Any, Callable[[str], list[int]], Callable[[list[int]], str]]
 
 
 def _opened(args: argparse.Namespace, mesh: Mesh) -> Opened:
-    """The model in a folder.
-
-    Raises:
-        WrongArguments: sizes that are not the model's.
-    """
+    """The model in a folder; sizes that are not the model's are refused."""
     files = ("config.json", checkpoint.pretrained.ADAPTER)
     if not args.folder.exists() or any((args.folder / name).exists() for name in files):
         if given := [f"--{name}" for name in model.SIZES if getattr(args, name) is not None]:
-            raise WrongArguments(f"{args.folder}/config.json has the model's sizes: leave out {', '.join(given)}")
+            raise WrongArguments(f"{args.folder}/config.json has the sizes: leave out {', '.join(given)}")
         return _of_transformers(args, mesh)
     held = checkpoint.read_notes(args.folder).get("model")
     if held and (other := model.other_sizes(args, held)):

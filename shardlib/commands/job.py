@@ -42,14 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
 
 
 class Job:
-    """The main job, made from its arguments.
-
-    Args:
-        rate: the schedule of the learning rate.
-        nonfinite: an argument of `make_train_step`.
-
-    Raises:
-        WrongArguments: arguments that do not go together, or a text that is not there or too short.
+    """The main job, made from its arguments, with the schedule ``rate`` of the learning rate.
 
     Attributes:
         train, validation: bytes of the text.
@@ -107,18 +100,13 @@ class Job:
         return byte_scores(float(self._evaluate.over(state, batches)["loss"]))
 
     def require_validation(self) -> None:
-        """Refuse a text of which too little is set aside for `validate`.
-
-        Raises:
-            WrongArguments: ranks would have no batch of their own.
-        """
+        """Refuse a text of which too little is set aside for `validate`: ranks would have no batch of their own."""
         rows, available = self._validated
         if not available:
             needed = rows * self._shares * self._args.sequence + 1
             raise WrongArguments(
-                f"{len(self.validation):,} bytes are set aside for validation, a twentieth of the text, and one batch of "
-                f"{rows} × {self._args.sequence} for each of {self._shares} ranks takes {needed:,}: use a longer text, or a "
-                "smaller --batch or --sequence"
+                f"{len(self.validation):,} bytes are set aside for validation, a twentieth of the text, of which the ranks "
+                f"need {needed:,}: use a longer text, or a smaller --batch or --sequence"
             )
 
     @property

@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from shardlib import optim
-from shardlib.commands import job, model, pictures
-from shardlib.commands.arguments import WrongArguments, above_zero
+from shardlib.commands import job, model
+from shardlib.commands.arguments import WrongArguments, above_zero, draw_picture
 from shardlib.report.log import CsvWriter, Log
 from shardlib.report.plot import plot_range_test
 from shardlib.report.range_test import has_diverged, propose_rate
@@ -49,8 +48,6 @@ def run(args: argparse.Namespace) -> int:
                 break
             rates.append(float(rate(torch.tensor(float(len(rates))))))
             log.write(step + 1, {"lr": rates[-1], "loss": losses[-1]})
-    if dist.is_initialized():
-        dist.destroy_process_group()
     try:
         proposed = propose_rate(rates, losses)
     except ValueError as error:
@@ -59,5 +56,5 @@ def run(args: argparse.Namespace) -> int:
     say(f"proposed: --lr {proposed:.2g}")
     if mesh.rank == 0:
         picture = args.out / "range_test.png"
-        pictures.draw(say, "plot", picture, lambda: plot_range_test(picture, rates, losses, proposed))
+        draw_picture(say, "plot", picture, lambda: plot_range_test(picture, rates, losses, proposed))
     return 0

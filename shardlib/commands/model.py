@@ -22,17 +22,12 @@ from shardlib.plan.transform import Chain, Transform, chain
 from shardlib.transforms import accumulate, offload, pipeline, precision, remat, tensor_slicing, zero
 
 AXES = ("data", "pipe", "model")
-
-
 SIZES = {"layers": 2, "width": 256, "heads": 4, "sequence": 128, "vocab": 256, "experts": 0}
 
 
 def add_sizes(parser: argparse.ArgumentParser, title: str = "model", *, given: bool = False) -> Any:
-    """Adds the sizes of a GPT, for `config`, which has no dropout without an argument for it; returns their group.
-
-    Args:
-        given: whether sizes that a user leaves out are None, for `take_sizes`, and not those of `SIZES`.
-    """
+    """Adds the sizes of a GPT, for `config`, which has no dropout without an argument for it; returns their group. With
+    ``given``, sizes that a user leaves out are None, for `take_sizes`, and not those of `SIZES`."""
     model = parser.add_argument_group(title)
     for name, kind, what in (
         ("layers", positive, "blocks of attention and MLP"),
@@ -101,11 +96,7 @@ def _schedule(text: str) -> str:
 
 
 def config(args: argparse.Namespace) -> GPTConfig:
-    """The configuration of a GPT.
-
-    Raises:
-        WrongArguments: sizes that do not go together.
-    """
+    """The configuration of a GPT."""
     if args.experts == 1:
         raise WrongArguments("--experts 1: a token uses two experts: give 2 or more, or 0 for layers without")
     with wrong_arguments():
@@ -166,22 +157,14 @@ def init(args: argparse.Namespace, axes: Mapping[str, int], **options: Any) -> A
 
 
 def running_mesh(args: argparse.Namespace) -> Mesh:
-    """The mesh of the ranks that run.
-
-    Raises:
-        WrongArguments: ``--mesh`` is of other ranks.
-    """
+    """The mesh of the ranks that run."""
     shape: dict[str, Any] = parse_mesh(args.mesh) if args.mesh else {}
     with wrong_arguments(MeshError):
         return make_mesh(**shape)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """``"data=4,model=2"`` -> ``{"data": 4, "model": 2}``; an axis "data" of size 1 is added if there is none.
-
-    Raises:
-        WrongArguments: ``text`` has another form, an axis that is not in `AXES`, or one axis twice.
-    """
+    """``"data=4,model=2"`` -> ``{"data": 4, "model": 2}``; an axis "data" of size 1 is added if there is none."""
     try:
         named = [(name.strip(), int(size)) for name, size in (axis.split("=") for axis in text.split(","))]
     except ValueError:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from shardlib import optim
-from shardlib.commands import job, model, pictures
-from shardlib.commands.arguments import positive
+from shardlib.commands import job, model
+from shardlib.commands.arguments import draw_picture, positive
 from shardlib.report.profile import Profile, profile
 
 
@@ -25,8 +23,6 @@ def run(args: argparse.Namespace) -> int:
     if mesh.rank == 0:
         print(found, found.comm, found.memory, sep="\n\n")
         _write(args, found)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return 0
 
 
@@ -42,4 +38,4 @@ def _write(args: argparse.Namespace, found: Profile) -> None:
     }
     for name, draw in drawings.items():
         path = args.out / f"{name}.png"
-        pictures.draw(print, name, path, lambda draw=draw, path=path: draw(path))  # type: ignore[misc]
+        draw_picture(print, name, path, lambda draw=draw, path=path: draw(path))  # type: ignore[misc]

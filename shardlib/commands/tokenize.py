@@ -12,8 +12,7 @@ from typing import Any
 
 from shardlib.commands.arguments import WrongArguments
 from shardlib.common.optional import require
-from shardlib.data.headed_file import kind_of
-from shardlib.data.token_file import TokenFileError, write_tokens
+from shardlib.data.files import TokenFileError, kind_of, write_tokens
 
 _TOGETHER = 256  # documents that a tokenizer gets at once
 

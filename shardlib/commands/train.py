@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardlib import checkpoint, optim
-from shardlib.commands import job, model, pictures
-from shardlib.commands.arguments import WrongArguments, above_zero, natural, positive, wrong_arguments
+from shardlib.commands import job, model
+from shardlib.commands.arguments import WrongArguments, above_zero, draw_picture, natural, positive, wrong_arguments
 from shardlib.common._compat import storage_id
 from shardlib.errors import CheckpointError, TreeError
 from shardlib.mesh.launch.supervised import INTERRUPT, STOPPING, exit_code
@@ -80,10 +79,8 @@ def run(args: argparse.Namespace) -> int:
     if mesh.rank == 0:
         picture = args.out / "loss.png"
         shown = (curves.train, curves.validation, bars)
-        pictures.draw(say, "loss plot", picture, lambda: plot_losses(picture, *shown, title="Byte-level GPT"))
+        draw_picture(say, "loss plot", picture, lambda: plot_losses(picture, *shown, title="Byte-level GPT"))
     say(f"\nTo continue training to step {2 * args.steps}:\n{_again(mesh.size, sys.argv[1:], 2 * args.steps)}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return 0
 
 
@@ -114,11 +111,8 @@ class Curves:
 
 
 def _require_own_folder(args: argparse.Namespace) -> Path | None:
-    """The newest checkpoint in the folder of the run, of which there may be none.
-
-    Raises:
-        WrongArguments: it is of another model, or not of this command, so that it is neither gone on from nor removed.
-    """
+    """The newest checkpoint in the folder of the run, or None. One of another model, or not of this command, is refused: it
+    is neither gone on from nor removed."""
     latest = checkpoint.latest(args.out)
     if latest is None or args.fresh:
         return latest

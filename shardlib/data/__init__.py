@@ -1,14 +1,12 @@
 """Batches to train on: the same on any mesh, resumed from one number, read ahead by workers."""
 
 from shardlib.data.analyze import analyze
-from shardlib.data.curriculum import Curriculum, curriculum
-from shardlib.data.index import Index, IndexFile, IndexFileError
-from shardlib.data.layer_tokens import layer_tokens
+from shardlib.data.curriculum import Curriculum, curriculum, layer_tokens
+from shardlib.data.files import Index, IndexFile, IndexFileError, TokenFile, TokenFileError, write_tokens
 from shardlib.data.loader import Loader, loader
 from shardlib.data.mixture import Mixture, mixture
 from shardlib.data.pace import Pace, constant_pace, custom_pace, discrete_pace, linear_pace, map_paces, root_pace
 from shardlib.data.streams import Streams, streams
-from shardlib.data.token_file import TokenFile, TokenFileError, write_tokens
 from shardlib.data.tokens import packed, tokens
 
 __all__ = [

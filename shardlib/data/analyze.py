@@ -8,6 +8,8 @@ merged in bounded memory.
 
 from __future__ import annotations
 
+import bisect
+import hashlib
 import multiprocessing
 import os
 import pickle
@@ -17,15 +19,17 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from itertools import accumulate
 from pathlib import Path
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from shardlib.common.disk import locked, make_folder, sync_folder
-from shardlib.data.contents import Contents, Watched
-from shardlib.data.index import Index, IndexFile, IndexFileError, refuse_unordered, write_index
-from shardlib.data.merging import merged
+from shardlib.common.tensors import raw_bytes
+from shardlib.data.files import Index, IndexFile, IndexFileError, refuse_unordered, write_index
 from shardlib.data.metrics import Length, Metric, Rarity, added, counts_of, read, values_of
 from shardlib.data.rows import as_dataset
 from shardlib.errors import BatchError
@@ -77,7 +81,7 @@ def analyze(
     """
     if metric not in _NAMED if isinstance(metric, str) else not callable(metric):
         raise BatchError(
-            f"analyze: metric={metric!r}: use {' or '.join(map(repr, _NAMED))}, or a function from a sample to a number"
+            f"analyze: metric={metric!r}: use 'length' or 'rarity', or a function from a sample to a number"
         )
     if not is_step(processes) or not is_step(part):
         raise BatchError(f"analyze: processes={processes!r}, part={part!r}: use integers, 1 or more of each")
@@ -222,8 +226,7 @@ def _require_sendable(metric: Any) -> None:
         pickle.dumps(metric)
     except Exception as error:  # what the metric's own class raises too
         raise BatchError(
-            f"analyze: metric={metric!r} cannot be sent to processes ({error}): define the function in a module, or use "
-            "processes=1"
+            f"analyze: metric={metric!r} cannot be sent to processes ({error}): define it in a module, or use processes=1"
         ) from None
 
 
@@ -239,3 +242,120 @@ def _folder(path: Path) -> Iterator[Path]:
         yield folder
     finally:
         lock.close()
+
+
+# The merging of sorted parts into one order, in bounded memory.
+
+
+class _RankRun(NamedTuple):
+    """The ranks from ``low`` to before ``high`` of a part, whose samples are numbered from ``first`` on."""
+
+    part: Index
+    first: int
+    low: int
+    high: int
+
+    @property
+    def size(self) -> int:
+        return self.high - self.low
+
+    def value(self, rank: int) -> float:
+        return float(self.part.values[self.part.samples[rank]])
+
+    def samples(self, low: int, high: int) -> np.ndarray:
+        """Numbers of the samples at ranks, as int64."""
+        return self.part.samples[low:high].astype(np.int64) + self.first
+
+
+def merged(parts: Sequence[Index], room: int) -> Iterator[np.ndarray]:
+    """The samples of all parts in the order of their values, those of one value in their own order, as arrays.
+
+    Where the parts have more than ``room`` samples they are divided at one of the values, as quicksort does, which for sorted
+    parts takes a look-up in each.
+
+    Args:
+        parts: of samples that follow each other.
+        room: the number of samples that are sorted, or read, at once.
+    """
+    firsts = accumulate((len(part) for part in parts), initial=0)
+    left = [[_RankRun(part, first, 0, len(part)) for part, first in zip(parts, firsts)]]
+    while left:
+        runs = [run for run in left.pop() if run.size]
+        if sum(run.size for run in runs) <= room:
+            yield _sorted(runs)
+            continue
+        largest = max(runs, key=lambda run: run.size)
+        pivot = largest.value((largest.low + largest.high) // 2)
+        below = [bisect.bisect_left(range(run.high), pivot, run.low, key=run.value) for run in runs]
+        up_to = [bisect.bisect_right(range(run.high), pivot, run.low, key=run.value) for run in runs]
+        if not any(start > run.low for start, run in zip(below, runs)):  # what is next has the pivot's value
+            for run, end in zip(runs, up_to):
+                for low in range(run.low, end, room):
+                    yield run.samples(low, min(low + room, end))
+            left.append([run._replace(low=end) for run, end in zip(runs, up_to)])
+        else:
+            left.append([run._replace(low=start) for run, start in zip(runs, below)])
+            left.append([run._replace(high=start) for run, start in zip(runs, below)])
+
+
+def _sorted(runs: Sequence[_RankRun]) -> np.ndarray:
+    if not runs:
+        return np.empty(0, np.int64)
+    values = [run.part.values[run.part.samples[run.low : run.high]] for run in runs]
+    samples = [run.samples(run.low, run.high) for run in runs]
+    return np.concatenate(samples)[np.argsort(np.concatenate(values), kind="stable")]
+
+
+# Checksums of what values hold, by which another dataset or function is told from the same one.
+
+
+class Contents:
+    """A checksum of values, in the order in which they are added. Functions count by their code and what they close over,
+    tensors by their elements."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._whole = True
+
+    def add(self, value: Any) -> None:
+        """Add a value."""
+        try:
+            _Writing(SimpleNamespace(write=self._digest.update)).dump(value)
+        except Exception:  # what the value's own classes raise where they cannot be written
+            self._whole = False
+
+    @property
+    def checksum(self) -> str | None:
+        """The checksum; None if a value cannot be written, and so not be recognised."""
+        return self._digest.hexdigest() if self._whole else None
+
+
+class _Writing(pickle.Pickler):
+    """Values as bytes, which are never read."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            elements = raw_bytes(value.cpu().contiguous())
+            return tuple, ((str(value.dtype), tuple(value.shape), elements.numpy().tobytes()),)
+        if isinstance(value, FunctionType):
+            held = [cell.cell_contents for cell in value.__closure__ or ()]
+            return tuple, ((value.__code__, value.__defaults__, value.__kwdefaults__, held),)
+        if isinstance(value, CodeType):
+            return tuple, ((value.co_code, value.co_names, value.co_consts),)
+        return NotImplemented
+
+
+class Watched:
+    """A dataset, with a checksum ``contents`` of the samples that are read of it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self.contents = dataset, Contents()
+        if hasattr(dataset, "rows_at"):
+            self.rows_at = lambda indices: self._seen(dataset.rows_at(indices))
+
+    def __getitem__(self, index: int) -> Any:
+        return self._seen(self._dataset[index])
+
+    def _seen(self, read: Any) -> Any:
+        self.contents.add(read)
+        return read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -16,14 +17,19 @@ from shardlib.common.thresholds import Threshold
 from shardlib.data.curriculum import Curriculum, as_curriculum
 from shardlib.data.order import Epochs, Order, Shuffled, Unshuffled
 from shardlib.data.pace import Pace
-from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import Fetch, as_dataset, fetch_of, no_rows, require_functions, to_device
-from shardlib.errors import BatchError
+from shardlib.errors import BatchError, MeshError, TreeError
+from shardlib.execute.batches import batch_index
+from shardlib.mesh.mesh import Mesh, as_mesh
 from shardlib.optim.checks import is_count, is_step
+from shardlib.optim.train_state import TrainState
 from shardlib.rng import Key
+from shardlib.sharded.tree import Sharded
 
 # Indices are computed for some batches at once: 4,096 of one epoch cost 0.8 ms, and 64 cost 0.17 ms.
 _INDICES = Threshold(4096)
+# Axes whose use needs no plan to be known, being the defaults of transforms: whether the batch varies over them.
+_KNOWN = {"data": True, "model": False, "pipe": False, "seq": False}
 
 
 def loader(
@@ -90,9 +96,7 @@ def loader(
     order, end = _order(dataset, plan, Key(seed).seed, shuffle, epochs)
     check_rows(plan.rows, share)
     if drop_last and end is not None and end < plan.rows(0):
-        raise BatchError(
-            f"loader: drop_last=True leaves out the only batch, of {end} samples for {plan.rows(0)} rows: use smaller batches"
-        )
+        raise BatchError(f"loader: drop_last=True leaves out the only batch, of {end} samples for {plan.rows(0)} rows")
     if not is_count(workers):
         raise BatchError(f"loader: workers={workers!r}: 0 for none, or the number of processes that read ahead")
     require_functions("loader", collate, map)
@@ -191,7 +195,7 @@ class Loader:
             if self.samples != start:
                 raise BatchError(
                     f"loader: this loop stands at sample {start}, and another loop or seek() moved the loader to "
-                    f"{self.samples}: end the one before you begin the other"
+                    f"{self.samples}: end one before the other"
                 )
             start += self._rows_from(start)
             self.samples = start
@@ -256,9 +260,7 @@ def _order(dataset: Any, plan: Curriculum, seed: int, shuffle: bool, epochs: int
     own, name = getattr(dataset, "order", None), type(dataset).__name__
     if own is not None:
         if plan.index is not None:
-            raise BatchError(
-                f"loader: {name} has an order of its own, and so has a curriculum by difficulty: leave one of them out"
-            )
+            raise BatchError(f"loader: {name} has an order of its own, and so has a curriculum by difficulty: use one")
         if epochs is not None:
             raise BatchError(
                 f"loader: epochs={epochs}, and {name} has an order of its own, without epochs: leave it out"
@@ -277,8 +279,56 @@ def check_rows(rows: Pace, share: Share) -> None:
         if batch % share.count:
             nearest = max(1, round(batch / share.count)) * share.count
             at = "" if len(rows.values) == 1 else f" at step {start}"
+            axes = " × ".join(f"{axis}={share.mesh.shape[axis]}" for axis in share.axes)
             raise BatchError(
-                f"loader: a global batch of {batch} rows{at} does not divide over {share.count} ranks "
-                f"({' × '.join(f'{axis}={share.mesh.shape[axis]}' for axis in share.axes) or 'one share'}): use a multiple "
-                f"of {share.count}, such as {nearest}"
+                f"loader: a global batch of {batch} rows{at} does not divide over {share.count} ranks ({axes}): use a "
+                f"multiple of {share.count}, such as {nearest}"
             )
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's share of every batch: the ``index``-th of ``count`` equal runs of rows.
+
+    Attributes:
+        mesh: the mesh.
+        axes: the axes over which the batch varies. Ranks that differ along other axes alone have the same rows.
+        index: this rank's index among the ranks with different rows.
+        count: the number of ranks with different rows.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    index: int
+    count: int
+
+
+def share_of(where: Any, over: Sequence[str] | None) -> Share:
+    """The share of this rank, as the plan of sharded parameters or a state says, or by the names of a mesh's axes. Arguments
+    and errors as of `loader`."""
+    params = where.params if isinstance(where, TrainState) else where
+    if isinstance(params, Sharded):
+        if over is not None:
+            raise MeshError(
+                f"loader: over={tuple(over)!r}, and the plan of the parameters says {params.plan.batch_axes}: leave `over` "
+                "out, or pass the mesh"
+            )
+        plan, mesh = params.plan, params.mesh
+        return Share(mesh, plan.batch_axes, batch_index(plan, mesh), plan.batch_ranks)
+    if isinstance(params, (dict, list, tuple)):
+        kind = type(params).__name__
+        raise TreeError(f"loader: a plain {kind} does not say which rows are this rank's: pass the mesh or the state")
+    mesh = as_mesh(params)
+    if over is None:
+        unknown = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in _KNOWN]
+        if unknown:
+            raise MeshError(
+                f"loader: whether the batch varies over {', '.join(map(repr, unknown))} of {mesh} is not known: pass sharded "
+                f"parameters, or name the axes: over={(*unknown, 'data')!r}, for example"
+            )
+    axes = tuple(axis for axis in mesh.shape if _KNOWN.get(axis)) if over is None else tuple(over)
+    index, count = 0, 1
+    for axis in axes:
+        size = mesh.group(axis).size  # refuses an axis that the mesh does not have
+        index, count = index * size + mesh.coords[axis], count * size
+    return Share(mesh, axes, index, count)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.data.arrays import as_array
+from shardlib.data.rows import as_array
 from shardlib.errors import BatchError
 
 _TOKENS = ("tokens", "input_ids")
@@ -60,18 +60,13 @@ class Rarity(Metric):
 
 
 def counts_of(dataset: Any, first: int, last: int) -> np.ndarray:
-    """How often each token occurs in samples ``first`` to ``last`` − 1, up to the largest one; as float64.
-
-    Raises:
-        BatchError: a sample without tokens to be found, or with negative ones; names it.
-    """
+    """How often each token occurs in samples ``first`` to ``last`` − 1, up to the largest one; as float64."""
     counts = np.zeros(1, np.int64)
     for start, end in _batches(first, last):
         tokens, held = _rows_of(dataset, start, end)
         if negative := np.flatnonzero(((tokens < 0) & held).any(1)).tolist():
             raise BatchError(
-                f"analyze: sample {start + negative[0]} has negative tokens: leave out what pads by an attention_mask beside "
-                "input_ids"
+                f"analyze: sample {start + negative[0]} has negative tokens: leave out what pads by an attention_mask"
             )
         counts = added(counts, np.bincount(tokens[held]))
     return counts.astype(np.float64)
@@ -86,11 +81,7 @@ def added(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def values_of(dataset: Any, metric: Metric | Callable[[Any], float], first: int, last: int) -> np.ndarray:
-    """The metric of samples ``first`` to ``last`` − 1, float64.
-
-    Raises:
-        BatchError: a sample without tokens to be found, or for which a function gives no number; names it.
-    """
+    """The metric of samples ``first`` to ``last`` − 1, float64."""
     if not isinstance(metric, Metric):
         return np.array([_value_of(metric, dataset, index) for index in range(first, last)])
     return np.concatenate([metric.of_rows(*_rows_of(dataset, *ends)) for ends in _batches(first, last)])
@@ -145,12 +136,12 @@ def _found(sample: Any, number: int, dims: int) -> tuple[np.ndarray, np.ndarray]
     if tokens.ndim != dims or (tokens.size and tokens.dtype.kind not in "iu"):
         has = ", ".join(map(repr, sample)) if isinstance(sample, Mapping) else type(sample).__name__
         raise BatchError(
-            f"analyze: sample {number} has no tokens that can be found ({has}): a sample is a list of integers, or a "
-            f"dictionary with {' or '.join(map(repr, _TOKENS))}; for others use a function as the metric"
+            f"analyze: sample {number} has no tokens that can be found ({has}): give a list of integers, or a dictionary "
+            f"with {' or '.join(map(repr, _TOKENS))}; or use a function as the metric"
         )
     if held is not None and held.shape != tokens.shape:
         raise BatchError(
-            f"analyze: sample {number} has tokens of shape {tokens.shape}, and what says which of them count is "
-            f"{held.shape}: give attention_mask or segments the tokens' shape"
+            f"analyze: sample {number} has tokens of shape {tokens.shape}, and a mask of {held.shape}: give "
+            "attention_mask or segments the tokens' shape"
         )
     return tokens, np.ones(tokens.shape, bool) if held is None else held

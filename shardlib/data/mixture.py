@@ -137,9 +137,7 @@ def _shares(weights: Sequence[float | Fraction], count: int) -> tuple[int, ...]:
         raise BatchError(f"mixture: {many} weights for {count} sources; give one for each")
     wrong = [f"source {source}: {weight!r}" for source, weight in enumerate(weights) if not is_positive(weight)]
     if wrong:
-        raise BatchError(
-            f"mixture: weights are numbers above 0:\n{listing(wrong)}\nLeave out a source that is to give no samples."
-        )
+        raise BatchError(f"mixture: weights are numbers above 0:\n{listing(wrong)}\nLeave out sources without samples.")
     exact = [weight if isinstance(weight, Fraction) else Fraction(str(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * common) for weight in exact]

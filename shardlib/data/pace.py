@@ -177,8 +177,7 @@ def discrete_pace(values: Sequence[float], until: Sequence[int]) -> Pace:
     )
     if len(values) != len(until) + 1 or any(after <= step for step, after in itertools.pairwise(until)):
         raise ValueError(
-            f"discrete_pace: {len(values)} values until steps {list(until)}: give a step for each value but the last, in "
-            "ascending order"
+            f"discrete_pace: {len(values)} values until steps {list(until)}: give one step less, in ascending order"
         )
     return _merged([0, *(step + 1 for step in until)], values)
 
@@ -223,8 +222,7 @@ def map_paces(value: Callable[..., float], *paces: Pace) -> Pace:
     wrong = [repr(pace) for pace in paces if not isinstance(pace, Pace)]
     if wrong or not paces:
         raise BatchError(
-            f"map_paces: {', '.join(wrong) or 'no paces'}: give one pace or more behind the function, such as "
-            "sl.data.constant_pace(64)"
+            f"map_paces: {', '.join(wrong) or 'no paces'}: give paces behind the function, as sl.data.constant_pace(64)"
         )
     starts = sorted(set().union(*(pace.starts for pace in paces)))
     found = [value(*(pace(start) for pace in paces)) for start in starts]
@@ -235,17 +233,10 @@ def map_paces(value: Callable[..., float], *paces: Pace) -> Pace:
 
 
 def as_pace(value: Any, what: str, name: str, least: int = 1) -> Pace:
-    """A pace of integers from ``least`` on, from such an integer or a pace.
-
-    Raises:
-        BatchError: it is neither, or has other values.
-    """
+    """A pace of integers from ``least`` on, from such an integer or a pace. Raises `BatchError` for anything else."""
     pace = Pace((0,), (value,)) if is_real(value) else value
     if not isinstance(pace, Pace):
-        raise BatchError(
-            f"{what}: {name}={value!r}: use an integer from {least} on, or a pace such as "
-            "sl.data.linear_pace(8, 64, steps=1000)"
-        )
+        raise BatchError(f"{what}: {name}={value!r}: use an integer from {least} on, or a pace (sl.data.linear_pace)")
     for start, number in zip(pace.starts, pace.values):
         if not (is_integer(number) and number >= least):
             raise BatchError(f"{what}: {name} is {number!r} at step {start}: use integers from {least} on")

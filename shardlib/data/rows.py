@@ -47,8 +47,8 @@ class Arrays(RowsDataset):
         ]
         if failures:
             raise BatchError(
-                f"loader: a dictionary is a dataset if it holds arrays with one row for each of {self._length} samples:\n"
-                f"{listing(failures)}\nGive every array as many rows, or pass a list of samples."
+                f"loader: these are no arrays with one row for each of {self._length} samples:\n{listing(failures)}\nGive "
+                "every array as many rows, or pass a list of samples."
             )
 
     def __len__(self) -> int:
@@ -63,18 +63,14 @@ class Arrays(RowsDataset):
 
 
 def as_dataset(dataset: Any) -> Any:
-    """``dataset``, or arrays as `Arrays`.
-
-    Raises:
-        BatchError: a dataset without ``__len__`` or ``__getitem__``, or without samples.
-    """
+    """``dataset``, or arrays as `Arrays`. Raises `BatchError` if it has no ``__len__`` or ``__getitem__``, or no samples."""
     if isinstance(dataset, Mapping) or _is_array(dataset):
         dataset = Arrays(dataset)
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise BatchError(
             f"loader: {name} has no length, so that its samples have no order to resume in: use "
-            "sl.data.streams([dataset], ...) for iterable datasets, which save a state of their own"
+            "sl.data.streams([dataset], ...)"
         )
     if not hasattr(dataset, "rows_at") and not hasattr(dataset, "__getitem__"):
         raise BatchError(f"loader: {name} has no __getitem__: pass a list, arrays, or a dataset that can be indexed")
@@ -103,11 +99,7 @@ def fetch_of(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Fetch:
 
 def collated(samples: list[Any]) -> Any:
     """A batch of samples by torch's ``default_collate``, to which a list of numbers in a sample is a tensor: token ids, as
-    Hugging Face's datasets give them without a format, are rows and no columns.
-
-    Raises:
-        BatchError: lists of other lengths in the samples; names them.
-    """
+    Hugging Face's datasets give them without a format, are rows and no columns."""
     samples = [optree.tree_map(_as_tensor, sample, is_leaf=_is_numbers) for sample in samples]
     paths, firsts, _ = flatten(samples[0])
     leaves = [flatten(sample)[1] for sample in samples] if any(map(_is_array, firsts)) else []
@@ -118,8 +110,8 @@ def collated(samples: list[Any]) -> Any:
             ragged.append(f"{path or 'the samples'}: {', '.join(map(str, sorted(shapes)))}")
     if ragged:
         raise BatchError(
-            f"loader: rows of other shapes make no batch:\n{listing(ragged)}\nPad them by collate= (transformers has "
-            "DataCollatorWithPadding), or lay documents end to end by sl.data.packed"
+            f"loader: rows of other shapes make no batch:\n{listing(ragged)}\nPad them by collate=, or lay documents end to "
+            "end by sl.data.packed"
         )
     return default_collate(samples)
 
@@ -152,11 +144,8 @@ class _Collated:
 
 
 def no_rows(batch: Any) -> Any:
-    """A batch without rows, of the dtypes and shapes of ``batch``, which has one. Lists with an entry for it become empty.
-
-    Raises:
-        BatchError: objects that hide tensors, whose rows cannot be left out; lists them.
-    """
+    """A batch without rows, of the dtypes and shapes of ``batch``, which has one. Lists with an entry for it become empty;
+    objects that hide tensors are refused."""
     if hidden := hidden_in(batch):
         raise BatchError(
             f"loader: this rank has no rows of the last batch, and makes one without rows of a sample's:\n{listing(hidden)}"
@@ -183,3 +172,26 @@ def _is_array(leaf: Any) -> bool:
 
 def _described(leaf: Any) -> str:
     return f"{len(leaf)} rows" if _is_array(leaf) else f"{type(leaf).__name__}, not an array with rows"
+
+
+# What users give as numbers, as NumPy arrays.
+
+
+def as_array(values: Any) -> np.ndarray:
+    """Values as an array: tensors of any dtype and device, with gradients too, lists of such, and what NumPy takes.
+
+    What makes no array, such as rows of different lengths, is an array without dimensions that holds it.
+    """
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        return (values.double() if values.dtype == torch.bfloat16 else values).numpy()
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):
+        if isinstance(values, (list, tuple)) and all(
+            isinstance(each, torch.Tensor) and not each.dim() for each in values
+        ):
+            return np.asarray([each.item() for each in values])
+        held = np.empty((), object)
+        held[()] = values
+        return held

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from shardlib.collectives import primitives
 from shardlib.common.devices import pins
 from shardlib.data.curriculum import Curriculum
+from shardlib.data.loader import Share, share_of
 from shardlib.data.pace import Pace
-from shardlib.data.ranks import Share, share_of
 from shardlib.data.rows import collated, require_functions, to_device
 from shardlib.errors import BatchError
 from shardlib.optim.checks import is_step
@@ -67,27 +67,20 @@ def streams(
     """
     share = share_of(where, over)
     if not hasattr(datasets, "__len__"):
-        raise BatchError(
-            f"streams: {type(datasets).__name__} is no list of datasets: pass [dataset], or several parts of it, of which "
-            "each rank reads its own"
-        )
+        kind = type(datasets).__name__
+        raise BatchError(f"streams: {kind} is no list of datasets: pass [dataset], or several parts of it")
     if not is_step(batch):
-        what = "rows change from step to step in sl.data.loader alone" if isinstance(batch, (Pace, Curriculum)) else ""
-        raise BatchError(
-            f"streams: batch={batch!r}: give a number of rows, an integer of at least 1{what and '; '}{what}"
-        )
+        what = "; rows change in sl.data.loader alone" if isinstance(batch, (Pace, Curriculum)) else ""
+        raise BatchError(f"streams: batch={batch!r}: give a number of rows, an integer of at least 1{what}")
     count = len(datasets)
     if not count or count % share.count or batch % count:
         raise BatchError(
-            f"streams: {count} datasets, {share.count} ranks that share a batch, batches of {batch} rows: the number of "
-            "datasets must be a multiple of the ranks, and the rows a multiple of the datasets, so that every rank has whole "
-            "datasets; split them further, or change the batch"
+            f"streams: {count} datasets, {share.count} ranks that share a batch, batches of {batch} rows: the datasets must "
+            "be a multiple of the ranks, and the rows of the datasets"
         )
     wrong = [type(dataset).__name__ for dataset in datasets if not hasattr(dataset, "__iter__")]
     if wrong:
-        raise BatchError(
-            f"streams: {', '.join(wrong)} cannot be iterated over; for a dataset with an index use sl.data.loader"
-        )
+        raise BatchError(f"streams: {', '.join(wrong)} cannot be iterated over; with an index use sl.data.loader")
     require_functions("streams", collate, map)
     return Streams(datasets, share, batch, collate or collated, map, ahead)
 
@@ -128,8 +121,8 @@ class Streams:
         without = [str(index) for index, state in states.items() if state is not None and state["inner"] is None]
         if without:
             raise BatchError(
-                f"streams: datasets {', '.join(without)} have no state_dict(), nor have their iterators, so that they could "
-                "only begin anew: give them state_dict and load_state_dict, or use sl.data.loader on data with an index"
+                f"streams: datasets {', '.join(without)} have no state_dict(), nor have their iterators: give them both "
+                "state_dict and load_state_dict"
             )
         return {"samples": self.samples, "streams": [states[index] for index in range(self._count)]}
 

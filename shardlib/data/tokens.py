@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardlib.data.arrays import as_array
-from shardlib.data.headed_file import checksum_of
+from shardlib.data.files import TokenFile, checksum_of, tokens_in
 from shardlib.data.rows import RowsDataset
-from shardlib.data.token_file import TokenFile
 from shardlib.errors import BatchError, listing
 
 IGNORED = -100  # the target of positions without one, as in F.cross_entropy
@@ -45,8 +43,8 @@ class Windows(RowsDataset):
         _require_length("tokens", sequence)
         if len(file) <= sequence:
             raise BatchError(
-                f"tokens: {file.path} has {len(file)} tokens, and a window of sequence={sequence} takes one more than that; "
-                "use shorter windows, or sl.data.packed, whose rows need not be full"
+                f"tokens: {file.path} has {len(file)} tokens, and a window of sequence={sequence} takes one more; use "
+                "shorter ones, or sl.data.packed"
             )
 
     @property
@@ -96,18 +94,13 @@ class _Listed:
     """Documents of a list, with the attributes of a token file."""
 
     def __init__(self, documents: Sequence[Any]) -> None:
-        arrays = [np.frombuffer(d, np.uint8) if isinstance(d, bytes) else as_array(d) for d in documents]
-        wrong = [
-            f"document {number}: {array.dtype} of shape {array.shape}"
-            for number, array in enumerate(arrays)
-            if array.ndim != 1 or (array.size and array.dtype.kind not in "iu")
-        ]
-        if wrong:
+        found = [tokens_in(document) for document in documents]
+        if wrong := [f"document {number}: {fault}" for number, (_, fault) in enumerate(found) if fault]:
             raise BatchError(
                 f"packed: documents are sequences of integers:\n{listing(wrong)}\nGive tokens, or a file's path."
             )
-        self.tokens = np.concatenate([np.empty(0, np.int64), *(array.astype(np.int64) for array in arrays)])
-        self.ends = np.cumsum([len(array) for array in arrays], dtype=np.uint64)
+        self.tokens = np.concatenate([np.empty(0, np.int64), *(array.astype(np.int64) for array, _ in found)])
+        self.ends = np.cumsum([len(array) for array, _ in found], dtype=np.uint64)
 
     @property
     def header(self) -> dict[str, str]:
@@ -162,11 +155,6 @@ class PackedDataset(RowsDataset):
 
 
 def _require_length(function: str, sequence: Any) -> None:
-    """Refuse what is no number of tokens of a sample.
-
-    Raises:
-        BatchError: see above.
-    """
     if not isinstance(sequence, Integral) or sequence < 1:
         raise BatchError(f"{function}: sequence={sequence!r}: give the number of tokens of a sample, at least 1")
 

@@ -1,5 +1,6 @@
 """What one rank alone cannot read, or sees otherwise, is an error of all ranks, named by rank, and changes no state."""
 
+import importlib
 import os
 import shutil
 import threading
@@ -44,6 +45,7 @@ def refused(folder):
     return saved.refused(start, folder, 3)
 
 
+RESTORE = importlib.import_module("shardlib.checkpoint.restore")  # the file, not the function
 RANK = threading.local()  # a simulated rank is a thread
 
 
@@ -133,15 +135,13 @@ def test_a_read_that_fails_late_stops_all_ranks(good, monkeypatch, rank):
             raise OSError(5, "Input/output error")
         return real(fd, buffers, offset)
 
-    from shardlib.checkpoint import filling
-
-    checked = filling.check_intact
+    checked = RESTORE.check_intact
 
     def check_intact(*args):
         checked(*args)
         verified.set()
 
-    monkeypatch.setattr(filling, "check_intact", check_intact)
+    monkeypatch.setattr(RESTORE, "check_intact", check_intact)
     monkeypatch.setattr(os, "preadv", preadv)
 
     def run(mesh):

@@ -9,8 +9,8 @@ from helpers.models import TINY, share, tiny_gpt, token_batches
 from helpers.saved import tensors
 
 import shardlib as sl
-from shardlib.checkpoint.common import common_leaves
-from shardlib.checkpoint.packed import outlined
+from shardlib.checkpoint.replicated import replicated_leaves
+from shardlib.checkpoint.trees import trees_of
 from shardlib.errors import CheckpointError
 from shardlib.execute.batches import batch_index
 from shardlib.models import gpt
@@ -66,11 +66,11 @@ def trained(mesh, tx):
 def test_every_stages_tensors_come_back(tmp_path, name, asynchronous):
     def run(mesh):
         state = trained(mesh, OPTIMIZERS[name]())
-        before = {name: leaf.clone() for name, leaf in common_leaves(outlined(state))}
+        before = {name: leaf.clone() for name, leaf in replicated_leaves(trees_of(state))}
         with sl.checkpoint.Manager(tmp_path, asynchronous=asynchronous) as manager:
             manager.save(state)
         state = sl.checkpoint.restore(tmp_path, start(mesh, OPTIMIZERS[name]())[0])
-        return before, dict(common_leaves(outlined(state)))
+        return before, dict(replicated_leaves(trees_of(state)))
 
     held = None
     for before, after in sl.simulate(run, mesh=MESH):
@@ -84,7 +84,7 @@ def test_stages_hold_tensors_that_others_lack():
     """The case above is one: without it, it would prove nothing."""
 
     def run(mesh):
-        return {name for name, _ in common_leaves(outlined(start(mesh, own(lambda bucket: f"of {bucket}"))[0]))}
+        return {name for name, _ in replicated_leaves(trees_of(start(mesh, own(lambda bucket: f"of {bucket}"))[0]))}
 
     first, *_, last = sl.simulate(run, mesh=MESH)
     assert last - first and first - last

@@ -5,7 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardlib as sl
-from shardlib.checkpoint.safetensors_files import convert
+from shardlib.checkpoint.safetensors import convert
 from shardlib.common import thresholds
 from shardlib.errors import TreeError
 

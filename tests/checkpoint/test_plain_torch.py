@@ -10,8 +10,7 @@ from helpers.models import TINY, share, tiny_gpt, token_batches
 from helpers.saved import tensors
 
 import shardlib as sl
-from shardlib.checkpoint.items import ALIGNMENT, frame
-from shardlib.checkpoint.writing import bytes_of
+from shardlib.checkpoint.writing import ALIGNMENT, bytes_of, frame
 from shardlib.execute.batches import batch_index
 from shardlib.models import gpt
 from shardlib.tree import flatten

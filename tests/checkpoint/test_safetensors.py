@@ -157,7 +157,7 @@ def test_files_that_are_none(tmp_path):
         (content[:20], "its header"),
         (
             content.replace(b'"shape":[3]', b'"shape":[2]'),
-            r"model.safetensors: a has shape \[2\] of F32, and 12 bytes from 0",
+            r"model.safetensors: a has shape \[2\] of F32 in 12 bytes at 0",
         ),
         (content.replace(b"data_offsets", b"data_offstes"), r"model.safetensors is no safetensors file \(KeyError"),
         (b"\2" + 7 * b"\0" + b"[]", r"model.safetensors is no safetensors file \(TypeError"),

@@ -507,7 +507,7 @@ def test_errors_of_other_kinds_keep_their_tracebacks(files, monkeypatch):
     monkeypatch.setattr("shardlib.commands.plan.make_plan", broken)
     with pytest.raises(ValueError, match="a defect"):
         cli.main(["plan", *SIZES])
-    monkeypatch.setattr("shardlib.commands.search.search_plan", broken)
+    monkeypatch.setattr("shardlib.commands.plan.search_plan", broken)
     with pytest.raises(ValueError, match="a defect"):
         cli.main(["plan", "--search", "--machine", "machine.json", "--ranks", "1", *SIZES])
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.commands import __main__ as cli
-from shardlib.data.index import Index
-from shardlib.data.merging import merged
+from shardlib.data.analyze import merged
+from shardlib.data.files import Index
 from shardlib.errors import BatchError
 
 documents_ = st.lists(st.lists(st.integers(0, 9), max_size=9), min_size=1, max_size=12).filter(any)
@@ -344,7 +344,7 @@ def test_files_that_are_damaged_or_of_something_else(tmp_path):
         ([(torch.tensor([1, 2]), 0)], "length", r"sample 0 has no tokens that can be found \(tuple\).* use a function"),
         ([[1, [2, 3]]], "rarity", r"sample 0 has no tokens that can be found \(list\)"),
         ([torch.ones(2, requires_grad=True)], "length", r"sample 0 has no tokens that can be found \(Tensor\)"),
-        ([{"input_ids": [1, 2], "attention_mask": [1]}], "length", r"tokens of shape \(2,\), .* is \(1,\): give"),
+        ([{"input_ids": [1, 2], "attention_mask": [1]}], "length", r"tokens of shape \(2,\), .* of \(1,\): give"),
         ([[1], [2]], lambda sample: None, "the metric of sample 0 is None: it must be a number"),
         ([[1], [2]], lambda sample: math.nan, "the metric of sample 0 is nan, as of 2 samples"),
     ],
@@ -363,7 +363,7 @@ def test_wrong_analyses_are_refused(tmp_path, dataset, metric, message):
         ({"path": None}, "path=None: give the name of a file"),
         (
             {"metric": lambda sample: 1, "processes": 2},
-            "cannot be sent to processes .*: define the function in a module",
+            "cannot be sent to processes .*: define it in a module",
         ),
     ],
 )

@@ -54,10 +54,10 @@ DEFECTS = (
     Defect(
         "what is the first rank's own for all",
         "residual",
-        "checkpoint/rank_local.py",
+        "checkpoint/replicated.py",
         "a restored rank takes up what the first one held for itself",
-        "_name(name, mesh.coords[owner.axis], ways), 1.0",
-        "_name(name, 0, ways), 1.0",
+        "_of_rank(name, mesh.coords[owner.axis], size), 1.0",
+        "_of_rank(name, 0, size), 1.0",
         (f"{_COMPRESSED}::test_a_checkpoint_keeps_rank_local_state",),
     ),
     Defect(
@@ -207,7 +207,7 @@ DEFECTS = (
     Defect(
         "the first stage's tensors alone",
         "mask",
-        "checkpoint/common.py",
+        "checkpoint/replicated.py",
         "what only later stages hold of an optimizer's state is not saved",
         "any(at for axis, at in mesh.coords.items() if axis not in stages)",
         "mesh.rank",
@@ -216,7 +216,7 @@ DEFECTS = (
     Defect(
         "copies that nobody compares",
         "mask",
-        "checkpoint/common.py",
+        "checkpoint/replicated.py",
         "one rank's copy is saved of what ranks hold for themselves",
         "if len(of) > 1}",
         "if len(of) > len(found)}",
@@ -234,7 +234,7 @@ DEFECTS = (
     Defect(
         "one name of a tied leaf's",
         "mask",
-        "checkpoint/dotted.py",
+        "checkpoint/importing.py",
         "values that a file has under further names of a tied leaf are not looked at",
         "for other in others:",
         "for other in others[1:]:",
@@ -243,7 +243,7 @@ DEFECTS = (
     Defect(
         "a packed tensor's first leaf everywhere",
         "offset",
-        "checkpoint/fills.py",
+        "checkpoint/reading.py",
         "fragments of a packed tensor are all filled at its start",
         "begin = int(fill.fragment.data.storage_offset())",
         "begin = 0",
@@ -261,10 +261,10 @@ DEFECTS = (
     Defect(
         "buffers that are filled where they are",
         "stale",
-        "checkpoint/packed.py",
+        "checkpoint/trees.py",
         "restored buffers overwrite each other, or the batch that they are views of",
-        "parts._replace(buffers=copied(state.buffers))",
-        "parts",
+        "trees._replace(buffers=copied(state.buffers))",
+        "trees",
         ("tests/checkpoint/test_further_trees.py::test_buffers_come_back_in_memory_of_their_own",),
     ),
     Defect(
@@ -272,7 +272,7 @@ DEFECTS = (
         "stale",
         "checkpoint/carrying.py",
         "a state that goes on under another train step loses what compressed exchanges kept of gradients",
-        "yield from kept_fragments(parts)",
+        "yield from kept_fragments(trees)",
         "yield from ()",
         ("tests/training/test_carried_states.py::test_residuals_masters_and_the_loss_scale",),
     ),

@@ -18,7 +18,7 @@ DEFECTS = (
     Defect(
         "what was drawn is left",
         "data",
-        "data/growing.py",
+        "data/order.py",
         "where more samples become eligible, those that the epoch has had are drawn in place of those that it has left",
         "places[~joined] + phase.drawn",
         "places[~joined]",
@@ -27,7 +27,7 @@ DEFECTS = (
     Defect(
         "an epoch drawn in the order of the one before",
         "data",
-        "data/growing.py",
+        "data/order.py",
         "whole epochs under one limit repeat the order in which the phase began",
         "phase.limit, self.seed, phase.epoch + 1 + epoch\n",
         "phase.limit, self.seed, phase.epoch\n",
@@ -36,7 +36,7 @@ DEFECTS = (
     Defect(
         "an epoch that ends before others join it",
         "data",
-        "data/growing.py",
+        "data/order.py",
         "a stream ends where the first samples have been drawn, though others have come into the epoch",
         "math.inf]) if end <= until)",
         "math.inf]))",
@@ -54,7 +54,7 @@ DEFECTS = (
     Defect(
         "pieces without their row's label",
         "data",
-        "data/lengths.py",
+        "data/curriculum.py",
         "what belongs to a row goes to pieces of other rows",
         "leaf.repeat_interleave(pieces, 0)",
         "torch.cat([leaf] * pieces)",
@@ -63,10 +63,10 @@ DEFECTS = (
     Defect(
         "tokens of the pieces left out",
         "factor",
-        "data/lengths.py",
+        "data/curriculum.py",
         "a rate by consumed tokens counts the first piece of each row alone",
-        "lambda sequence, length: sequence // length)",
-        "lambda sequence, length: 1)",
+        "rows * self._pieces(whole, length)",
+        "rows",
         (f"{_CURRICULUM}::test_what_is_cut_off_becomes_rows",),
     ),
     Defect(
@@ -90,7 +90,7 @@ DEFECTS = (
     Defect(
         "ties in the order of parts' largest",
         "order",
-        "data/merging.py",
+        "data/analyze.py",
         "samples of one value that many parts have lose their order",
         "for run, end in zip(runs, up_to):",
         "for run, end in reversed([*zip(runs, up_to)]):",

@@ -103,7 +103,7 @@ DEFECTS = (
     Defect(
         "experts that come from where they go",
         "order",
-        "checkpoint/relayout/verbs.py",
+        "checkpoint/relayout.py",
         "rows move by the inverse permutation, which for two that change places is the same",
         "rows[after] = before",
         "rows[before] = after",
@@ -112,7 +112,7 @@ DEFECTS = (
     Defect(
         "residuals that stay behind",
         "stale",
-        "checkpoint/relayout/tensors.py",
+        "checkpoint/reshard.py",
         "what a gradient of an expert left out is added to that of the expert in its old row",
         "yield from self._residuals()",
         "",
@@ -121,7 +121,7 @@ DEFECTS = (
     Defect(
         "moments that stay behind",
         "stale",
-        "checkpoint/relayout/tensors.py",
+        "checkpoint/reshard.py",
         "parameters move, and what the optimizer keeps for them does not",
         "yield prefix, subset, tensor, subset.levels",
         "pass",
@@ -139,7 +139,7 @@ DEFECTS = (
     Defect(
         "the last axis first",
         "offset",
-        "checkpoint/relayout/journey.py",
+        "checkpoint/reshard.py",
         "an element that goes along two axes is taken to have gone along the second already",
         "before = *move.target[:k], *move.source[k:]",
         "before = *move.source[:k], *move.target[k:]",

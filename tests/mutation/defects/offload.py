@@ -91,9 +91,9 @@ DEFECTS = (
     Defect(
         "gradients that wait beside a checkpoint without any",
         "stale",
-        "checkpoint/filling.py",
+        "checkpoint/restore.py",
         "what another run left pending is applied to what was restored",
-        "            parts.opt.pending.due.zero_()\n",
+        "            trees.opt.pending.due.zero_()\n",
         "            pass\n",
         (f"{_MODES}::test_a_checkpoint_without_pending_gradients_begins_delayed_updates",),
     ),
