@@ -2,8 +2,9 @@
 
 Replicated are the optimizer's counters and factors and the model's buffers; all ranks hold the same values, or those of a
 pipeline's stage. Rank-local may be trees of the optimizer's state (see `shardlib.optim.base.StateMethods`) and buffers,
-such as integer ones, which are not averaged. On a mesh like that which saved them every rank gets back what it had. On another, all
-ranks get the mean of the optimizer's, to which it brings them anyway when it next exchanges them; buffers are refused.
+such as integer ones, which are not averaged. On a mesh like that which saved them every rank gets back what it had. On
+another, all ranks get the mean of the optimizer's, to which it brings them anyway when it next exchanges them; buffers are
+refused.
 """
 
 from __future__ import annotations
