@@ -105,8 +105,9 @@ def cached_attention(
     >>> cached_attention(q, v, v, keys, values, torch.tensor([0]), torch.tensor([1])).flatten()
     tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
-    given = {"q": q, "k": k, "v": v, "keys": keys, "values": values, "rows": rows, "starts": starts}
-    check_tensors("cached_attention", given, exactly={"rows": torch.int64, "starts": torch.int64})
+    check_tensors("cached_attention", {"q": q, "k": k, "v": v, "keys": keys, "values": values})
+    numbers = {"rows": rows, "starts": starts}  # on the CPU, wherever the others are
+    check_tensors("cached_attention", numbers, exactly=dict.fromkeys(numbers, torch.int64))
     how = CachedAttention(q, k, v, keys, values, rows, starts, keys.shape[-2] if window is None else window)
     how.check()
     with on(q.device):

@@ -355,8 +355,8 @@ def _save(ctx: Any, values: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) 
 
 def _saved(ctx: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
     """What `_save` saved, and the outputs, where forward mode asks."""
-    count = len(ctx.tensors)
-    return _replaced(ctx.constants, ctx.tensors, ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+    count, saved = len(ctx.tensors), ctx.saved_tensors  # asked for once: a checkpoint gives them once
+    return _replaced(ctx.constants, ctx.tensors, saved[:count]), saved[count:]
 
 
 def _pull_of(function: Pass, values: tuple[Any, ...]) -> tuple[list[int], Callable[..., Any]]:
