@@ -9,6 +9,7 @@ from helpers import gpu
 from helpers.pairwise import covering
 from helpers.pool import Pool
 from helpers.profile import NIGHTLY
+from helpers.tiers import quick
 from hypothesis import settings
 
 # The same few cases on every commit, so that a failure is the commit's; `make nightly` draws many new ones.
@@ -41,6 +42,8 @@ def pytest_collection_modifyitems(items):
         for number, case in enumerate(cases):
             if number not in kept:
                 case.add_marker("nightly")
+    for item in quick([item for item in items if not item.get_closest_marker("nightly")]):
+        item.add_marker("quick")
 
 
 def pytest_collection_finish():

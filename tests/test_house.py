@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -104,6 +105,12 @@ def test_a_new_member_of_a_kind_needs_few_edits(kind):
         line for line in (ROOT / "docs" / "architecture.md").read_text().splitlines() if line.startswith(f"| {kind} |")
     )
     assert row.endswith(f"| {len(edited)} |"), "docs/architecture.md counts other edits"
+
+
+def test_files_that_the_architecture_names_are_there():
+    named = re.findall(r"`([a-z_]+(?:/[a-z_]+)+\.py)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 30
+    assert [name for name in named if not any((root / name).exists() for root in (ROOT, ROOT / "shardlib"))] == []
 
 
 @pytest.mark.parametrize("name", ["house.txt", "house.svg"])

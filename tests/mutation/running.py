@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +75,15 @@ def run(made: tuple[Copy, Forking], defect: Defect, likely: bool = False) -> Out
         return _pytest(made, ["tests", *(f"--ignore={path}" for path in fast_part.IGNORED)], defect.module)
 
 
-def control(made: tuple[Copy, Forking], defects: Sequence[Defect]) -> Outcome:
-    """The likely tests of all defects, with none of them planted."""
-    return _pytest(made, list(dict.fromkeys(test for defect in defects for test in defect.tests)))
+def noticed_by(made: tuple[Copy, Forking], defect: Defect, case: str) -> Outcome:
+    """One case, with the defect planted."""
+    with made[0].with_defect(defect):
+        return _pytest(made, [case], defect.module)
+
+
+def control(made: tuple[Copy, Forking], tests: Iterable[str]) -> Outcome:
+    """The tests, with no defect planted."""
+    return _pytest(made, list(dict.fromkeys(tests)))
 
 
 def _pytest(made: tuple[Copy, Forking], tests: Sequence[str], module: str = "") -> Outcome:
@@ -93,7 +99,7 @@ def _pytest(made: tuple[Copy, Forking], tests: Sequence[str], module: str = "") 
         return Outcome("the whole run", True, output)
     if status == _PASSED:
         return Outcome("", False, output, skipped=not re.search(r"\b\d+ passed", output))
-    failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", output, re.M)
+    failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+(?:\[.*\](?= - |$))?)", output, re.M)
     hung = "Timeout" in output and f">{fast_part.SECONDS}" in output
     if status != _FAILED or not (failed or hung):
         raise RuntimeError(f"pytest ended with {status} and no test that failed:\n{output[-3000:]}")

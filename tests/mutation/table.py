@@ -15,8 +15,9 @@ _HEAD = """# Defects that the tests notice
 
 The tests are tested. `tests/mutation/` holds {count} defects of the kind that matter here: each replaces one expression of
 the package by a wrong one, with which everything still imports and runs. They are planted one at a time in a copy of the
-project, and the fast part of `make test` must fail: no notebook, no command, no ranks in processes of their own. `make
-nightly` plants them all; `python -m tests.mutation` does so by hand, and writes this page with `--write`.
+project, and a test must fail that needs no notebook, no command and no ranks in processes of their own. `make test` runs the
+cases named here; `make nightly` plants each defect and runs its case; `python -m tests.mutation --write` looks for cases and
+writes this page.
 
 Noticed: {noticed} of {count}.
 
@@ -24,17 +25,17 @@ Noticed: {noticed} of {count}.
 |---|---|
 {kinds}
 
-| defect | in `shardlib/` | what is wrong | the first test that fails |
+| defect | in `shardlib/` | what is wrong | the first case that fails |
 |---|---|---|---|
 {rows}
 """
-_ROW = re.compile(r"^\| ([^|]+) \| `[^|]+` \| [^|]+ \| `([^|]+)` \|$", re.M)
+_ROW = re.compile(r"^\| ([^|]+) \| `[^|]+` \| [^|]+ \| `((?:[^|]|\\\|)+)` \|$", re.M)
 
 
 def written(noticed: Mapping[str, str]) -> str:
     """The page, from the test that noticed each defect."""
     rows = [
-        f"| {defect.name} | `{defect.file}` | {defect.what} | `{noticed.get(defect.name, 'none')}` |"
+        f"| {defect.name} | `{defect.file}` | {defect.what} | `{_cell(noticed.get(defect.name, 'none'))}` |"
         for defect in DEFECTS
     ]
     kinds = Counter(defect.kind for defect in DEFECTS)
@@ -49,4 +50,8 @@ def written(noticed: Mapping[str, str]) -> str:
 def read() -> dict[str, str]:
     """What the page says: the test that noticed each defect."""
     found = _ROW.findall(PAGE.read_text()) if PAGE.exists() else []
-    return {name: test for name, test in found if test != "none"}
+    return {name: test.replace("\\|", "|") for name, test in found if test != "none"}
+
+
+def _cell(test: str) -> str:
+    return test.replace("|", "\\|")
