@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import importlib.abc
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -246,8 +245,10 @@ class _CounterFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _COUNTER:
             return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec(name)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec: Any = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is None:
+            return None
         execute = spec.loader.exec_module
 
         def execute_and_register(module: Any) -> None:
