@@ -1,12 +1,17 @@
 """Ranges of flattened slices as boxes, against indices that NumPy computes."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardlib.checkpoint import fragments
 from shardlib.checkpoint.fragments import boxes, runs
+from shardlib.common import thresholds
 from shardlib.mesh.specs import Window
 
 
@@ -53,3 +58,17 @@ def test_runs_are_where_a_box_lies_in_another(data):
     starts = list(found.starts())
     assert len(starts) * found.length == inner.numel
     assert [at for start in starts for at in range(start, start + found.length)] == indices(inside).tolist()
+
+
+@pytest.mark.parametrize("largest", [1, 1 << 20], ids=["large leaves", "small leaves"])
+def test_copies_are_shared_out_once(largest):
+    shape, leaves = {"data": 2, "node": 3}, [torch.arange(10.0), torch.arange(10.0, 17.0), torch.arange(17.0, 30.0)]
+    saved = []
+    with thresholds.small(largest):
+        for data in range(2):
+            for node in range(3):
+                mesh = SimpleNamespace(shape=shape, coords={"data": data, "node": node})
+                given = [fragments.whole(leaf, str(number)) for number, leaf in enumerate(leaves)]
+                saved += [part.data for part in fragments._shared_out(given, mesh, ["data", "node"])]
+    assert len(saved) == (18 if largest == 1 else 3)
+    assert torch.cat(saved).sort().values.tolist() == list(range(30))
