@@ -50,6 +50,7 @@ def text(tmp_path_factory):
     return file
 
 
+@pytest.mark.check
 def test_an_interrupted_training_resumes(text, tmp_path):
     options = ["--data", text, "--out", tmp_path, "--steps", 60, "--save-every", 10, "--validate-every", 20]
     options += ["--metrics", "csv", "jsonl"]
@@ -177,6 +178,7 @@ def test_plan_prints_what_each_rank_holds(capsys):
     assert "Plan on data=4" in out and "as traced" in out and "blocks/0…1/attn/qkv/weight" in out
 
 
+@pytest.mark.check
 def test_plan_refuses_what_does_not_fit(capsys):
     limits = ["--host-memory", "1GiB", "--disk", "1TiB", "--ranks-per-host", "2"]
     sharding = ["plan", "--mesh", "data=4", "--stage", "2", "--precision", "fp32", *SIZES[2:8], "--layers", "1"]
@@ -203,6 +205,7 @@ def test_an_unused_axis():
         cli.main(["plan", "--mesh", "depth=4"])
 
 
+@pytest.mark.check
 def test_plan_and_train_sliced(text, tmp_path, capsys):
     assert cli.main(["plan", "--mesh", "data=4,model=2", "--stage", "2", *SIZES[:8]]) == 0
     assert "P('model')" in capsys.readouterr().out
@@ -252,6 +255,7 @@ def test_train_with_offload(text, tmp_path, capsys, monkeypatch, memory, params)
     assert len(rows) == 2 and all(predicted == measured for _, predicted, measured in rows), out
 
 
+@pytest.mark.check
 def test_plan_and_train_in_stages(text, tmp_path, capsys):
     picture = tmp_path / "timeline.png"
     sharding = ["--mesh", "data=2,pipe=2,model=2", "--schedule", "zb-h1", "--microbatches", "4", "--stage", "2"]

@@ -38,6 +38,7 @@ def uninterrupted(tmp_path_factory):
     return losses, found
 
 
+@pytest.mark.check
 def test_killed_in_a_step_on_fewer_ranks_taken_back_and_told_to_end(run, tmp_path, uninterrupted):
     """Four ranks, three, four; then SIGTERM to the supervisor, and one device goes on: the same bits at every step."""
     losses, wanted = uninterrupted

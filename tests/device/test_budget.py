@@ -29,6 +29,7 @@ def test_a_good_guess_costs_two_runs():
     assert runs.keys() | limits.keys() == {100, 101}
 
 
+@pytest.mark.check
 def test_losses_of_offloaded_training_are_compared():
     result = offload_values.measure(SMALL)
     assert "zero(2), offload()" in result.text

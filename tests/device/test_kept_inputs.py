@@ -83,6 +83,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("case", GRAPHS)
 def test_in_a_graph(on_rig, case):
     """The values, copies and pinned memory are those without a graph, and the device holds as little."""
@@ -113,6 +114,7 @@ def test_in_a_graph(on_rig, case):
         assert moved_in_graph.peak < stay_in_graph.peak or case == "bf16"
 
 
+@pytest.mark.check
 def test_small_inputs_stay(on_rig):
     def run(mesh):
         import shardlib as sl

@@ -33,6 +33,7 @@ def cases(draw):
     )
 
 
+@pytest.mark.check
 @example(Case(stage=3, ranks=2, tiles=4, remat="full", width=96))
 @example(Case(stage=2, ranks=2, precision="bf16", microbatches=2, width=96, samples=2))
 @example(Case(stage=1, ranks=2, remat="host", samples=2, width=96))

@@ -14,6 +14,7 @@ ON_DISK = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_takes_as_long_as_predicted(on_rig, case):
     def run(mesh):
@@ -53,6 +54,7 @@ def test_a_step_takes_as_long_as_predicted(on_rig, case):
     assert 0.97 * predicted <= measured <= 1.15 * predicted
 
 
+@pytest.mark.check
 def test_disks_take_as_long_as_predicted(on_rig, tmp_path):
     """Plans that read and write more take longer, as predicted: each is measured with disks of one rate."""
 

@@ -136,6 +136,7 @@ def assert_same_on_nodes(got, wanted):
     assert_same_trajectory(got, wanted, owners=2, owner_of=lambda rank: divmod(rank, 2))
 
 
+@pytest.mark.check
 def test_onebit_adam_between_nodes():
     got, means = on_nodes(sl.optim.onebit_adam(RATE, FREEZE, b2=0.99, weight_decay=0.1, axis="node"))
     wanted = oracle.onebit_adam(
@@ -144,6 +145,7 @@ def test_onebit_adam_between_nodes():
     assert_same_on_nodes(got, wanted)
 
 
+@pytest.mark.check
 def test_onebit_lamb_between_nodes():
     tx = sl.optim.onebit_lamb(RATE, FREEZE, b2=0.99, weight_decay=0.1, axis="node")
     got, means = on_nodes(tx, trees=("mu", "nu", "fresh"))
@@ -151,6 +153,7 @@ def test_onebit_lamb_between_nodes():
     assert_same_on_nodes(got, wanted)
 
 
+@pytest.mark.check
 def test_zero_one_adam_between_nodes():
     got, means = on_nodes(sl.optim.zero_one_adam(RATE, FREEZE, b2=0.99, weight_decay=0.1, axis="node", **INTERVALS))
     wanted = oracle.zero_one_adam(

@@ -60,6 +60,7 @@ def test_traces_are_those_of_the_whole(name):
     assert Shortly(whole)(plan) == whole.traced(plan).traces
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("most", "shorter"), [(100_000, True), (110_000, False)])
 def test_blocks_that_are_merged_have_no_short_form(most, shorter):
     """A short form leaves out single blocks; units of several are traced as they are."""
@@ -139,6 +140,7 @@ RECOMPUTED = (
 )
 
 
+@pytest.mark.check
 @settings(max_examples=200 if NIGHTLY else 8)
 @given(
     schedule=st.sampled_from(["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v"]),

@@ -27,6 +27,7 @@ MISSES = ("onebit()", "PowerSGD, rank 4")
 COMPRESSED = [m for m in EVERY.values() if m.against and not m.ablation and not m.name.startswith(MISSES)]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("method", COMPRESSED, ids=lambda method: method.name)
 def test_a_short_run_ends_within_a_percent(method):
     """Optimizers that freeze a variance need longer than those that only send fewer bits."""
