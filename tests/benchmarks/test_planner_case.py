@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.harness.case import Setting
 from benchmarks.network import planner
-from shardlib.search.space import choices
+from shardlib.search.space import choices, meshes
 
 SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
 
@@ -13,7 +13,8 @@ SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_choices_are_of_all_meshes_and_stages(ranks):
     found = planner.picked(ranks, blocks=6)
-    everything = choices(planner._SPACE, ranks, 8, blocks=6, slices=True, experts=0, memories=frozenset())
+    cuts = meshes(planner._SPACE, ranks, blocks=6, slices=True, experts=0)
+    everything = choices(planner._SPACE, cuts, 8, frozenset())
     assert len(set(found)) == len(found) == 12 and 3 * len(found) >= 30  # on three networks
     assert {choice.sizes for choice in found} == {choice.sizes for choice in everything}
     assert {choice.stage for choice in found} == {0, 1, 2, 3}
