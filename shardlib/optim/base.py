@@ -138,7 +138,7 @@ class Owned(Transform):
         codec = resolved.of_axes("codec").get(axis)
         if codec is not None:
             raise IllegalComposition(
-                f"{self.name} sums gradients over axis {axis!r} in few bits, and so does {codec}; drop one of the two"
+                f"{self.name} sums gradients over axis {axis!r} itself; the plan already sends them over it in {codec}; drop one"
             )
 
 

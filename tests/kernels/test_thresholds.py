@@ -62,7 +62,7 @@ def test_no_other_large_size_decides_anything():
     known |= {"_SEEDS, _STARTS, _ROOM, _UNKNOWN"}  # numbers that stand for others in a trace
     found = set()
     for path in SOURCES.rglob("*.py"):
-        if path.name not in ("triton.py", "cuda.py"):  # tiles, of which tests have several
+        if path.name not in ("triton.py", "cuda.py", "tiles.py"):  # tiles, of which tests have several
             for line in ast.parse(path.read_text()).body:
                 if isinstance(line, ast.Assign) and all(isinstance(part, NUMBERS) for part in ast.walk(line.value)):
                     values = eval(ast.unparse(line.value))

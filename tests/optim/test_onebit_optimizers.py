@@ -447,7 +447,7 @@ def test_hyper_parameters_out_of_range(make, message):
     [
         (sl.zero(1), "data", r"zero splits the state over it.*zero\(stage, axis='local', replicate='data'\)"),
         (sl.zero(0), "rack", r"onebit_adam sums gradients over axis 'rack', which the mesh \(data\) does not have"),
-        (sl.chain(sl.zero(0), sl.onebit()), "data", r"in few bits, and so does 1 bit, a scale per leaf; drop one"),
+        (sl.chain(sl.zero(0), sl.onebit()), "data", r"already sends them over it in 1 bit, a scale per leaf; drop one"),
     ],
 )
 def test_what_does_not_compose(transform, axis, message):

@@ -139,7 +139,7 @@ def test_what_is_refused():
     assert str(BITS) == "sl.precision('fp8', leaves={'head': 'bf16'})"
     with pytest.raises(IllegalComposition, match="autocast casts to 16 bits"):
         sl.precision("fp8", autocast=True)
-    with pytest.raises(IllegalComposition, match=r"8 bits, with one scale.*\n.*first/w\n.*leaves="):
+    with pytest.raises(IllegalComposition, match=r"8 bits have one scale.*\n.*first/w\n.*leaves="):
         sl.make_plan(PARAMS, sl.abstract_mesh(data=2), sl.chain(sl.zero(3), sl.tile("first/w", 4), sl.precision("fp8")))
     compiled = torch.compile(lambda x, w, b: F.linear(x, w, b), backend="eager")
     for layer, what in ((sl.block(compiled), "block"), (compiled, "function")):
