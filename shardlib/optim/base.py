@@ -138,7 +138,8 @@ class Owned(Transform):
         codec = resolved.of_axes("codec").get(axis)
         if codec is not None:
             raise IllegalComposition(
-                f"{self.name} sums gradients over axis {axis!r} itself; the plan already sends them over it in {codec}; drop one"
+                f"{self.name} sums gradients over axis {axis!r} itself; the plan already sends them over it in "
+                f"{codec}; drop one"
             )
 
 
