@@ -15,6 +15,7 @@ from shardlib.debug.view import Bad, StepView
 from shardlib.mesh.launch import simulate
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.base import GradientTransformation
+from shardlib.optim.combine import OptimizerChain
 from shardlib.optim.shards import MeshShards
 from shardlib.plan.plan import Plan
 
@@ -102,8 +103,9 @@ def _compared(
 
 def _members(optimizer: GradientTransformation) -> list[GradientTransformation]:
     """The transformations of a chain, in order; of any other transformation itself."""
-    inside = getclosurevars(optimizer._update).nonlocals.get("transformations")
-    return [optimizer] if inside is None else [each for tx in inside for each in _members(tx)]
+    if not isinstance(optimizer, OptimizerChain):
+        return [optimizer]
+    return [each for tx in optimizer.transformations for each in _members(tx)]
 
 
 def _member(
@@ -148,7 +150,7 @@ def _called(tx: GradientTransformation) -> str:
     """What makes a transformation: the function whose closure it is."""
     for fn in (tx._update, tx._init):
         for name in _names(fn):
-            if name not in ("stepping", "_in_turn"):
+            if name != "stepping":
                 return name
     return "the optimizer"
 

@@ -93,7 +93,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     >>> updates["w"]
     tensor([-0.3000,  0.4000])
     """
-    return _Chain("chain", transformations, tuple, tuple)
+    return OptimizerChain("chain", transformations, tuple, tuple)
 
 
 def named_chain(*transformations: tuple[str, GradientTransformation]) -> GradientTransformation:
@@ -119,7 +119,7 @@ def named_chain(*transformations: tuple[str, GradientTransformation]) -> Gradien
         raise ValueError(
             f"named_chain() has {', '.join(map(repr, twice))} more than once; name each of them differently"
         )
-    return _Chain(
+    return OptimizerChain(
         "named_chain",
         [tx for _, tx in transformations],
         lambda states: dict(zip(names, states, strict=True)),
@@ -127,7 +127,7 @@ def named_chain(*transformations: tuple[str, GradientTransformation]) -> Gradien
     )
 
 
-class _Chain(GradientTransformation):
+class OptimizerChain(GradientTransformation):
     """The chain of ``transformations``. ``pack`` makes one state of their states, and ``unpack`` is its inverse."""
 
     def __init__(
@@ -140,7 +140,7 @@ class _Chain(GradientTransformation):
         if not transformations:
             raise ValueError(f"{what}() needs at least one gradient transformation")
         require_transformations(what, *transformations)
-        self._transformations, self._pack, self._unpack = tuple(transformations), pack, unpack
+        self.transformations, self._pack, self._unpack = tuple(transformations), pack, unpack
         *first, last = transformations
         for tx in first:
             if tx.last is not None:
@@ -157,7 +157,7 @@ class _Chain(GradientTransformation):
             locality,
             apply=self._apply_each if locality else None,
             owns=self._owner(),
-            sends=(lambda shards: added(tx.sends(shards) for tx in self._transformations)) if locality else None,
+            sends=(lambda shards: added(tx.sends(shards) for tx in self.transformations)) if locality else None,
             last=last.last,
             lead=self._lead_clips if self._clips else None,
             rest=locality and (Locality.GLOBAL if beyond else widest(*(tx.locality for tx in rest))),
@@ -166,7 +166,7 @@ class _Chain(GradientTransformation):
 
     def _owner(self) -> Owned | None:
         """The claim of the one that reduces gradients itself."""
-        owners = [(index, tx.owns) for index, tx in enumerate(self._transformations) if tx.owns is not None]
+        owners = [(index, tx.owns) for index, tx in enumerate(self.transformations) if tx.owns is not None]
         if len(owners) > 1:
             names = " and ".join(owned.name for _, owned in owners)
             raise ValueError(f"{names} in one chain: each reduces gradients itself; keep one")
@@ -176,11 +176,11 @@ class _Chain(GradientTransformation):
         return replace(owned, unreduced=lambda state: owned.unreduced(self._unpack(state)[index]))
 
     def _init_each(self, params: Tree, shards: Shards = WHOLE) -> Tree:
-        return self._pack([tx.init(params, shards=shards) for tx in self._transformations])
+        return self._pack([tx.init(params, shards=shards) for tx in self.transformations])
 
     def _update_each(self, updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
         after = []
-        for tx, tx_state in zip(self._transformations, self._unpack(state), strict=True):
+        for tx, tx_state in zip(self.transformations, self._unpack(state), strict=True):
             updates, tx_state = tx.update(updates, tx_state, params, shards=shards)
             after.append(tx_state)
         return updates, self._pack(after)
@@ -200,7 +200,7 @@ class _Chain(GradientTransformation):
         copies: Tree,
         old: tuple[Tree, Tree] | None = None,
     ) -> Tree:
-        *first, last = self._transformations
+        *first, last = self.transformations
         *states, last_state = self._unpack(state)
         options: dict[str, Any] = {"shards": shards, "copies": copies}
         if old is not None:
