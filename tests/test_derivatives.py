@@ -97,7 +97,7 @@ GIVEN = {
     "pairs._SumVarying": PAIRS, "pairs._SumInvariant": PAIRS, "pairs._Copy": PAIRS, "pairs._Gather": PAIRS,
     "pairs._GatherInvariant": PAIRS, "pairs._Split": PAIRS, "pairs._Scatter": PAIRS, "pairs._Exchange": PAIRS,
     "pairs._Permute": PAIRS, "pairs._Broadcast": PAIRS, "pairs._SumTo": PAIRS,
-    "journey._Depart": EXPERTS, "journey._Arrive": EXPERTS,
+    "routing._Start": EXPERTS, "routing._Finish": EXPERTS,
     "ring._Ring": RANKS, "ring._RingGradients": RANKS,
     "scaled._Product": "transforms/test_scaled_products.py::test_derivatives_are_those_of_the_product",
     "buffers._Gathered": AROUND, "buffers._Scattered": AROUND, "buffers._Summed": AROUND, "buffers._Shared": AROUND,
@@ -134,7 +134,7 @@ def functions():
     named = {
         f"{each.__module__.split('.')[-1]}.{each.__name__}": each
         for each in whole
-        if {"forward", "backward"} & vars(each).keys()
+        if {"forward", "backward", "dual"} & vars(each).keys()
     }
     return {name: each for name, each in named.items() if not name.startswith("operators.")}, kernels
 
