@@ -54,6 +54,7 @@ def head(rank, why, seconds=r"\d+"):
     return rf"^{GATHER} \(size 3\) \w.* on rank {rank} \(call \d+, for layers/0, in step 3, after {seconds} s\): {why}"
 
 
+@pytest.mark.check
 def test_a_rank_that_sleeps_is_told_so_and_ended(runs):
     codes, texts = runs["sleeping"]
     assert codes == [1, EXIT_HUNG, 1]

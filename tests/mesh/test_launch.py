@@ -87,6 +87,7 @@ def test_a_rank_that_returns_while_others_wait_for_it(monkeypatch):
     assert 'sl.collectives.all_gather(torch.ones(3), "data")' in str(caught.value)
 
 
+@pytest.mark.check
 def test_a_rank_that_trains_for_longer_than_others(monkeypatch):
     """The report names the step, and the unit that is gathered."""
     monkeypatch.setattr(processes, "_ASK", 0.2)
@@ -145,6 +146,7 @@ sl.launch(run, mesh={"data": 2})
 """
 
 
+@pytest.mark.check
 def test_ranks_end_with_what_started_them(tmp_path):
     """However it ends; and nothing is left behind."""
     ways = [signal.SIGKILL, signal.SIGINT]

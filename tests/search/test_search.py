@@ -83,6 +83,7 @@ def peak(plan, choice):
     return Limits.given("1TiB", None, None, 4, size).peak(plan)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("memory", ["1GiB", "400kB", "250kB"])
 def test_nothing_that_fits_is_quicker(memory):
     machine = replace(MACHINE, memory=memory)
@@ -162,6 +163,7 @@ def test_bounds_are_bounds():
     assert len(near) == len(everything())
 
 
+@pytest.mark.check
 def test_bounds_of_other_choices():
     """Of some of those with offload, other stages and weight gradients apart, at random; by night of many."""
     space = Space(precisions=("bf16",))
@@ -227,6 +229,7 @@ def test_a_loss_that_nothing_cuts():
     assert eval(found.winner.code, names) == found.winner.plan
 
 
+@pytest.mark.check
 def test_a_batch_of_arrays_has_the_rows_of_its_tensors():
     drawn = torch.zeros(8, CONFIG.sequence, dtype=torch.int64)
     loss_fn, job = gpt.make_loss(CONFIG), {"optimizer": OPTIMIZER, "ranks": 2, "space": SPACE}

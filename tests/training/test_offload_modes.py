@@ -207,7 +207,9 @@ def test_a_checkpoint_without_pending_gradients_begins_delayed_updates(tmp_path)
     assert_same(sl.unshard(late.params), sl.unshard(state.params))
     sl.checkpoint.save(tmp_path / "late", late)
     fresh, _ = start(sl.make_mesh(), sl.zero(0), sl.offload())
-    with pytest.raises(TreeError, match=r"Make that step under offload\(delay=True\) and save; partial=\['opt/pending/\*'\]"):
+    with pytest.raises(
+        TreeError, match=r"Make that step under offload\(delay=True\) and save; partial=\['opt/pending/\*'\]"
+    ):
         sl.checkpoint.restore(tmp_path / "late", fresh)
     fresh = sl.checkpoint.restore(tmp_path / "late", fresh, partial=["opt/pending/*"])
     assert_same(sl.unshard(fresh.params), sl.unshard(state.params))

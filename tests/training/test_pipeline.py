@@ -70,6 +70,7 @@ def test_four_stages_with_fewer_micro_batches_and_with_more(schedule, microbatch
     check({"data": 1, "pipe": 4}, sl.zero(stage), sl.pipeline(schedule, microbatches))
 
 
+@pytest.mark.check
 @settings(max_examples=25)
 @given(st.data())
 def test_any_legal_chain(data):
