@@ -37,7 +37,7 @@ lint: $(STAMP)
 kernels: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m helpers.built
 
-# At least a case of every test, and of all defects planted beforehand (docs/mutation.md) the one that notices it.
+# A case of every test but the longest (those marked `check`), and the cases that notice planted defects (docs/mutation.md).
 test: $(STAMP)
 	$(MAKE) --jobs=2 lint kernels
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m quick $(ARGS)

@@ -14,7 +14,6 @@ ON_DISK = {
 }
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_takes_as_long_as_predicted(on_rig, case):
     def run(mesh):

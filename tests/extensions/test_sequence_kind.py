@@ -40,7 +40,6 @@ TRANSFORM = sl.sequence("seq", kind=Striped)
 MESHES = {"seq": 4}, {"seq": 2}
 
 
-@pytest.mark.check
 def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path, pool):
     check_like_one_device(model, TRANSFORM, tmp_path, pool, meshes=MESHES, axis="seq")
     plan = plan_of(model, TRANSFORM, ADAMW, 2, MESHES[0], "seq")

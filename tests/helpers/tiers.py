@@ -1,7 +1,7 @@
-"""Which cases `make test` runs: every law and every planted defect in minutes; `make check` runs the others.
+"""Which cases `make test` runs, so that it notices every planted defect in minutes; `make check` runs the others.
 
-Of a test's cases the first runs, and those that noticed a planted defect (docs/mutation.md). Of tests marked ``check`` those
-alone: another test holds their law in less time.
+Of a test's cases the first runs, and those that noticed a planted defect (docs/mutation.md). Of tests marked ``check``, which
+take long, those alone: shorter tests hold most of their law.
 """
 
 from __future__ import annotations

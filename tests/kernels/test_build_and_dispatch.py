@@ -272,7 +272,6 @@ CUDA = {
 }
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("operation", CUDA)
 def test_cuda_kernels_compile_without_spills(operation, tmp_path):
     ((source, _),) = native.cuda_recipe(operation, (9, 0)).units
