@@ -111,7 +111,8 @@ def loads(text: bytes, where: Path) -> Manifest:
     facts = json.loads(body + b"}")
     if facts["format"] > FORMAT:
         raise CheckpointError(
-            f"{where}: format {facts['format']} was written by shardlib {facts['shardlib']}. Install a newer shardlib"
+            f"{where}: format {facts['format']} was written by shardlib {facts['shardlib']}, and this one reads up to "
+            f"{FORMAT}. Install a newer shardlib"
         )
     names = list(facts["files"])
     tensors = {name: _entry(row, names) for name, row in facts.pop("tensors").items()}

@@ -86,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
     if args.search:
         return _search(args)
     if args.remat == "auto" and args.device_memory is None:
-        raise WrongArguments("--remat auto recomputes as few blocks as fit: give --device-memory, such as 24GiB")
+        raise WrongArguments(
+            "--remat auto recomputes as few blocks as fit: give --device-memory, such as 24GiB, or --remat for all blocks"
+        )
     config = model.config(args)
     try:
         shape = model.parse_mesh(args.mesh)

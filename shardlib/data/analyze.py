@@ -81,7 +81,7 @@ def analyze(
     """
     if metric not in _NAMED if isinstance(metric, str) else not callable(metric):
         raise BatchError(
-            f"analyze: metric={metric!r}: use 'length' or 'rarity', or a function from a sample to a number"
+            f"analyze: metric={metric!r}: use {' or '.join(map(repr, _NAMED))}, or a function from a sample to a number"
         )
     if not is_step(processes) or not is_step(part):
         raise BatchError(f"analyze: processes={processes!r}, part={part!r}: use integers, 1 or more of each")

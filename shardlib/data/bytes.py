@@ -78,7 +78,8 @@ def batch_at(
     """
     if batch % ranks:
         raise ValueError(
-            f"a global batch of {batch} rows does not divide over {ranks} ranks; for example {max(1, batch // ranks) * ranks}"
+            f"a global batch of {batch} rows does not divide over {ranks} ranks; choose a multiple of {ranks}, for example "
+            f"{max(1, batch // ranks) * ranks}"
         )
     _check_length(data, sequence)
     # Raw counter-based bits: NumPy promises that these never change, unlike the results of a generator's methods.
@@ -117,7 +118,10 @@ def windows(data: np.ndarray, batch: int, sequence: int, *, limit: int) -> Itera
     available = (len(data) - 1) // sequence
     count = min(limit, available // batch)
     if count == 0:
-        raise ValueError(f"{len(data)} bytes hold {available} windows of {sequence}, fewer than a batch of {batch}")
+        raise ValueError(
+            f"{len(data)} bytes hold {available} windows of {sequence}, fewer than a batch of {batch}; use a smaller batch "
+            "or more text"
+        )
     chosen = np.arange(count * batch, dtype=np.int64) * available // (count * batch)
     for rows in chosen.reshape(count, batch):
         yield _windows_at(data, rows * sequence, sequence)
@@ -139,7 +143,8 @@ def _content(file: Path) -> tuple[bytes, bool]:
     found = TokenFile(file)
     if (name := found.header["tokenizer"]) != "bytes":
         raise TokenFileError(
-            f"{file} has tokens of the tokenizer {name!r}, not bytes: read them with sl.data.tokens or sl.data.packed"
+            f"{file} has tokens of the tokenizer {name!r}, not bytes: read them with sl.data.tokens or sl.data.packed, or "
+            "write bytes with shardlib tokenize --tokenizer bytes"
         )
     return found.tokens.tobytes(), True
 

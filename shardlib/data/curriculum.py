@@ -79,7 +79,8 @@ def curriculum(
         sequence = length.values[-1] if sequence is None else sequence
         if max(length.values) > sequence:
             raise BatchError(
-                f"curriculum: a length of {max(length.values)}, and the dataset's have sequence={sequence}"
+                f"curriculum: a length of {max(length.values)}, and the dataset's have sequence={sequence}: let the pace end "
+                "there"
             )
     if (difficulty is None) != (up_to is None):
         raise BatchError("curriculum: difficulty and up_to go together: give both, or neither")
@@ -208,7 +209,9 @@ def _limits(index: Index, up_to: Any, percentile: bool) -> Pace:
         )
     for start, before, after in zip(limits.starts[1:], limits.values, limits.values[1:]):
         if after < before:
-            raise BatchError(f"curriculum: at step {start} the samples that may be drawn fall from {before} to {after}")
+            raise BatchError(
+                f"curriculum: at step {start} the samples that may be drawn fall from {before} to {after}: let up_to rise"
+            )
     return limits
 
 

@@ -96,7 +96,9 @@ def loader(
     order, end = _order(dataset, plan, Key(seed).seed, shuffle, epochs)
     check_rows(plan.rows, share)
     if drop_last and end is not None and end < plan.rows(0):
-        raise BatchError(f"loader: drop_last=True leaves out the only batch, of {end} samples for {plan.rows(0)} rows")
+        raise BatchError(
+            f"loader: drop_last=True leaves out the only batch, of {end} samples for {plan.rows(0)} rows: use smaller batches"
+        )
     if not is_count(workers):
         raise BatchError(f"loader: workers={workers!r}: 0 for none, or the number of processes that read ahead")
     require_functions("loader", collate, map)

@@ -214,8 +214,8 @@ class OptimizerChain(GradientTransformation):
                 scale = _scaled_by(tx, updates, scale, shards)
             else:
                 updates, tx_state = tx.update(scaled(updates, scale), tx_state, params, shards=shards)
-                # which the last one writes to
-                tx_state = separate_memory(tx_state, [*leaves_of(updates), *leaves_of(params)])
+                written = [*leaves_of(updates), *leaves_of(params)]  # by the last one
+                tx_state = separate_memory(tx_state, written)
                 scale = None
             after.append(tx_state)
         return self._pack([*after, last.apply(params, updates, last_state, scale=scale, **options)])

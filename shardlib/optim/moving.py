@@ -236,7 +236,8 @@ class MovedFiles:
         """
         if self.notes is None:
             raise StorageError(
-                f"{self.where} holds no state that is whole on every rank. Name the folder that sl.to_disk was given"
+                f"{self.where} holds no state that is whole on every rank. Name the folder that sl.to_disk was given, or "
+                "restore a checkpoint"
             )
         if move not in (None, self.notes["move"]):
             raise StorageError(

@@ -140,7 +140,8 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     if mastered := sorted(path for bucket in params.plan.trained if bucket.master_dtype for path in bucket.paths):
         raise IllegalComposition(
             f"apply_updates would round small updates of {len(mastered)} 16-bit parameters ({mastered[0]} first) to nothing. "
-            "Use sl.make_train_step, or sl.precision(..., master=False) with sl.optim.stochastic_rounding(tx)"
+            "Use sl.make_train_step, or sl.precision(..., master=False) with sl.optim.stochastic_rounding(tx), or keep the "
+            "parameters in fp32"
         )
     shards = optimizer_shards(params)
     return stored(params, {name: (shard + updates.buffers[name]).to(shard.dtype) for name, shard in shards.items()})

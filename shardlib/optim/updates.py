@@ -42,13 +42,8 @@ from shardlib.optim.storing import Storing, optimizer_shard
 from shardlib.optim.train_state import OptimizerState, Pending, copied
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
-from shardlib.sharded.gradient_offload import (
-    DiskGradientOffload,
-    Follower,
-    GradientOffload,
-    GradientsOnDisk,
-    gradients_rest,
-)
+from shardlib.sharded.gradient_offload import Follower, GradientOffload
+from shardlib.sharded.gradients_on_disk import DiskGradientOffload, GradientsOnDisk, gradients_rest
 from shardlib.sharded.params_on_disk import BufferOnDisk
 from shardlib.sharded.tree import Sharded
 

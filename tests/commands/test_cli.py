@@ -451,7 +451,7 @@ def files(tmp_path, monkeypatch):
         ("plan --experts -2", "argument --experts: '-2' is not an integer of at least 0"),
         ("plan --mesh data=2,model=2,data=4", "axis data stands there twice: give each axis one size"),
         ("plan --microbatches 0", "argument --microbatches: '0'"),
-        ("plan --remat auto", "give --device-memory, such as 24GiB"),
+        ("plan --remat auto", "give --device-memory, such as 24GiB, or --remat"),
         ("plan --search --machine nofile", "shardlib plan: [Errno 2] No such file or directory: 'nofile'"),
         ("plan --search --machine .", "shardlib plan: [Errno 21] Is a directory: '.'"),
         ("plan --search --machine bad.json", "shardlib plan: bad.json describes no machine: Expecting"),

@@ -321,7 +321,7 @@ def test_a_curriculum_goes_to_other_processes():
         (lambda: sl.data.curriculum(2, difficulty=[3, 4], up_to=constant(2)), "the easiest 3: begin there"),
         (
             lambda: sl.data.curriculum(2, difficulty=[3, 4], up_to=discrete([4, 3], [5])),
-            "at step 6 the samples .* fall",
+            "at step 6 the samples .* fall from 2 to 1: let up_to rise",
         ),
         (lambda: sl.data.curriculum(2, difficulty=[3, 4]), "go together"),
         (lambda: sl.data.curriculum(2, up_to=constant(2)), "go together"),
@@ -335,7 +335,10 @@ def test_a_curriculum_goes_to_other_processes():
             lambda: sl.data.curriculum(2, difficulty=[3, float("nan")], up_to=constant(4)),
             "the metric of sample 1 is nan",
         ),
-        (lambda: sl.data.curriculum(2, length=constant(9), sequence=8), "a length of 9, and .* sequence=8"),
+        (
+            lambda: sl.data.curriculum(2, length=constant(9), sequence=8),
+            "a length of 9, and .* sequence=8: let the pace end",
+        ),
         (
             lambda: sl.data.curriculum(2, length=constant(4), surplus="keep"),
             "surplus='keep': use 'truncate' or 'reshape'",

@@ -373,5 +373,5 @@ def test_a_last_batch_that_does_not_divide_is_left_out():
         sl.simulate(trained, mesh={"data": 2})
     dropping = sl.simulate(lambda mesh: trained(mesh, drop_last=True), mesh={"data": 2})
     assert dropping == [(2, 16)] * 2
-    with pytest.raises(BatchError, match="leaves out the only batch, of 5 samples for 8 rows"):
+    with pytest.raises(BatchError, match="leaves out the only batch, of 5 samples for 8 rows: use smaller batches"):
         sl.data.loader(torch.ones(5), sl.make_mesh(), 8, epochs=1, drop_last=True)

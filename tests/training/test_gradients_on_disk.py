@@ -14,7 +14,7 @@ import shardlib as sl
 from shardlib.errors import IllegalComposition, NonFiniteError, RankFailure, StorageError
 from shardlib.execute.counting import LiveBytes
 from shardlib.plan.program import messages
-from shardlib.sharded.gradient_offload import DiskGradientOffload, _Copies
+from shardlib.sharded.gradients_on_disk import DiskGradientOffload, _Copies
 
 FOLDER = "gradients"
 

@@ -110,11 +110,6 @@ class Store:
     def _records(self) -> list[StepRecord]:
         return self._files.header.records if self._layout.durable else [self._committed]
 
-    @property
-    def changed(self) -> bool:
-        """Whether something was written since the last commit."""
-        return bool(self._changed)
-
     def room(self, name: str) -> bool:
         """Whether a buffer can be fetched or lent now, without waiting for memory."""
         return self._pool.room([self._block_size(name)])

@@ -242,7 +242,7 @@ DEFECTS = (
     Defect(
         "a norm of the first micro-batch",
         "mask",
-        "sharded/gradient_offload.py",
+        "sharded/gradients_on_disk.py",
         "squares of gradients on disk are those before further micro-batches were added",
         "        self._squares[bucket.name] = torch.full_like(self._squares[bucket.name], squares)\n",
         "",
@@ -260,7 +260,7 @@ DEFECTS = (
     Defect(
         "gradients that are not on the disk",
         "mask",
-        "sharded/gradient_offload.py",
+        "sharded/gradients_on_disk.py",
         "an error in the writing of a gradient is dropped, and the step before's is read",
         "            self._failure = self._failure or error",
         "            del error",
@@ -269,7 +269,7 @@ DEFECTS = (
     Defect(
         "a micro-batch in place of the sum",
         "mask",
-        "sharded/gradient_offload.py",
+        "sharded/gradients_on_disk.py",
         "each micro-batch's gradient on disk is written over the sum so far",
         "before = self._store.fetch(bucket.name) if further else None",
         "before = None",
@@ -356,7 +356,7 @@ DEFECTS = (
     Defect(
         "a gradient that one rank cannot read",
         "agreement",
-        "sharded/gradient_offload.py",
+        "sharded/gradients_on_disk.py",
         "an error in a read outside of the update is raised on that rank alone, and the others wait",
         'return self._together(examine, "read from disk")',
         "return examine()",
