@@ -115,9 +115,10 @@ class LinearFunction(torch.autograd.Function):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        signature = inspect.signature(cls.forward)
-        cls.forward.__signature__ = signature  # type: ignore[attr-defined]  # else apply derives it in every call
-        cls._dims = tuple(name.endswith("dim") for name in signature.parameters)[1:]
+        if "forward" in vars(cls):  # else it is another class's, which torch's own may be
+            signature = inspect.signature(cls.forward)
+            cls.forward.__signature__ = signature  # type: ignore[attr-defined]  # else apply derives it in every call
+            cls._dims = tuple(name.endswith("dim") for name in signature.parameters)[1:]
 
     @staticmethod
     def of_dual(*static: Any) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from shardlib.tree import leaves_of
 # Floating-point operations of operators, by the shapes of their arguments.
 # A multiplication and an addition are two operations. Counted are matrix products, also those inside of fused operators.
 # Torch's own table is extended by the operators that it leaves out or miscounts, and shardlib's operations add theirs where
-# they are defined (`shardlib.kernels.common.operators.counted`). Causal attention counts in full, as is the convention.
+# they are defined (`shardlib.kernels.common.flops.counted`). Causal attention counts in full, as is the convention.
 
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from shardlib.sharded.given import whole_params
 from shardlib.sharded.shard import shard_like
 from shardlib.sharded.tree import Sharded
 from shardlib.transforms.tensor_slicing import column, row
-from shardlib.tree import Tree, flatten, leaves_of, unflatten
+from shardlib.tree import Tree, flatten, unflatten
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class Experts:
 
     def __post_init__(self) -> None:
         if not self.per_layer or min(self.per_layer) < 0 or not any(self.per_layer):
-            raise ValueError(f"Experts(per_layer={self.per_layer}): give the layers' numbers in turn, 0 for an MLP")
+            raise ValueError(
+                f"Experts(per_layer={self.per_layer}): give the layers' numbers in turn, 0 for an MLP: (0, 8)"
+            )
 
     def of_layer(self, layer: int) -> int:
         """The number of experts of a layer."""
@@ -93,10 +95,6 @@ class Experts:
         alone = [name for name, width in (("shared", self.shared), ("residual", self.residual)) if width]
         rules: dict[str, Any] = {f"{prefix}experts/{name}": cut[style] for name, style in styles.items()}
         return rules | {f"{prefix}{one}/{name}": style for one in alone for name, style in styles.items()}
-
-    def count(self, layer: int, width: int, hidden: int) -> int:
-        """The number of elements of `init` of the same arguments."""
-        return sum(leaf.numel() for leaf in leaves_of(self.init(Key(0), layer, width, hidden, device="meta")))
 
     def __call__(
         self, params: Params, x: Tensor, rng: Key | None = None, segments: Tensor | None = None
@@ -174,10 +172,10 @@ def shift_of(shares: Sequence[Tensor], rate: float) -> Tensor:
 def upcycle(params: Params, experts: Experts, key: Key, *, noise: float = 0.0, std: float = 0.02) -> Params:
     """The parameters of a dense `shardlib.models.gpt` with experts in place of the MLPs of some layers.
 
-    Each expert is a copy of the layer's MLP, and routers are drawn from N(0, std²). So the model computes what the dense one
-    did wherever a token's weights sum to 1 and nothing is dropped: with a router that has ``renormalise="chosen"`` and no
-    capacity, and without ``noise``. Shared experts begin with an output of 0; residual ones as a copy. The other parameters
-    are the dense model's own tensors.
+    Each expert is a copy of the layer's MLP (sparse upcycling, arXiv 2212.05055), and routers are drawn from N(0, std²). So
+    the model computes what the dense one did wherever a token's weights sum to 1 and nothing is dropped: with a router that
+    has ``renormalise="chosen"`` and no capacity, and without ``noise``. Shared experts begin with an output of 0; residual
+    ones as a copy. The other parameters are the dense model's own tensors.
 
     Args:
         params: as `shardlib.models.gpt.init` makes them.

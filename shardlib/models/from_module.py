@@ -111,7 +111,7 @@ def from_module(
         return call(params, None, args, kwargs)
 
     def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
-        return call(params, buffers, args, kwargs)
+        return call(params, dict(buffers), args, kwargs)  # None would be a call without buffers
 
     if not buffers:
         return apply, params, *last
@@ -299,7 +299,8 @@ def _require_trained(module: nn.Module) -> None:
     if frozen:
         raise TreeError(
             f"{len(frozen)} parameters have requires_grad=False, which a pytree of tensors cannot carry:\n{listing(frozen)}\n"
-            "Pass frozen=True: from_pretrained then freezes them, and sl.from_module returns their paths for sl.freeze"
+            "Pass frozen=True: from_pretrained then freezes them, and sl.from_module returns their paths for sl.freeze; or "
+            "call module.requires_grad_(True)"
         )
 
 

@@ -62,7 +62,9 @@ class GPTConfig:
     def __post_init__(self) -> None:
         check_sizes(self, "vocab", "layers", "width", "heads", "sequence")
         if self.moe is not None and self.layers % len(self.moe.per_layer):
-            raise ValueError(f"GPTConfig: moe.per_layer={self.moe.per_layer} does not divide layers={self.layers}")
+            raise ValueError(
+                f"GPTConfig: moe.per_layer={self.moe.per_layer} does not divide layers={self.layers}; give each a number"
+            )
 
     def experts_of(self, layer: int) -> int:
         """The number of experts of a layer; 0 where it has an MLP."""

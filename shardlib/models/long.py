@@ -146,7 +146,10 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Sparse attention as transformers calls it: heads are dimension 1 of the inputs and dimension 2 of the output."""
     if key.shape[2] != query.shape[2]:
-        raise BatchError("a sparse layout is for one whole sequence; pass use_cache=False, and no encoder's states")
+        raise BatchError(
+            f"a sparse layout is for one whole sequence, not {query.shape[2]} queries and {key.shape[2]} keys; pass "
+            "use_cache=False, and no encoder's states"
+        )
     layout: Any = module.sparse_layout
     out = sparse_attention(
         query,

@@ -33,7 +33,8 @@ def require_no_adapters(module: nn.Module, names: Collection[str]) -> None:
     if adapters := [name for name in sorted(names) if name.startswith(tuple(inside))]:
         raise TreeError(
             f"adapters of peft on the meta device have lost how they start:\n{listing(adapters)}\nAdd them by "
-            "sl.checkpoint.from_pretrained(..., change=lambda model: peft.get_peft_model(model, config))"
+            "sl.checkpoint.from_pretrained(..., change=lambda model: peft.get_peft_model(model, config)), or to a model with "
+            "values"
         )
 
 

@@ -228,7 +228,7 @@ def test_a_choice_by_experts_cannot_generate():
         ((), "numbers in turn"),
         ((0,), "numbers in turn"),
         ((-1, 2), "numbers in turn"),
-        ((0, 2, 2), "does not divide layers=4"),
+        ((0, 2, 2), "does not divide layers=4; give each a number"),
     ],
 )
 def test_patterns_that_do_not_fit(per_layer, message):

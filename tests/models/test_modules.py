@@ -151,6 +151,8 @@ def test_changed_buffers_are_returned():
     assert_same(apply(params, given, x, how="")[1], given)
     assert "new" in apply(params, given, x, how="register")[1]
     assert "new" not in apply(params, given, x, how="")[1]
+    with pytest.raises(TypeError, match="NoneType"):  # not a call without buffers
+        apply(params, None, x, how="")
 
 
 @pytest.mark.parametrize(

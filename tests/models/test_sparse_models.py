@@ -110,7 +110,7 @@ def test_the_cache_changes_no_token(layout, length):
 
 def test_generating_with_a_layout_of_fewer_tokens_is_refused():
     config = gpt.GPTConfig(**SIZES | {"sequence": LENGTH + 1}, layout=LAYOUT)
-    with pytest.raises(ValueError, match="layout is shorter than sequence=65; make it for"):
+    with pytest.raises(ValueError, match="with 4 blocks of 16 the layout is shorter than sequence=65; make it for"):
         sl.generate(config, gpt.init(config), tokens()[:, :5], 3)
 
 

@@ -154,7 +154,7 @@ class AllToAllExchange(TokenExchange):
             )
         narrow = [packing for packing in self._packings if packing is not None and not packing.wide]
         if narrow and rows.dtype is torch.float64:
-            raise SpecError(f"{self}: rows are float64, and {narrow[0]} holds fp32 at most; cast them")
+            raise SpecError(f"{self}: rows are float64, and {narrow[0]} holds fp32 at most; cast them, or use no codec")
         ranks = math.prod(mesh.shape[axis] for axis in self.axes)
         if len(counts) % ranks:
             raise SpecError(f"{self}: {len(counts)} experts do not divide over {ranks} ranks; use a multiple of them")

@@ -1,5 +1,5 @@
-// AdamW with moments in 8 bits on the CPU; see __init__.py and codes.py for the mathematics. Compiled once per instruction set
-// (ISA names it).
+// AdamW with moments in 8 bits on the CPU; see __init__.py for the mathematics. Compiled once per instruction set (ISA names
+// it).
 //
 // A block's new moments stay in the first-level cache until their largest magnitude is known, and are then coded.
 #include "../common/elementwise.h"
@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 256;  // as in codes.py
+constexpr int64_t BLOCK = 256;  // as in __init__.py
 constexpr float NORMAL = 0x1p-126f;
 
 inline Ints get_codes(const uint8_t* from, int64_t n) {
@@ -52,7 +52,7 @@ inline Ints larger_bits(Ints most, Floats values) {
     return bits > most ? bits : most;
 }
 
-// DynamicMap of codes.py, with BITS bits of magnitude and its `lines`.
+// DynamicMap of __init__.py, with BITS bits of magnitude and its `lines`.
 template <int BITS>
 struct DynamicMap {
     const float* lines;

@@ -10,6 +10,7 @@ Name operators in a namespace of your own, ``"mylib::swish"``: a name without ``
 """
 
 from shardlib.kernels.common.arguments import check_tensors
-from shardlib.kernels.common.operators import counted, differentiable, opaque
+from shardlib.kernels.common.flops import counted
+from shardlib.kernels.common.operators import differentiable, opaque
 
 __all__ = ["check_tensors", "counted", "differentiable", "opaque"]

@@ -38,6 +38,12 @@ def fields_of(record: Any) -> StepFields:
     return StepFields(tensors, optional, tuple(name for name in kinds if name not in tensors))
 
 
+def factors_of(step: Any) -> list[Any]:
+    """The numbers among a step's factors, in order, those of records too."""
+    factors = (getattr(step, name) for name in fields_of(step.__class__).factors)
+    return [number for factor in factors for number in (factor if isinstance(factor, tuple) else (factor,))]
+
+
 def run(function: str, step: Any, using: str | None, *, mixed: bool = False, old: Any = None) -> None:
     """Checks the tensors of a step, and runs it by the implementation that takes them.
 
@@ -146,12 +152,8 @@ class CompiledSteps(native.Compiled):
 
     @classmethod
     def _step(cls, function: str, record: Any) -> Callable[..., None]:
-        name, mixed, fields, kinds = (
-            function.rstrip("_"),
-            function in cls._mixed,
-            fields_of(record),
-            get_type_hints(record),
-        )
+        name, mixed = function.rstrip("_"), function in cls._mixed
+        fields, kinds = fields_of(record), get_type_hints(record)
         scaled = "scale" in fields.tensors
         buffers = [each for each in fields.tensors if each != "scale"]
         typed = {"copy", *(("param", "grad") if mixed else ())}
@@ -168,10 +170,7 @@ class CompiledSteps(native.Compiled):
                 values.append(tensor)
                 if each in typed:
                     values.append(-1 if tensor is None else native.DTYPES[tensor.dtype])
-            values.append(step[0].numel())
-            for each in fields.factors:
-                factor = getattr(step, each)
-                values += factor if isinstance(factor, tuple) else (factor,)
+            values += (step[0].numel(), *factors_of(step))
             if scaled:
                 values.append(step.scale if cls.of_gpus else 1.0 if step.scale is None else float(step.scale))
             getattr(cls.library(), name)(*values, cls.runs_on(step[0].device))

@@ -170,9 +170,8 @@ class Compiled:
 def cuda_recipe(name: str, capability: tuple[int, int]) -> Recipe:
     """``<name>/<name>.cu`` for GPUs of one compute capability, and for later ones by its PTX."""
     flags = ("-O3", "-std=c++17", f"-arch=sm_{capability[0]}{capability[1]}", "-Xcompiler=-fPIC", "-fmad=false")
-    return Recipe(
-        f"{name}-cuda", "nvcc", ((_OPERATIONS / name / f"{name}.cu", ()),), tuple(sorted(_COMMON.glob("*.cuh"))), flags
-    )
+    units, includes = ((_OPERATIONS / name / f"{name}.cu", ()),), tuple(sorted(_COMMON.glob("*.cuh")))
+    return Recipe(f"{name}-cuda", "nvcc", units, includes, flags)
 
 
 @functools.cache

@@ -16,9 +16,7 @@ functions take.
 from __future__ import annotations
 
 import functools
-import importlib.abc
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, get_type_hints
@@ -34,9 +32,6 @@ Pass = Callable[..., list[torch.Tensor]]
 Operator = TypeVar("Operator", bound=Callable[..., torch.Tensor | list[torch.Tensor]])
 PerInput = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Sequence[torch.Tensor | None]]
 Keep = Callable[[tuple[Any, ...], tuple[torch.Tensor, ...]], tuple[Any, ...]]
-
-_COUNTER = "torch.utils.flop_counter"
-_formulas: dict[Any, Callable[..., int]] = {}  # of `counted`, that torch's counter does not have yet
 
 # The autograd.Functions of backward operators, by name: inside a backward, the compiler finds such a class only in globals.
 _backwards: dict[str, type[torch.autograd.Function]] = {}
@@ -58,7 +53,7 @@ def opaque(name: str, function: Operator, fake: Callable[..., Any]) -> Operator:
     >>> scale(torch.ones(2), 3.0)
     [tensor([3., 3.])]
     """
-    qualified = _qualified(name)
+    qualified = qualified_name(name)
     torch.library.define(qualified, torch.library.infer_schema(function, mutates_args=()))
     torch.library.impl(qualified, "CompositeExplicitAutograd")(_without_autocast(function))
     torch.library.register_fake(qualified, fake)
@@ -204,65 +199,8 @@ def differentiable(
     return call
 
 
-def counted(name: str, *, forward: Callable[..., int], backward: Callable[..., int]) -> None:
-    """Say how many floating-point operations the matrix products of an operation's passes have.
-
-    The profile of a step, plans and torch's ``FlopCounterMode`` then count them. An operation without products needs none.
-
-    Args:
-        name: as in `differentiable`.
-        forward, backward: of the arguments of the operators, with shapes in place of tensors.
-
-    >>> def product(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-    ...     return [x @ w]  # a kernel of your own
-    >>> make = sl.kernels.common.opaque("mylib::product", product, lambda x, w: [x.new_empty(len(x), w.shape[1])])
-    >>> backward = sl.kernels.common.opaque("mylib::product_backward", product, lambda x, w: [torch.empty_like(x)])
-    >>> flops = lambda x, w, **_: 2 * x[0] * x[1] * w[1]
-    >>> sl.kernels.common.counted("mylib::product", forward=flops, backward=flops)
-    >>> from torch.utils.flop_counter import FlopCounterMode
-    >>> with FlopCounterMode(display=False) as counter:
-    ...     _ = make(torch.ones(2, 3), torch.ones(3, 4))
-    >>> counter.get_total_flops()
-    48
-    """
-    namespace, operation = _qualified(name).split("::")
-    operators = getattr(torch.ops, namespace)
-    for suffix, formula in (("", forward), ("_backward", backward)):
-        _formulas[getattr(operators, operation + suffix)] = formula
-    if _COUNTER in sys.modules:
-        _register_formulas()
-
-
-def _register_formulas() -> None:
-    for operator, formula in _formulas.items():
-        sys.modules[_COUNTER].register_flop_formula(operator)(formula)
-    _formulas.clear()
-
-
-class _CounterFinder(importlib.abc.MetaPathFinder):
-    """Gives torch's counter the formulas once somebody imports it: with Triton its import takes a third of a second."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _COUNTER:
-            return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec: Any = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: Any) -> None:
-            execute(module)
-            _register_formulas()
-
-        spec.loader.exec_module = execute_and_register
-        return spec
-
-
-sys.meta_path.insert(0, _CounterFinder())
-
-
-def _qualified(name: str) -> str:
+def qualified_name(name: str) -> str:
+    """An operator's name with its namespace, by default the library's."""
     return name if "::" in name else f"shardlib::{name}"
 
 

@@ -11,7 +11,7 @@
 namespace {
 
 // Weights [groups][outputs][columns], with biases [groups][outputs] of the dtype of rows, or null. Of 32 or 16
-// bits they have that dtype too; of 8 and 4 they are integers with scales[… / block]. A line of numbers: thin_matmul/line.py.
+// bits they have that dtype too; of 8 and 4 they are integers with scales[… / block]. A line of numbers: `line` in thin_matmul.
 struct Matrix {
     const void* values;
     int64_t bits;

@@ -10,7 +10,7 @@ import triton
 
 from shardlib.common.thresholds import Threshold
 from shardlib.kernels.common.build import BuildError
-from shardlib.kernels.common.flat import fields_of
+from shardlib.kernels.common.flat import factors_of, fields_of
 
 TILE = 1024  # elements of a program that computes element by element
 # Products are rounded before they are added, as in the other implementations.
@@ -37,13 +37,8 @@ def by(kernel: Any) -> Callable[[Any], None]:
     """
 
     def step_by(step: Any) -> None:
-        fields = fields_of(step.__class__)
-        count, factors = step[0].numel(), list[Any]()
-        for name in fields.factors:
-            factor = getattr(step, name)
-            factors += factor if isinstance(factor, tuple) else (factor,)
-        tensors = [getattr(step, name) for name in fields.tensors]
-        kernel[(triton.cdiv(count, TILE),)](*tensors, count, *factors, TILE=TILE, **EXACT)
+        tensors, count = [getattr(step, name) for name in fields_of(step.__class__).tensors], step[0].numel()
+        kernel[(triton.cdiv(count, TILE),)](*tensors, count, *factors_of(step), TILE=TILE, **EXACT)
 
     return step_by
 

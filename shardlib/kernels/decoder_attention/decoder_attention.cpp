@@ -1,11 +1,11 @@
-// The first half of a decoder's layer, for one new token of each sequence, on the CPU; see __init__.py. Compiled once per instruction
-// set.
+// The first half of a decoder's layer, for one new token of each sequence, on the CPU; see __init__.py. Compiled once per
+// instruction set.
 #include "../common/attend.h"
 #include "../common/thin.h"
 
 namespace {
 
-// As cpu.py lays it out.
+// In the order of `Heads.linears` in __init__.py.
 struct Layer {
     Matrix q, k, v, o;
 };

@@ -4,8 +4,8 @@
 
 namespace {
 
-// As cpu.py lays it out. Without experts `router` has no values; with them the others have a group for each. Where `up` has no
-// values, `gate` has its rows too, after its own.
+// In the order of `MLP.linears` in __init__.py. Without experts `router` has no values; with them the others have a group for
+// each. Where `up` has no values, `gate` has its rows too, after its own.
 struct Layer {
     Matrix router, gate, up, down;
 };

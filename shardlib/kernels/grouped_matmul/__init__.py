@@ -27,7 +27,8 @@ from shardlib.kernels.common import native, results
 from shardlib.kernels.common import rows as lines
 from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.common.dispatch import Plain, on, serving
-from shardlib.kernels.common.operators import autocast_as_a_product, counted, differentiable
+from shardlib.kernels.common.flops import counted
+from shardlib.kernels.common.operators import autocast_as_a_product, differentiable
 
 __all__ = ["grouped_matmul"]
 

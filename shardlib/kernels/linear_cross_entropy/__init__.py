@@ -28,7 +28,8 @@ from shardlib.common.thresholds import Threshold, threads
 from shardlib.kernels.common import native, rows
 from shardlib.kernels.common.arguments import check_tensors
 from shardlib.kernels.common.dispatch import Plain, on, serving
-from shardlib.kernels.common.operators import autocast_as_a_product, counted, differentiable
+from shardlib.kernels.common.flops import counted
+from shardlib.kernels.common.operators import autocast_as_a_product, differentiable
 
 __all__ = ["linear_cross_entropy"]
 

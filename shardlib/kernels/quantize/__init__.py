@@ -171,8 +171,8 @@ def dequantize_sum_quantize(
     if out_form.block != form.block:
         raise ValueError(f"blocks of {form.block} and of {out_form.block}: quantise to the blocks that come in")
     out = _outputs(out_form, elements, values.device) if out is None else out
-    sent_ones = _sent(values, scales, form, elements)
-    check_buffers(_FILLED, **sent_ones, **_expected(elements, residual, out_form, out))
+    expected = _sent(values, scales, form, elements) | _expected(elements, residual, out_form, out)
+    check_buffers(_FILLED, **expected)
     with on(values.device):
         sent = Quantized(values.contiguous(), scales.contiguous(), form)
         filled = Quantized(*out, out_form)
@@ -196,7 +196,7 @@ def _sent(values: torch.Tensor, scales: torch.Tensor, form: Blockwise, elements:
 def _expected(
     elements: int, residual: torch.Tensor | None, form: Blockwise, out: tuple[torch.Tensor, torch.Tensor]
 ) -> dict[str, Any]:
-    """What it is to expect of what is filled."""
+    """What `check_buffers` is to expect of tensors that are filled."""
     return {
         "residual": (residual, (elements,), FLOATS[:1]),
         "out_values": (out[0], (form.bytes(elements),), (form.dtype,)),

@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from shardlib.common.thresholds import Threshold
 from shardlib.kernels import counter
 from shardlib.kernels.common.dispatch import Plain, on, serving
-from shardlib.kernels.common.operators import counted, differentiable
+from shardlib.kernels.common.flops import counted
+from shardlib.kernels.common.operators import differentiable
 
 __all__ = ["LARGEST", "attend"]
 

@@ -128,7 +128,7 @@ class _TritonProblem:
         return choices(kernel, options.block, self.q.shape[3], self.q.itemsize, rich)
 
     def runs(self, kind: str, choices: list[TileShapes]) -> list[_PackingRun]:
-        """The runs of the packings of the layout's lists ("row", "column" or "diagonal"), in the best of the"""
+        """The runs of the packings of the layout's lists ("row", "column" or "diagonal"), in the best of the shapes."""
         if not self.q.numel():
             return []
         group = self.group if kind == "column" else 1

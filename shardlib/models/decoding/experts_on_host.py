@@ -88,9 +88,8 @@ class ExpertCache:
         self, leaves: Sequence[torch.Tensor | QuantizedMatrix], number: int, transfers: Transfers, device: torch.device
     ) -> None:
         self.number, self._transfers = number, transfers
-        self._taken: OrderedDict[int, tuple[int, Transfer]] = (
-            OrderedDict()
-        )  # expert -> its slot, and the copy to it; by last use
+        # Expert -> its slot, and the copy to it; the least recently used one first.
+        self._taken: OrderedDict[int, tuple[int, Transfer]] = OrderedDict()
         self._leaves = [_CachedLeaf(leaf, number, device) for leaf in leaves]
         self.size = sum(part[0].nbytes for leaf in self._leaves for part in leaf.parts)
         self.bytes = number * self.size

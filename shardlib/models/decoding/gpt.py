@@ -28,7 +28,8 @@ class GPT(Decoder):
         layout = config.layout
         if layout is not None and layout.size * layout.block < config.sequence:
             raise ValueError(
-                f"GPTConfig: the layout is shorter than sequence={config.sequence}; make it for that length"
+                f"GPTConfig: with {layout.size} blocks of {layout.block} the layout is shorter than "
+                f"sequence={config.sequence}; make it for that length"
             )
         self._config = replace(config, dropout=0.0, moe=None if config.moe is None else _with_room(config.moe))
         self.sequence, self.vocab = config.sequence, config.vocab

@@ -86,9 +86,8 @@ def _loading(module: Any) -> ModuleType:
     """transformers' functions that read and write files, for a model of transformers."""
     loading = _required("transformers.core_model_loading")
     if not hasattr(module, "base_model_prefix"):
-        raise TreeError(
-            f"{type(module).__name__} is no model of transformers, whose files have a layout; leave out module="
-        )
+        kind = type(module).__name__
+        raise TreeError(f"{kind} is no model of transformers, whose files alone have another layout; leave out module=")
     return loading
 
 
@@ -233,7 +232,7 @@ def _unbind(tensor: OriginTensor, dim: int = 0) -> tuple[OriginTensor, ...]:
 
 
 def _cuts(tensor: OriginTensor, made: Sequence[torch.Tensor], dim: int) -> tuple[OriginTensor, ...]:
-    """The followed tensors of ``made``, into which ``tensor`` is cut along ``dim``."""
+    """The tensors of ``made`` with their origins, into which ``tensor`` is cut along ``dim``."""
     found, start, dim = [], 0, dim % tensor.dim()
     for cut in made:
         first = tuple(start if each == dim else 0 for each in range(tensor.dim()))

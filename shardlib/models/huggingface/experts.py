@@ -59,7 +59,9 @@ def with_experts(model: Any, *, counts: bool = False, seats: bool = False, repli
     """
     layers = {name: module for name, module in model.named_modules() if hasattr(module, EXPERTS)}
     if not layers:
-        raise TreeError(f"{type(model).__name__} has no layers of experts to choose for; write them with sl.nn.moe")
+        raise TreeError(
+            f"{type(model).__name__} has no layers of experts with set_experts_implementation; write them with sl.nn.moe"
+        )
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _run)
@@ -71,9 +73,7 @@ def with_experts(model: Any, *, counts: bool = False, seats: bool = False, repli
             _add_placement(model.get_submodule(name.rpartition(".")[0]), layer, seats, replicas)
         if counts:
             weight = next(layer.parameters())
-            where = (
-                "cpu" if weight.is_meta else weight.device
-            )  # a buffer of a model on the meta device has a value all the same
+            where = "cpu" if weight.is_meta else weight.device  # on the meta device too, the buffer has a value
             zeros = torch.zeros(layer.num_experts, dtype=torch.float64, device=where)
             layer.register_buffer(_COUNTS, zeros, persistent=False)
     return model

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardlib.collectives.tokens import PendingRows
+from shardlib.collectives.tokens import PendingRows, TokenExchange
 from shardlib.collectives.tokens.fetch import TokenFetch
 from shardlib.common._compat import differentiated, outside_of_graphs
 from shardlib.common.environment import environment
@@ -189,13 +189,13 @@ def _by_expert(routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
 
 @outside_of_graphs
 def _send(
-    exchange: Any, mesh: Mesh, rows: torch.Tensor, counts: torch.Tensor, how: Mapping[str, Any]
+    exchange: TokenExchange, mesh: Mesh, rows: torch.Tensor, counts: torch.Tensor, how: Mapping[str, Any]
 ) -> tuple[PendingRows, Any]:
     return exchange.send(mesh, rows, counts, **how)
 
 
 @outside_of_graphs
-def _send_back(exchange: Any, mesh: Mesh, rows: torch.Tensor, way: Any) -> PendingRows:
+def _send_back(exchange: TokenExchange, mesh: Mesh, rows: torch.Tensor, way: Any) -> PendingRows:
     return exchange.back(mesh, rows, way)
 
 
@@ -213,7 +213,7 @@ def _slots(routing: Routing) -> int:
     return routing.slots
 
 
-def _exchange(leaves: list[Any], sharded: bool | None, experts: int) -> Any:
+def _exchange(leaves: list[Any], sharded: bool | None, experts: int) -> TokenExchange | None:
     """The plan's exchange of tokens, if a layer's experts are sharded; None if all of them are here."""
     exchange, mesh = environment().tokens, environment().mesh
     ways = math.prod(mesh.shape[axis] for axis in exchange.axes) if sharded and exchange and mesh else 1
@@ -268,7 +268,7 @@ class Replicas:
         return [stop - start for start, stop in itertools.pairwise([0, *stops, rows])]
 
     def outputs(self, expert: Expert, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """See `Dispatch`; rows are sorted by slot."""
+        """The results of ``rows`` ``[R, W]``, which are sorted by slot and have these ``ends``."""
         parts = rows.split(self._lengths(len(rows), ends))
         results, start = [], 0
         for params, part, some in zip(self._landed(), parts, ends.split(list(self._of_rank)), strict=True):
@@ -279,7 +279,7 @@ class Replicas:
 
 @outside_of_graphs
 def _fetch_replicas(
-    params: Mapping[str, Any], seats: torch.Tensor | None, replicas: torch.Tensor, exchange: Any
+    params: Mapping[str, Any], seats: torch.Tensor | None, replicas: torch.Tensor, exchange: TokenExchange
 ) -> Replicas:
     """Start to fetch the replicas that ``replicas`` ``[E]`` says. The host reads both it and ``seats``."""
     mesh, number = environment().mesh, len(replicas)

@@ -169,14 +169,13 @@ def init_moe(
         return init.normal(key.fold_in(name), shape, std, **kind)
 
     def expert(name: str, inner: int, *number: int) -> dict[str, torch.Tensor]:
-        def leaf(key: str, shape: tuple[int, ...]) -> torch.Tensor:
-            if len(shape) == 1:
-                return zeros(*number, *shape)
-            return normal(
-                f"{name}/{key}", *number, *shape, std=out_std if key == "down" and out_std is not None else std
-            )
-
-        return {key: leaf(key, shape) for key, shape in config.shapes(width, inner).items()}
+        stds = {} if out_std is None else {"down": out_std}
+        return {
+            leaf: normal(f"{name}/{leaf}", *number, *shape, std=stds.get(leaf, std))
+            if len(shape) > 1
+            else zeros(*number, *shape)
+            for leaf, shape in config.shapes(width, inner).items()
+        }
 
     params: dict[str, Any] = {
         "router": {"weight": normal("router/weight", experts, width)},

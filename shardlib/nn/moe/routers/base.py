@@ -135,7 +135,7 @@ class Router(ABC):
 
 def best(scores: torch.Tensor, number: int) -> torch.Tensor:
     """``[T, number]``: the columns of the largest scores of each row, the largest first; of equals the first. Raises
-    `ValueError`: there are fewer columns."""
+    `ValueError` where there are fewer columns."""
     if not 0 < number <= scores.shape[1]:
         raise ValueError(f"a router cannot choose {number} of {scores.shape[1]} experts")
     return routing.top_k(scores, number)[0]
