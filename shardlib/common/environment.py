@@ -26,11 +26,11 @@ class Environment:
         tokens: how tokens travel to experts that are dealt out; see `shardlib.collectives.tokens.TokenExchange`.
         blocks: how blocks are called; see `shardlib.nn.blocks.Runner`.
         names: what is done with values that are named; see `shardlib.nn.blocks`.
-        decides: how decisions are made that recomputation takes over; see `shardlib.common.environment`.
+        decides: how decisions are made that recomputation takes over; see `once`.
         reads: how a sharded tree is read; see `shardlib.sharded.tree`.
         keeper: of the inputs of checkpoints that a model makes itself; see `shardlib.execute.activation_offload`.
         follows: who follows modules by their names; see `shardlib.nn.blocks.Follow`.
-        clock: of a measured step; see `shardlib.common.environment`.
+        clock: of a measured step; see `Clock`.
         phases, phases_of: of the micro-batch, and what makes them; see `shardlib.execute.phases`.
     """
 

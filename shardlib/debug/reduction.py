@@ -193,8 +193,9 @@ def _not_made(view: StepView) -> Finding | None:
 def _missing(view: StepView, bucket: Bucket, made: list[WireExchange], path: str, wrong: Bad) -> Finding | None:
     """An exchange that the plan has, or that it lacks, and that was not made."""
     route = view.plan.routes[bucket.name].reductions
-    times = {(_OPS[each.op], each.axis) for each in route if each.channel is None}
-    missing, note = list(times - {(e.op, e.axis) for e in made}), "the plan has it, and it was not made"
+    times = dict.fromkeys((_OPS[each.op], each.axis) for each in route if each.channel is None)
+    there = {(e.op, e.axis) for e in made}
+    missing, note = [key for key in times if key not in there], "the plan has it, and it was not made"
     if not missing:
         met = {e.axis for e in made} | {each.axis for each in route if each.channel is not None}
         missing = [("all_reduce", axis) for axis in _summing_axes(view, bucket) if axis not in met]

@@ -27,7 +27,7 @@ Signatures = dict[int, list[Any]]  # number of a block in its list -> what a pla
 
 
 class DedupStage(NamedTuple):
-    """A stage of a deduplicated plan.
+    """A stage of a short form.
 
     Attributes:
         first: number of blocks in the stages before it, in the whole plan.
@@ -44,7 +44,7 @@ class DedupStage(NamedTuple):
 
 
 class Deduplicated(NamedTuple):
-    """A plan of representatives alone.
+    """The short form of a plan: one of representatives alone.
 
     Attributes:
         plan: for parameters with fewer blocks.

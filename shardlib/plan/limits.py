@@ -131,7 +131,8 @@ def fitted(plan: Plan, traced: Callable[[Plan], Plan], limits: Limits) -> Plan:
             why = next((note for note in notes if note.startswith("not traced: ")), "not traced").partition(": ")[2]
             raise IllegalComposition(
                 f"{limits.arguments} needs a loss that can be traced, and this one cannot: {why}. Let no size or branch "
-                "depend on values (torch.where, masked_fill, weights instead of selections), or give no limit"
+                "depend on values (torch.where, masked_fill, weights instead of selections; experts of transformers with "
+                "experts_implementation='grouped_mm'), or give no limit"
             )
         return found
 
@@ -230,7 +231,7 @@ class Planner:
         if fitting := [candidate for candidate in planned if not candidate.excess]:
             return min(fitting, key=lambda candidate: candidate.seconds), True
         best = self._more(self._least([start, *planned], skipped), self.changes)
-        return self._pair(start, planned, skipped, best), False
+        return self._pair(planned, skipped, best), False
 
     def _with_others(self, start: Candidate, best: Candidate) -> tuple[Candidate, bool]:
         """What ``others`` give, alone if one of them fits, or else on top of what holds least without them."""
@@ -248,7 +249,7 @@ class Planner:
             best = after
         return best
 
-    def _pair(self, start: Candidate, planned: list[Candidate], skipped: list[Candidate], best: Candidate) -> Candidate:
+    def _pair(self, planned: list[Candidate], skipped: list[Candidate], best: Candidate) -> Candidate:
         """The cheapest two changes together, or ``best`` if it is cheaper. What holds least after one change may be slow,
         where two quick ones hold as little as they must."""
         quickest = sorted([*planned, *skipped], key=lambda single: single.seconds)[:_FIRST]
@@ -294,9 +295,11 @@ class Planner:
         code = repr(edit.transform)
         if code not in self._known:
             try:
-                self._known[code] = self._weighed(edit.edits, edit.transform, self.exact(edit.transform))
+                plan = self.exact(edit.transform)
             except Exception:  # the loss does not run on smaller micro-batches, say; what it raises then is its own
                 self._known[code] = None
+            else:
+                self._known[code] = self._weighed(edit.edits, edit.transform, plan)
         return self._known[code]
 
     def _weighed(self, edits: int, transform: Transform, plan: Plan) -> Candidate:

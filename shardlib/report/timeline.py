@@ -24,9 +24,6 @@ def draw_timeline(timelines: Timeline | Sequence[Timeline], path: str | Path) ->
         MissingPackage: matplotlib is not installed; the message says what to install.
         ValueError: there are no timelines.
     """
-    from matplotlib.colors import to_rgb
-    from matplotlib.patches import Patch
-
     stacked = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     if not stacked:
         raise ValueError("no timelines to draw; give at least one")
@@ -34,6 +31,9 @@ def draw_timeline(timelines: Timeline | Sequence[Timeline], path: str | Path) ->
     rows = [timeline.schedule.ranks for timeline in stacked]
     width, row = 10.0, 0.32
     figure = new_figure(width, row * sum(rows) + 0.75 * len(stacked) + 0.6)
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Patch
+
     panels = figure.subplots(len(stacked), sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows})[:, 0]
     shown: dict[Kind, Patch] = {}
     for axes, timeline in zip(panels, stacked):

@@ -1,6 +1,7 @@
 """Profiles of steps: times that add up, names, bytes that are the plan's, ranks that come late, traces and pictures."""
 
 import json
+import sys
 import time
 
 import pytest
@@ -219,7 +220,7 @@ def test_a_trace_nests_by_rank(tmp_path):
         assert {"forward: blocks/0", "backward: blocks/1", "optimizer"} <= {event["name"] for event in spans}
 
 
-def test_pictures_and_tables(tmp_path):
+def test_pictures_and_tables(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
 
     def run(mesh):
@@ -235,6 +236,11 @@ def test_pictures_and_tables(tmp_path):
     for word in ("GFLOP", "of the peak", "matmul", "blocks/1", "recompute", "waited, ms", "predicted"):
         assert word in text
     assert "reduce_scatter" in str(found.comm) and "a rank sends" in str(found.comm)
+    for name in ("figure", "patches"):
+        monkeypatch.setitem(sys.modules, f"matplotlib.{name}", None)
+    for draws in (found, found.comm, found.memory):
+        with pytest.raises(ImportError, match=r"pip install 'shardlib\[notebooks\]'"):
+            draws.plot(tmp_path / "none.png")
 
 
 def test_the_peak_of_a_device_is_measured_once():

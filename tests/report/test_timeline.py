@@ -80,6 +80,7 @@ def test_what_cannot_be_drawn(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="no timelines to draw"):
         draw_timeline([], tmp_path / "none.png")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for name in ("figure", "colors", "patches"):
+        monkeypatch.setitem(sys.modules, f"matplotlib.{name}", None)
     with pytest.raises(ImportError, match=r"pip install 'shardlib\[notebooks\]'"):
         draw_timeline(simulate(gpipe(1, 1)), tmp_path / "none.png")

@@ -133,10 +133,10 @@ def comm(train_step: TrainStep, state: Any, batch: Any, *, warm: int = 2) -> Com
 
 
 def _draw(found: Comm, path: str | Path) -> None:
-    from matplotlib.patches import Patch
-
     ranks = len(found.recording.ranks)
     figure = new_figure(WIDTH, 1.7 + 0.5 * ranks)
+    from matplotlib.patches import Patch
+
     axes = figure.subplots()
     began = min(steps[-1].began for steps in found.recording.ranks)
     colours = dict(zip(found.payload, ("#3b6ea8", "#c8553d", "#4f8a55", "#d9902f", "#8c6bb1", "#57a6a1")))

@@ -262,7 +262,7 @@ class Operators:
         found = self.seconds.get(part, {})
         fits = min(1.0, seconds / total) if (total := sum(found.values())) else 0.0
         kinds = {kind: taken * fits for kind, taken in found.items()}
-        return kinds | {"Python, other": seconds - sum(kinds.values())}
+        return kinds | {LEFT: seconds - sum(kinds.values())}
 
 
 def operators_of(train_step: TrainStep, state: Any, batch: Any) -> tuple[Any, Operators]:
