@@ -40,7 +40,7 @@ def read_on_all_ranks(mesh: Mesh, work: Callable[[], _T], problem: str, remedy: 
 
 
 def ranks_named(ranks: list[int] | tuple[int, ...]) -> str:
-    """Such as "ranks 0, 2"."""
+    """The name of some ranks in messages: "rank 1", "ranks 0, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

@@ -205,7 +205,7 @@ class StepView:
 
 
 def known(differences: Iterable[tuple[int, Difference | None]]) -> Iterator[tuple[int, Difference]]:
-    """Those differences that are known."""
+    """Rank and difference, of ranks that differ."""
     return ((rank, each) for rank, each in differences if each is not None)
 
 

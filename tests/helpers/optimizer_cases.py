@@ -82,7 +82,7 @@ RECORDED = {
 
 CASES = RECORDED | {
     "adaptive_grad_clip": Case(lambda: opt.chain(opt.adaptive_grad_clip(0.2), opt.sgd(0.1)), LEAF),
-    # Below the size from which its moments are coded; what coding does is in tests/test_adamw8bit.py.
+    # Below the size from which its moments are coded; what coding does is in tests/optim/test_adamw8bit.py.
     "adamw8bit": Case(lambda: opt.adamw8bit(HALF, weight_decay=0.3)),
     "add_noise": Case(lambda: opt.chain(opt.add_noise(0.01, 0.55, key=3), opt.sgd(0.1))),
     "masked last": Case(lambda: opt.chain(opt.sgd(0.05), opt.masked(opt.clip_by_value(0.01), MATRICES))),
