@@ -78,6 +78,11 @@ def leaves_of(tree: Tree) -> list[Any]:
     return optree.tree_leaves(tree)
 
 
+def tensors_of(tree: Tree) -> list[torch.Tensor]:
+    """The tensors of a pytree."""
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def matches(path: str, globs: str | Sequence[str]) -> bool:
     """Whether a path matches one of the globs (``*`` crosses ``/``)."""
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in globs_of(globs))

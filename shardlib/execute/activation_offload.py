@@ -1,4 +1,4 @@
-"""None"""
+"""The inputs of checkpointed blocks between forward and backward: on the device, in host memory, or divided over an axis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from shardlib.mesh.transport.activity import naming
 from shardlib.plan.recompute import Recompute
 from shardlib.sharded.checksum import checksum
 
-# The inputs of checkpointed blocks between forward and backward.
 # A checkpoint keeps its block's inputs, and backward recomputes the block from them. A keeper takes the activations among
 # them (what requires a gradient and is no parameter), puts them in an `ActivationStore`, and brings them back one block
 # ahead of backward. What requires no gradient (batches, masks, positions) stays: blocks share it, and it is alive anyway.

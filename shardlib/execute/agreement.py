@@ -27,7 +27,6 @@ from shardlib.tree import Tree
 # the forms themselves.
 
 
-NUMBERS = 6
 _WORD = 20  # bits: sums of squares over up to 8,192 ranks are exact in float64
 
 

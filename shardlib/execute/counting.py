@@ -14,7 +14,7 @@ import torch
 
 from shardlib.common._compat import OperatorMode, graph_task, storage_id
 from shardlib.execute.phases import Phase
-from shardlib.tree import leaves_of
+from shardlib.tree import leaves_of, tensors_of
 
 # Floating-point operations of operators, by the shapes of their arguments.
 # A multiplication and an addition are two operations. Counted are matrix products, also those inside of fused operators.
@@ -273,10 +273,10 @@ class WorkCount(OperatorMode):
             done["flops"] += count.done
             done["again"] += count.again
         if not (func.is_view or func.overloadpacket in _WITHOUT_VALUES):
-            made = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
+            made = tensors_of(result)
             done["launches"] += bool(made)
             if made and not count:
-                read = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                read = tensors_of((args, kwargs))
                 done["streamed"] += sum(leaf.nbytes for leaf in (*read, *made))
         return result
 

@@ -17,8 +17,7 @@ from shardlib.common._compat import estimated, no_modes, pytree, storage_id, wit
 _Args = Sequence[Any]
 _Kwargs = Mapping[str, Any]
 
-# Functions that make each number of their result of one number of each argument.
-POINTWISE = {
+_POINTWISE = {
     "add", "sub", "rsub", "subtract", "mul", "multiply", "div", "rdiv", "divide", "true_divide", "pow", "rpow", "neg", "abs",
     "exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "square", "reciprocal", "erf", "sin", "cos", "tanh", "sigmoid", "relu",
     "relu6", "leaky_relu", "prelu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign", "hardswish",
@@ -52,6 +51,14 @@ def name_of(func: Any) -> str:
     return getattr(func, "__name__", "").strip("_")
 
 
+def pointwise(func: Any, args: _Args, kwargs: _Kwargs) -> bool:
+    """Whether a call makes each number of its result of one number of each argument. ``args`` are all of them."""
+    name = name_of(func)
+    if name in ("max", "min"):  # the larger of two tensors
+        return isinstance(kwargs.get("other", args[1] if len(args) > 1 else None), torch.Tensor)
+    return name in _POINTWISE
+
+
 def together(func: Any, x: torch.Tensor, args: _Args, kwargs: _Kwargs) -> frozenset[int]:
     """The dimensions of a call's first argument whose numbers it takes together; none of a function that is not known."""
     name = name_of(func)
@@ -66,11 +73,11 @@ def together(func: Any, x: torch.Tensor, args: _Args, kwargs: _Kwargs) -> frozen
         return frozenset(range(2 - x.dim() if groups == x.shape[1] else 1 - x.dim(), 0))
     if name == "flip":
         return _from_end(x, kwargs.get("dims", args[0] if args and isinstance(args[0], (tuple, list)) else args))
-    if name not in _DIMS:
+    if name not in _DIMS or pointwise(func, (x, *args), kwargs):
         return frozenset()
     place, default = _DIMS[name]
     dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
-    return frozenset() if isinstance(dims, torch.Tensor) else _from_end(x, dims)  # the larger of two tensors
+    return _from_end(x, dims)
 
 
 def _from_end(x: torch.Tensor, dims: Any) -> frozenset[int]:
@@ -126,7 +133,7 @@ def views(func: Any, x: torch.Tensor, dim: int, args: _Args, kwargs: _Kwargs, ti
     shape[dim] *= times
     inner = math.prod(shape[x.dim() + dim + 1 :])
     with no_modes(), without_func():
-        after = torch.empty(shape[dim:], device="meta")
+        after = torch.empty(shape[dim:], dtype=x.dtype, device="meta")
         probe = after.as_strided(shape, [0] * (x.dim() + dim) + list(after.stride()))
         try:
             result = func(probe, *args, **kwargs)
@@ -135,6 +142,8 @@ def views(func: Any, x: torch.Tensor, dim: int, args: _Args, kwargs: _Kwargs, ti
         results = [result] if isinstance(result, torch.Tensor) else result
         if any(storage_id(each.untyped_storage()) != storage_id(after.untyped_storage()) for each in results):
             return None
+        if any(each.dtype.itemsize != x.dtype.itemsize for each in results):
+            return None  # its elements are others
         return [_seen(each, inner) for each in results]
 
 

@@ -13,7 +13,7 @@ A step that leaves out layers follows the trace less the units of those layers, 
 units first: while the ranks agree on each gather, nothing is left out (see `shardlib.execute.layer_dropping`).
 
 A rank whose touches leave the trace still makes the trace's gathers, since the other ranks wait for them, and computes with
-zeros: its results will be discarded. See `shardlib.execute.gathering`.
+zeros: its results will be discarded. See `Record`.
 """
 
 from __future__ import annotations

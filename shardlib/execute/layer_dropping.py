@@ -1,4 +1,4 @@
-"""None"""
+"""The layers among a function's blocks, and how they run at a step that leaves out some of them, or some of their tokens."""
 
 from __future__ import annotations
 

@@ -19,9 +19,6 @@ from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, adopt, flatten, tree_map
 
-# Uses of parameters inside a user's function that are not supported.
-
-
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Torch's words for operands whose dtypes differ.
 _MIXED = re.compile(r"mixed dtype|self\.dtype|type.*(bfloat16|float16|half)|(bfloat16|half).*type", re.IGNORECASE)

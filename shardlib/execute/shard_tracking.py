@@ -24,7 +24,7 @@ from shardlib.common._compat import estimated
 from shardlib.common.originals import differentiated
 from shardlib.common.writes import Observer, owner_of, place_for, written
 from shardlib.errors import HandleError, LossError, listing
-from shardlib.execute.dim_rules import CONVOLUTIONS, POINTWISE, PRODUCTS, DimView, name_of, summed, together, views
+from shardlib.execute.dim_rules import CONVOLUTIONS, PRODUCTS, DimView, name_of, pointwise, summed, together, views
 from shardlib.execute.handles import Handle
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import SlicedHandle
@@ -243,7 +243,7 @@ class _Tags(ABC):
 
         def follow(result: Any) -> None:
             if isinstance(result, torch.Tensor) and not isinstance(result, SlicedHandle):
-                tag = found if name in POINTWISE else None if call is None else call.kept(found, result)
+                tag = found if pointwise(func, args, kwargs) else None if call is None else call.kept(found, result)
                 if tag is not None and tag.dim >= -result.dim():
                     self._known[result] = tag
 
@@ -411,7 +411,7 @@ class _PositionParts(_Tags):
             return None
         given, name = (*args, *kwargs.values()), name_of(func)
         by = next((self._sums[x] for x in given if isinstance(x, torch.Tensor) and x in self._sums), None)
-        elementwise = name in POINTWISE
+        elementwise = pointwise(func, args, kwargs)
         if elementwise and by and any(map(self.of, given)):
             self._fail(f"{by} over positions, whose result is used beside them,")
         follow = super().look(func, args, kwargs)
@@ -441,10 +441,10 @@ class _PositionParts(_Tags):
             self._fail(f"{name} over positions")
         if call.func is F.pad and any(_padding(*call.args, **call.kwargs)[-2 - 2 * tag.dim : -2 * tag.dim]):
             self._fail("F.pad along positions")
-        ends = call.shown and not call.shown[0].dims if name == "select" else False
-        if name == "getitem":
-            ends = _leaves_out_an_end(_item(call.args[0], call.x.dim(), tag.dim))
-        if ends and call.size > 1:
+        item = _item(call.args[0], call.x.dim(), tag.dim) if name == "getitem" else None
+        one = isinstance(item, int) or (name == "select" and bool(call.shown) and not call.shown[0].dims)
+        # One group is a stretch of positions, as a loop over these takes them.
+        if call.size > 1 and ((one and not tag.groups) or _leaves_out_an_end(item)):
             self._fail(
                 "an index that leaves out positions at an end of the part",
                 "Shift or cut the batch before sl.nn.shard_sequence; sl.nn.gather_sequence is for what has no parameters",
@@ -470,12 +470,10 @@ def _item(index: Any, dims: int, dim: int) -> Any:
 
 
 def _leaves_out_an_end(item: Any) -> bool:
-    """Whether an index is one number, or a slice that is open at one end alone, as shifts are; pieces of a loop have both."""
-    if not isinstance(item, slice):
-        return isinstance(item, int)
-    return item.step in (None, 1) and (
-        (item.start is None and bool(item.stop)) or (item.stop is None and bool(item.start))
-    )
+    """Whether an index is a slice that is open at one end alone, as shifts are; pieces of a loop have both ends."""
+    if not isinstance(item, slice) or item.step not in (None, 1):
+        return False
+    return (item.start is None and bool(item.stop)) or (item.stop is None and bool(item.start))
 
 
 # Functions that mix what they take together into results for each of it.

@@ -1,4 +1,4 @@
-"""None"""
+"""Some tokens of each sequence, for a layer that does not see the others, and what it makes of them back in their places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""None"""
+"""A backward in two halves, and the matmuls by parameters which the first one leaves for the second."""
 
 from __future__ import annotations
 

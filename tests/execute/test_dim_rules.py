@@ -85,6 +85,8 @@ def test_pieces(shape, place, cuts, other):
     ]:
         found = looked_at(function, shape, along, *args)
         assert sum(view.size for view in found) == shape[along] * (1 if dim == along else len(found))
+    as_numbers = views(torch.Tensor.view, torch.empty(3, 4), -1, (torch.int32,), {})
+    assert as_numbers[0].size == 4 and views(torch.Tensor.view, torch.empty(3, 4), -1, (torch.int16,), {}) is None
     halves = views(F.glu, torch.empty(3, 4), -1, (), {})
     assert [(half.start, half.size) for half in halves] == [(0, 2), (2, 2)]
 

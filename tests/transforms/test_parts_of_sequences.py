@@ -85,6 +85,7 @@ WRONG = {
     "norm": lambda x: x / x.norm(),
     "an index": lambda x: x + torch.cat([torch.zeros_like(x[..., :1, :]), x[:, :-1]], 1),
     "an index ": lambda x: x + x[:, 0, None],
+    "an index   ": lambda x: x + F.pad(x.unflatten(1, (-1, 2))[:, 1:].flatten(1, 2), (0, 0, 2, 0)),
     "an index  ": lambda x: x + x.select(1, -1).unsqueeze(1),
 }
 
@@ -130,6 +131,11 @@ def in_pieces(x):
     return torch.cat([x[:, start : start + 2].tanh() for start in range(0, x.shape[1], 2)], 1)
 
 
+def in_stretches(x):
+    stretches = x.unflatten(1, (2, -1))
+    return torch.stack([stretches[:, 0].tanh(), stretches.select(1, 1).tanh()], 1).flatten(1, 2)
+
+
 def within_positions(x):
     x = F.layer_norm(x, (WIDTH,)) + x.softmax(-1) + x.cumsum(2) + x.roll(1, -1) + x - x.mean(-1, keepdim=True)
     return F.pad(x[..., 1:], (1, 0)) + x[:, :, :1] + x.view(*x.shape[:2], 2, -1).flip(2).flatten(2)
@@ -149,6 +155,7 @@ class Backwards(sl.collectives.sequence.SequenceKind):
 RIGHT = {
     "sums": of_sums,
     "pieces": before_attention(in_pieces),
+    "stretches": before_attention(in_stretches),
     "within positions": after_attention(within_positions),
     "tokens": by_tokens(within_positions),
 }

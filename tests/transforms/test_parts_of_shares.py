@@ -141,6 +141,7 @@ BETWEEN = {
     "operators": lambda y: 1 - 2 / (3 + y.exp()) ** 2,
     "in place": lambda y: y.mul(2).add_(1).clamp_(min=0),
     "where": lambda y: torch.where(y > 0, y, 0.1 * y).to(torch.float64),
+    "the larger of two": lambda y: torch.max(y, -0.1 * y).minimum(y).min(y + 1),
     "another norm": lambda y: F.normalize(y, dim=1),
     "views": lambda y: y.view(6, -1).unsqueeze(0)[0, None].reshape(2, 3, -1),
     "dimensions": lambda y: y.permute(2, 0, 1).transpose(0, 1).mT,

@@ -19,7 +19,7 @@ from shardlib.execute.graph.sums import GradientSums, Land, StageSums
 from shardlib.execute.graph.trace import Traced, trace
 from shardlib.execute.losses import Outcome
 from shardlib.execute.refusals import storages_of
-from shardlib.execute.stages.interpreter import Interpreter, tensors_of
+from shardlib.execute.stages.interpreter import Interpreter
 from shardlib.execute.stages.one import OneStage, StepInputs
 from shardlib.execute.stages.pipe import Pipe
 from shardlib.execute.totals import Totals
@@ -28,7 +28,7 @@ from shardlib.execute.values.keeping import Between
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.plan import Plan
 from shardlib.rng import Key, seeding_torch
-from shardlib.tree import Tree, tree_map
+from shardlib.tree import Tree, tensors_of, tree_map
 
 
 class GraphStage(OneStage):

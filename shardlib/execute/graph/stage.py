@@ -36,7 +36,7 @@ from shardlib.execute.graph.trace import (
 from shardlib.execute.handles import materialise
 from shardlib.execute.losses import Outcome, read_loss, require_gradient
 from shardlib.execute.refusals import require_open, storages_of
-from shardlib.execute.stages.interpreter import Grads, Run, differentiable, tensors_of, without_memory
+from shardlib.execute.stages.interpreter import Grads, Run, differentiable, without_memory
 from shardlib.execute.stages.one import StepInputs
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.execute.values.keeping import Between
@@ -47,7 +47,7 @@ from shardlib.plan.plan import Plan
 from shardlib.rng import seeding_torch
 from shardlib.sharded.params_on_disk import BufferOnDisk
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, tree_map
+from shardlib.tree import Tree, tensors_of, tree_map
 
 Store = dict[Node, Any]  # nodes of the whole graph -> the values that later parts take
 

@@ -35,14 +35,13 @@ from shardlib.execute.graph.nodes import (
 )
 from shardlib.execute.graph.recorder import Fakes, Lengths, Recorder, as_traced
 from shardlib.execute.losses import Outcome, read_loss, require_gradient
-from shardlib.execute.stages.interpreter import tensors_of
 from shardlib.execute.stages.one import detached
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.nn.blocks import Runner
 from shardlib.nn.functional import Mean
 from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
-from shardlib.tree import Tree, TreeDef, flatten, unflatten
+from shardlib.tree import Tree, TreeDef, flatten, tensors_of, unflatten
 
 
 class TreeForm(NamedTuple):

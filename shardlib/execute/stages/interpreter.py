@@ -38,7 +38,7 @@ from shardlib.plan.thinning import Thinned
 from shardlib.schedules import Action, Kind, Schedule, peer, tag
 from shardlib.schedules.actions import COMPUTE
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, leaves_of, tree_map
+from shardlib.tree import Tree, tensors_of, tree_map
 
 Grads = Sequence[torch.Tensor | None]  # None for what nothing depends on
 
@@ -407,11 +407,6 @@ class Interpreter:
 
     def _tag(self, message: Action) -> int:
         return tag(self._schedule, message) * TAGS
-
-
-def tensors_of(tree: Tree) -> list[torch.Tensor]:
-    """The tensors of a pytree."""
-    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def differentiable(tree: Tree) -> list[torch.Tensor]:

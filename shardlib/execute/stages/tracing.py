@@ -24,7 +24,7 @@ from shardlib.execute.phases import Phases, followed
 from shardlib.execute.recompute import require_known
 from shardlib.execute.refusals import require_open
 from shardlib.execute.sequence import require_whole_loss
-from shardlib.execute.stages.interpreter import EagerRun, fresh_leaf, tensors_of
+from shardlib.execute.stages.interpreter import EagerRun, fresh_leaf
 from shardlib.execute.stages.one import OneStage, StepInputs, keys_of
 from shardlib.execute.stages.pipe import require_blocks
 from shardlib.execute.stages.values import UNKNOWN, Values
@@ -41,7 +41,7 @@ from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
 from shardlib.sharded.gradient_offload import FakeGradientOffload
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, flatten, tree_map
+from shardlib.tree import Tree, flatten, tensors_of, tree_map
 
 _log = logging.getLogger("shardlib.plan")
 _KEY = Key(0)

@@ -16,7 +16,7 @@ from shardlib.common._compat import (
     no_modes,
     unique,
 )
-from shardlib.tree import leaves_of
+from shardlib.tree import leaves_of, tensors_of
 
 # What fake tensors raise where a value is read, or a size depends on values.
 UNKNOWN = DataDependentOutputException, DynamicOutputShapeException
@@ -54,11 +54,11 @@ class Values(OperatorMode):
         return copy
 
     def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_of((args, kwargs))
         if tensors and all(tensor in self._known for tensor in tensors) and not _large(func, args, kwargs):
             with no_modes():
                 result = func(*args, **kwargs)
-            made = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
+            made = tensors_of(result)
             self._known.update(dict.fromkeys(made))
             self.read |= not made
             return result

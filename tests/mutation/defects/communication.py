@@ -33,8 +33,8 @@ DEFECTS = (
         "layout",
         "execute/shard_tracking.py",
         "what an activation makes of a share of outputs is taken for all outputs",
-        "tag = found if name in POINTWISE",
-        "tag = None if name in POINTWISE",
+        "tag = found if pointwise(func, args, kwargs)",
+        "tag = None if pointwise(func, args, kwargs)",
         ("tests/transforms/test_parts_of_shares.py::test_sums_over_a_share_are_refused",),
     ),
     Defect(
