@@ -47,7 +47,7 @@ class Walk:
     Attributes:
         alone: for each run of a micro-batch alone, what happened to memory, gradients of parameters left out.
         summed: for each run, what happened to all memory: also of runs of several of a step's micro-batches.
-        done: phase -> what was done in it, by name: see `shardlib.execute.phases.WorkCount`.
+        done: phase -> what was done in it, by name: see `shardlib.execute.counting.WorkCount`.
         touches: units in the order they are gathered, in forward and in backward.
         reduced: trained units in the order in which their gradients are complete.
         carries: of each block what the carry that it is given is like, where the function is a sequence of blocks.
