@@ -103,7 +103,7 @@ GIVEN = {
     "buffers._Gathered": AROUND, "buffers._Scattered": AROUND, "buffers._Summed": AROUND, "buffers._Shared": AROUND,
     "wholes._Leaves": AROUND, "around._Own": "execute/test_func_around.py::test_refusals",
     "units._Attach": PENALTY, "units._StandIns": PENALTY, "units._Use": PENALTY, "units._Root": STEP,
-    "interpreter._CarryEntry": STEP,
+    "runs._CarryEntry": STEP,
 }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ INSIDE = "execute/test_hazards.py::test_torch_func_inside_the_loss"
 NOT_MAPPED = {
     "tiled._TileGradient": TILES, "tiled._Take": TILES, "tiled._Put": TILES, "tiled._Whole": TILES,
     "units._Attach": INSIDE, "units._StandIns": INSIDE, "units._Use": INSIDE, "units._Root": INSIDE,
-    "interpreter._CarryEntry": "execute/test_func_around.py::test_refusals",
+    "runs._CarryEntry": "execute/test_func_around.py::test_refusals",
 }  # fmt: skip
 
 

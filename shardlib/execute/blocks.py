@@ -11,8 +11,8 @@ import torch
 
 from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import is_compiled, without_modes
+from shardlib.execute.collective_order import Record
 from shardlib.execute.context import Surroundings, refuse_scaled
-from shardlib.execute.gathering import Record
 from shardlib.execute.layer_dropping import Layers
 from shardlib.execute.recompute import RECOMPUTE_MODES, Draws, checkpointed
 from shardlib.execute.slicing import gathered, refuse_slices

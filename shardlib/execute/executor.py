@@ -13,11 +13,13 @@ from shardlib.collectives.styles.slices import Slices
 from shardlib.common._compat import grad, storage_id, without_func
 from shardlib.common.environment import environment, within
 from shardlib.common.writes import has_place, place_of
-from shardlib.execute.activation_offload import ActivationKeeper, HostBuffers, host_memory, store_of
+from shardlib.execute.activation_offload import ActivationKeeper
+from shardlib.execute.activation_stores import HostBuffers, host_memory, store_of
 from shardlib.execute.beside import Beside, unit_beside
 from shardlib.execute.blocks import Blocks
+from shardlib.execute.collective_order import Record
 from shardlib.execute.context import Meeting, ScaledProducts, Surroundings, WholeBatch, modules_of
-from shardlib.execute.gathering import Gathering, Record
+from shardlib.execute.gathering import Gathering
 from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import refuse_reentrant_checkpoints

@@ -57,7 +57,7 @@ def refuse_autocast(unit: UnitState, plan: Plan, device: torch.device) -> None:
 
 
 def explain(error: Exception, plan: Plan, holds: bool) -> HandleError | None:
-    """What to do about an error of torch's; None for others. ``holds`` as in `shardlib.execute.gathering.Record`."""
+    """What to do about an error of torch's; None for others. ``holds`` as in `shardlib.execute.collective_order.Record`."""
     return _explain_dtypes(error, plan) or (_explain_hooks(error) if holds else None)
 
 

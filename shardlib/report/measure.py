@@ -15,7 +15,7 @@ from shardlib.collectives import primitives
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.counting import WorkCount
 from shardlib.execute.losses import read_loss
-from shardlib.execute.stages.interpreter import differentiable, fresh_leaf
+from shardlib.execute.stages.runs import differentiable, fresh_leaf
 from shardlib.mesh.mesh import as_mesh
 from shardlib.nn.blocks import Sequential
 from shardlib.rng import Key

@@ -6,7 +6,7 @@ from helpers.merging import merging
 
 import shardlib as sl
 from shardlib.execute.stages import tracing
-from shardlib.execute.stages.interpreter import EagerRun
+from shardlib.execute.stages.runs import EagerRun
 from shardlib.models import gpt
 
 CHAINS = {

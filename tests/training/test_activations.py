@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardlib as sl
 from shardlib.errors import HandleError, IllegalComposition
-from shardlib.execute.activation_offload import HostBuffers, HostLink
+from shardlib.execute.activation_stores import HostBuffers, HostLink
 from shardlib.execute.values.keeping import Between, Keeping, keep
 from shardlib.mesh.memories import Transfers
 from shardlib.models import gpt

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from shardlib.execute.collective_order import Record
 from shardlib.execute.context import Surroundings
-from shardlib.execute.gathering import Record
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.analysis import order_of
 from shardlib.execute.graph.forms import Graphs, closed_over, form_of
@@ -36,8 +36,8 @@ from shardlib.execute.graph.trace import (
 from shardlib.execute.handles import materialise
 from shardlib.execute.losses import Outcome, read_loss, require_gradient
 from shardlib.execute.refusals import require_open, storages_of
-from shardlib.execute.stages.interpreter import Grads, Run, differentiable, without_memory
 from shardlib.execute.stages.one import StepInputs
+from shardlib.execute.stages.runs import Grads, Run, differentiable, without_memory
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.execute.values.keeping import Between
 from shardlib.mesh.mesh import Mesh

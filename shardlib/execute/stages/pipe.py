@@ -17,7 +17,7 @@ from shardlib.execute.losses import Outcome, read_loss, require_gradient
 from shardlib.execute.recompute import require_known
 from shardlib.execute.refusals import outside, require_open
 from shardlib.execute.sequence import require_whole_loss
-from shardlib.execute.stages.interpreter import Interpreter, Position, Run, Stage
+from shardlib.execute.stages.interpreter import Interpreter, Position
 from shardlib.execute.stages.messages import (
     TAGS,
     IncomingTensors,
@@ -29,6 +29,7 @@ from shardlib.execute.stages.messages import (
     send_tree,
 )
 from shardlib.execute.stages.one import OneStage, StepInputs, detached
+from shardlib.execute.stages.runs import Run, Stage
 from shardlib.execute.totals import Sums, Totals
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Sequential

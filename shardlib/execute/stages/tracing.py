@@ -24,9 +24,9 @@ from shardlib.execute.phases import Phases, followed
 from shardlib.execute.recompute import require_known
 from shardlib.execute.refusals import require_open
 from shardlib.execute.sequence import require_whole_loss
-from shardlib.execute.stages.interpreter import EagerRun, fresh_leaf
 from shardlib.execute.stages.one import OneStage, StepInputs, keys_of
 from shardlib.execute.stages.pipe import require_blocks
+from shardlib.execute.stages.runs import EagerRun, fresh_leaf
 from shardlib.execute.stages.values import UNKNOWN, Values
 from shardlib.execute.stages.walk import Called, SentBytes, Walk, as_another, kinds_of
 from shardlib.execute.totals import Weighing

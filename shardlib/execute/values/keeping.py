@@ -14,7 +14,8 @@ import torch
 from shardlib.collectives.buffers import AxisLink, link_of
 from shardlib.common._compat import estimated
 from shardlib.common.environment import within
-from shardlib.execute.activation_offload import ActivationStore, HostBuffers, StoredActivation, store_of
+from shardlib.execute.activation_offload import ActivationStore, StoredActivation
+from shardlib.execute.activation_stores import HostBuffers, store_of
 from shardlib.execute.context import Surroundings
 from shardlib.execute.recompute import Draws, checkpointed
 from shardlib.mesh.mesh import Mesh

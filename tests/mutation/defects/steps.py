@@ -326,7 +326,7 @@ DEFECTS = (
     Defect(
         "the first rank's share",
         "activations",
-        "execute/activation_offload.py",
+        "execute/activation_stores.py",
         "every rank keeps the first share of a block's input",
         "flat[mesh.coords[axis] * width :]",
         "flat[0 * width :]",
@@ -335,7 +335,7 @@ DEFECTS = (
     Defect(
         "gathers of inputs that nobody counts",
         "bytes",
-        "execute/activation_offload.py",
+        "execute/activation_stores.py",
         "the plan leaves out the gathers of blocks' inputs",
         ", self._mesh.traffic.by_the_loss():",
         ":",

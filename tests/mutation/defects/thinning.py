@@ -28,7 +28,7 @@ DEFECTS = (
     Defect(
         "reductions of the trace counted with those left out",
         "order",
-        "execute/gathering.py",
+        "execute/collective_order.py",
         "a step that leaves out units counts their reductions where it follows the trace",
         "count - gone[count]",
         "count",
@@ -127,7 +127,7 @@ DEFECTS = (
     Defect(
         "layers that always run",
         "mask",
-        "execute/layer_dropping.py",
+        "execute/layer_blocks.py",
         "layers that are no blocks are never left out, without a word",
         "if missing:\n",
         "if missing == order:\n",
