@@ -30,8 +30,8 @@ class Sums:
         weight: the losses' weights; 0-d. Of a sum of means 1, or 0 if all its weights are.
         weights: the weights of a sum of means, ``[terms]``; None for another loss.
         squares: the squares of the gradients' elements; 0-d.
-        differ: whether a rank left the trace (see `shardlib.execute.collective_order`) or could not read parameters, or ranks were
-            given different inputs.
+        differ: whether a rank left the trace (see `shardlib.execute.collective_order`) or could not read parameters, or ranks
+            were given different inputs.
         weighted: whether the loss is a `Mean`.
         with_aux: whether any rank has aux.
         numbers: total, weight and squares as numbers on the host.
