@@ -24,7 +24,7 @@ from shardlib.rng import Key
 from shardlib.shard import default_transform
 from shardlib.sharded.shard import outline
 from shardlib.transforms.changes import changes, difference, largest, other_changes
-from shardlib.tree import Tree, leaves_of
+from shardlib.tree import Tree, tensors_of
 
 
 def make_plan(
@@ -89,7 +89,7 @@ def make_plan(
     mesh = as_mesh(mesh)
     tree = outline("make_plan", params)
     batch = as_tensors(batch, torch.device("cpu"))  # where an array's memory is a tensor's
-    leaves = [leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
+    leaves = tensors_of(batch)
     sharing = mesh.ranks_per_host if ranks_per_host is None else ranks_per_host
     limits = Limits.given(device_memory, host_memory, disk, sharing, sum(leaf.nbytes for leaf in leaves))
     if limits and (loss_fn is None or batch is None or optimizer is None):

@@ -12,7 +12,7 @@ from shardlib.debug.layout import shards, slice_of
 from shardlib.debug.view import Bad, StepView, known
 from shardlib.debug.watching import NotedCall
 from shardlib.plan.buckets import Bucket
-from shardlib.tree import leaves_of
+from shardlib.tree import tensors_of
 
 _ALL = Difference(float("inf"), 0.0, 0.0)
 
@@ -42,7 +42,7 @@ def _first(found: Iterable[Finding | None]) -> Finding | None:
 
 
 def _batch(view: StepView, cell: int) -> Finding | None:
-    wanted = [leaf for leaf in leaves_of(view.microbatches[cell]) if isinstance(leaf, torch.Tensor)]
+    wanted = tensors_of(view.microbatches[cell])
     bad = worst(
         (rank, difference(mine, due))
         for rank, run in view.each_run(cell)

@@ -16,13 +16,9 @@ from shardlib.execute.stages.messages import (
     finish,
     send_tree,
 )
-from shardlib.tree import leaves_of
+from shardlib.tree import tensors_of
 
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
-
-
-def tensors_of(tree):
-    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def passed_on(mesh, trees):

@@ -11,7 +11,7 @@ from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.reading import open_checkpoint
 from shardlib.errors import CheckpointError
 from shardlib.mesh.specs import Window
-from shardlib.tree import leaves_of
+from shardlib.tree import tensors_of
 
 
 def tensors(folder):
@@ -31,10 +31,10 @@ def refused(start, folder, ranks):
 
     def run(mesh):
         state = start(mesh)
-        before = [leaf.clone() for leaf in leaves_of(state) if isinstance(leaf, torch.Tensor)]
+        before = [leaf.clone() for leaf in tensors_of(state)]
         with pytest.raises(CheckpointError) as caught:
             sl.checkpoint.restore(folder, state)
-        after = [leaf for leaf in leaves_of(state) if isinstance(leaf, torch.Tensor)]
+        after = tensors_of(state)
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
         return str(caught.value)
 

@@ -11,7 +11,7 @@ from helpers.models import mlp, regression_batch, share
 import shardlib as sl
 from shardlib.errors import DonatedStateError, RankFailure, StorageError, TreeError
 from shardlib.sharded.disk import Store
-from shardlib.tree import leaves_of, tree_map
+from shardlib.tree import leaves_of, tensors_of, tree_map
 
 LOSS, PARAMS = mlp([5, 7, 3])
 BATCHES = [regression_batch(12, 5, 3, seed=seed) for seed in range(4)]
@@ -45,7 +45,7 @@ def trained(mesh, plan, kind=None, folder=None):
         if kind:
             state = there_and_back(state, kind, folder)
         state, metrics = step(state, share(batch, mesh.rank, mesh.size))
-        tensors = [leaf for leaf in leaves_of(state) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_of(state)
         found.append([state.step, state.scale, float(metrics["loss"]), *[bits(tensor) for tensor in tensors]])
     return found
 

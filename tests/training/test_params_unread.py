@@ -72,7 +72,7 @@ def test_a_step_ends_on_all_ranks_and_its_state_trains_further(tmp_path, monkeyp
             if fault and number == steps:
                 with monkeypatch.context() as patch:
                     error = fails_to_read(patch, mesh, after, partial(step, state, X))
-                assert any("the state that was given can be" in note for note in error.__notes__)
+                assert any("the state that were given can be" in note for note in error.__notes__)
                 assert state.step == number
             state, _ = step(state, X)
         return sl.unshard(state.params)
