@@ -277,7 +277,9 @@ class Reads:
         problems = [(rank, problem) for rank, problem in everyone if problem]
         if problems:
             error = error_of(failure, problems, "parameters on disk could not be read")
-            error.add_note("Nothing was updated: the parameters and the state that were given can be saved, and used again")
+            error.add_note(
+                "Nothing was updated: the parameters and the state that were given can be saved, and used again"
+            )
             raise error
 
 
