@@ -99,7 +99,12 @@ def test_a_new_member_of_a_kind_needs_few_edits(kind):
     graph = grimp.build_graph("shardlib", cache_dir=None)
     member, edited = f"shardlib.{ADDITIONS[kind][0]}", [f"shardlib.{name}".rstrip(".") for name in ADDITIONS[kind][1]]
     own = {module for module in graph.modules if module == member or module.startswith(f"{member}.")}
-    assert sorted(set().union(*map(graph.find_modules_that_directly_import, own)) - own) == edited
+    importers = set().union(*map(graph.find_modules_that_directly_import, own)) - own
+    stub = (ROOT / "shardlib" / "__init__.pyi").read_text()  # which the package reads in place of imports
+    room, _, name = ADDITIONS[kind][0].rpartition(".")
+    if re.search(rf"^from \.({room} import {name}|{room}\.{name} import) ", stub, re.M):
+        importers.add("shardlib")
+    assert sorted(importers) == edited
     assert len(edited) <= 5
     row = next(
         line for line in (ROOT / "docs" / "architecture.md").read_text().splitlines() if line.startswith(f"| {kind} |")
