@@ -12,6 +12,7 @@ from benchmarks.cases import (
     compiled,
     data,
     disk,
+    drops,
     experts,
     generating,
     large_gpt,
@@ -33,7 +34,6 @@ from benchmarks.cases import (
     small_tensors,
     sparse_attention,
     step,
-    thinned,
 )
 from benchmarks.harness import plots
 from benchmarks.harness.case import CPU, Table
@@ -72,7 +72,7 @@ _OF_THE_CPU = (
     Table("reproducible", "The same bits on every mesh", reproducible.CASES),
     Table("sparse_cpu", "Sparse attention on one core", (sparse_attention.CASE,)),
     Table("compiled", "Steps as one graph on one core", (compiled.CASE,), plots.ratios),
-    Table("thinned", "Steps that leave out layers or tokens", (thinned.CASE,), plots.ratios),
+    Table("drops", "Steps that leave out layers or tokens", (drops.CASE,), plots.ratios),
     Table("learning_less", "Learning with less", (less.CASE,)),
     Table("experts", "A layer of experts on one core", (experts.CASE,), plots.ratios),
     Table("planner", "The search for a plan against brute force", planner.CASES),

@@ -1,7 +1,7 @@
 """Learning with less: a GPT and a BERT that leave out layers or tokens as they train, against all of both, on real text.
 
 Every run is a file of the work folder, written as it goes, so that a measurement that was stopped goes on with the runs that
-are not finished. Seconds are those of the processor, as runs go side by side; `thinned` has the wall clock's.
+are not finished. Seconds are those of the processor, as runs go side by side; `drops` has the wall clock's.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from shardlib.data.pace import Pace, as_pace, constant_pace, map_paces
 from shardlib.errors import BatchError, listing
 from shardlib.execute.batches import hidden_in, uncut
 from shardlib.optim.checks import is_step
-from shardlib.plan.thinning import TokenDrop
+from shardlib.plan.drops import TokenDrop
 from shardlib.tree import flatten, tree_map
 
 _SURPLUS = ("truncate", "reshape")

@@ -119,7 +119,7 @@ class OneDevice:
         with (
             torch.enable_grad(),
             seeding_torch(seed, torch.device("cpu")),
-            self._thinned(step, seed, in_order),
+            self._drops(step, seed, in_order),
             within(rows=_OneOfSeveral() if several else None),
             casting(self._plan.step.autocast, torch.device("cpu")),
         ):
@@ -132,10 +132,10 @@ class OneDevice:
         return Evaluated(run, {path: torch.zeros_like(leaf) if g is None else copied(g) for path, leaf, g in found})
 
     @contextmanager
-    def _thinned(self, step: int, key: Key, leaves: list[torch.Tensor]) -> Iterator[None]:
+    def _drops(self, step: int, key: Key, leaves: list[torch.Tensor]) -> Iterator[None]:
         """A context in which blocks leave out what the step leaves out of layers, by its own draws."""
         layers = Layers(self._plan, torch.device("cpu"))
-        layers.begin(self._plan.step.thinned(step, key), computes=False)
+        layers.begin(self._plan.step.drops(step, key), computes=False)
         layers.know(leaves)
         inside = False
 

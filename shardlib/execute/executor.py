@@ -41,8 +41,8 @@ from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.execute.zero_bubble import Halves
 from shardlib.mesh.mesh import Mesh
+from shardlib.plan.drops import DropPlan
 from shardlib.plan.plan import Plan
-from shardlib.plan.thinning import Thinned
 from shardlib.rng import restore_generators, states_of_generators
 from shardlib.sharded.params_on_disk import BuffersOnDisk
 from shardlib.sharded.tree import Sharded
@@ -169,7 +169,7 @@ class Executor:
         turn: Turn,
         fn: Callable[[Tree], tuple[Sequence[torch.Tensor], T]],
         seeds: Callable[[T | None], Sequence[torch.Tensor]],
-        thinned: Thinned | None,
+        drops: DropPlan | None,
     ) -> T | None:
         """Run one micro-batch: ``totals, rest = fn(parameters)``, and add the totals' gradients × ``seeds(rest)`` to
         ``gradients``. Without seeds there is no backward.
@@ -177,7 +177,7 @@ class Executor:
         Returns ``rest``, or None if the step will be repeated because this rank left the trace.
         """
         try:
-            totals, rest = self._attempt(lambda: self.open(params, gradients, fn, thinned)) or ((), None)
+            totals, rest = self._attempt(lambda: self.open(params, gradients, fn, drops)) or ((), None)
             if totals and self.record.order is None:
                 for total in totals:
                     refuse_reentrant_checkpoints(total)
@@ -195,13 +195,13 @@ class Executor:
             self.close()
 
     def open(
-        self, params: Sharded, gradients: Gradients, fn: Callable[[Tree], Any], thinned: Thinned | None = None
+        self, params: Sharded, gradients: Gradients, fn: Callable[[Tree], Any], drops: DropPlan | None = None
     ) -> Any:
-        """``fn(parameters)`` with a graph, which is kept until `close`. ``thinned`` says what it leaves out.
+        """``fn(parameters)`` with a graph, which is kept until `close`. ``drops`` says what it leaves out.
 
         ``fn`` is called again if it calls `torch.func` for the first time: see `Record.holds`.
         """
-        self._bind(params, gradients, thinned)
+        self._bind(params, gradients, drops)
         hooked = self.gathers and not self.record.holds
         draws = states_of_generators(self.mesh.device) if hooked else None
         try:
@@ -215,7 +215,7 @@ class Executor:
                 raise
         self.close()
         restore_generators(draws)
-        return self.open(params, gradients, fn, thinned)
+        return self.open(params, gradients, fn, drops)
 
     def _hold(self) -> None:
         """Keep what the graph keeps of gathered parameters, from now on. On a rank that follows a trace the step is repeated,
@@ -394,14 +394,14 @@ class Executor:
                 leaves[path] = DealtHandle.make(leaf, path, axes)
         return leaves
 
-    def _bind(self, params: Sharded, gradients: Gradients | None, thinned: Thinned | None = None) -> None:
+    def _bind(self, params: Sharded, gradients: Gradients | None, drops: DropPlan | None = None) -> None:
         """Bind this step's parameters and gradients to the buckets."""
         self._beside.begin(params)
         self._on_disk = params.on_disk
         self._held = storages_of(params)
         agreeing = self.record.agreeing and not self.mesh.abstract
         self.blocks.begin()
-        self.blocks.layers.begin(thinned, computes=agreeing)
+        self.blocks.layers.begin(drops, computes=agreeing)
         self._resident, follow = {}, environment().phases_of
         self._phases = None if follow is None else follow(self)
         if self._phases is not None:
@@ -413,12 +413,14 @@ class Executor:
         }
         for state in self._buckets:
             state.bind(stored[state.bucket.name], gradients)
-        self._gathering.begin(self.plan.tiled.units_left_out(thinned), computed=agreeing)
+        self._gathering.begin(self.plan.tiled.units_left_out(drops), computed=agreeing)
 
     @contextmanager
     def _running(self, backward: bool = False) -> Iterator[None]:
         """The context of the user's code, in forward and in recomputation during backward."""
-        wraps_blocks = self.gathers or self.plan.step.remat or self.plan.styles or self.plan.step.thins or self._scaled
+        wraps_blocks = (
+            self.gathers or self.plan.step.remat or self.plan.styles or self.plan.step.has_drops or self._scaled
+        )
         run = self.blocks.run if wraps_blocks else None
         phases = self._phases
         with (

@@ -25,8 +25,8 @@ from shardlib.execute.layer_blocks import LayerBlocks, name_of
 from shardlib.execute.losses import wants
 from shardlib.execute.token_subset import Subset, drawn_tokens
 from shardlib.nn.blocks import Gate, Runner
+from shardlib.plan.drops import DropPlan, Visit
 from shardlib.plan.plan import Plan
-from shardlib.plan.thinning import Thinned, Visit
 from shardlib.rng import restore_generators, states_of_generators
 from shardlib.tree import leaves_of, tree_map
 
@@ -44,24 +44,24 @@ class Layers:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._device = device
         self._blocks = LayerBlocks(plan)
-        self._thinned: Thinned | None = None
+        self._drops: DropPlan | None = None
         self._computes = False
         self._tokens = 0  # that layers have seen
         self._told = False  # of what is cut beside the residual stream
 
-    def begin(self, thinned: Thinned | None, computes: bool) -> None:
+    def begin(self, drops: DropPlan | None, computes: bool) -> None:
         """Begin a micro-batch.
 
         Args:
-            thinned: what the step leaves out; None for nothing.
+            drops: what the step leaves out; None for nothing.
             computes: whether what is left out is computed for the sake of its exchanges.
         """
-        self._thinned, self._computes, self._tokens = thinned, computes, 0
+        self._drops, self._computes, self._tokens = drops, computes, 0
         self._blocks.forget()
 
     def know(self, leaves: list[Any]) -> None:
         """Know the leaves that stand for the parameters of the micro-batch, in the order of the pytree."""
-        if self._thinned is not None:
+        if self._drops is not None:
             self._blocks.know(leaves)
 
     def end(self) -> int:
@@ -76,10 +76,10 @@ class Layers:
         Raises:
             LossError: a block with parameters of several layers; one whose result does not take the residual stream's place.
         """
-        if self._thinned is None:
+        if self._drops is None:
             return run(fn, args, kwargs)
         with self._blocks.entered(fn, args, kwargs) as layer:
-            return self._visited(fn, args, kwargs, run, self._thinned.visits[layer]) if layer else run(fn, args, kwargs)
+            return self._visited(fn, args, kwargs, run, self._drops.visits[layer]) if layer else run(fn, args, kwargs)
 
     def run_within(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Runner) -> Any:
         """The value of a block within a block, which ``run`` computes: a part of the layer that the other one is.
@@ -87,7 +87,7 @@ class Layers:
         Raises:
             LossError: the block is another layer.
         """
-        if self._thinned is not None:
+        if self._drops is not None:
             self._blocks.require_no_layer(fn, args, kwargs)
         return run(fn, args, kwargs)
 
@@ -97,7 +97,7 @@ class Layers:
         Raises:
             LossError: see above; names the layers.
         """
-        if self._thinned is not None:
+        if self._drops is not None:
             self._blocks.require_all()
 
     def _visited(

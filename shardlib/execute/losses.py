@@ -16,8 +16,8 @@ from shardlib.errors import REENTRANT, LossError
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport.activity import naming
 from shardlib.nn.functional import Mean, Means
+from shardlib.plan.drops import DropPlan
 from shardlib.plan.plan import Plan
-from shardlib.plan.thinning import Thinned
 from shardlib.tree import Tree, path_names
 
 # Combining the results of several calls, and of all ranks: every `Mean` in them is summed.
@@ -293,12 +293,12 @@ def _require_scalar(name: str, value: Any) -> None:
         )
 
 
-def require_gradient(outcome: Outcome, thinned: Thinned | None, where: str) -> None:
+def require_gradient(outcome: Outcome, drops: DropPlan | None, where: str) -> None:
     """Refuse a loss without a gradient, except a `Mean` of weight 0, to which the batch adds nothing.
 
     Where a step leaves out layers, these may be all that is trained. ``where`` names the rank and the micro-batch.
     """
-    left_out = thinned is not None and thinned.dropped
+    left_out = drops is not None and drops.dropped
     if not outcome.total.requires_grad and not left_out and not (outcome.weighted and not outcome.weights.any()):
         raise LossError(
             f"the loss {where} does not depend on any trained parameter: look for .detach(), .item(), torch.no_grad(), and "

@@ -119,7 +119,7 @@ class LossStep:
         self._codecs = BoundCodecs(mesh)
         self.runner = run_by(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
         self._inputs = Inputs(plan, mesh)
-        self._shares = Shares(plan, mesh, draws=plan.step.thins or wants(loss_fn, "rng"))
+        self._shares = Shares(plan, mesh, draws=plan.step.has_drops or wants(loss_fn, "rng"))
         self._weight: float | None = None  # of the last batch, if losses had weights
         self._terms = 1  # means in the last batch's losses
         self._last_weights: torch.Tensor | None = None  # of the means in the last batch's losses, if they are a sum
@@ -163,7 +163,7 @@ class LossStep:
         plan, mesh = self._plan, self._mesh
         if rng is None and needs(self._loss_fn, "rng"):
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
-        if plan.step.thins and (step is None or rng is None):
+        if plan.step.has_drops and (step is None or rng is None):
             raise TreeError(
                 "what this plan leaves out of layers depends on the step: pass step= and rng=, the key of the step "
                 "(sl.make_train_step does: sl.Key(seed).fold_in(step))"
@@ -179,10 +179,10 @@ class LossStep:
 
         def called(first: int | None) -> StepInputs:
             keys = keys_of(plan, mesh, microbatches, rng, first)
-            thinned = [plan.step.thinned(step, key) for key in keys]
+            drops = [plan.step.drops(step, key) for key in keys]
             given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, buffers)
             weighing = Weighing(plan, mesh, self._terms, self._weights)
-            return StepInputs(params, microbatches, keys, thinned, given, loss_scale, self._share, weighing)
+            return StepInputs(params, microbatches, keys, drops, given, loss_scale, self._share, weighing)
 
         call = called(self._shares.first(rows))
         share += self._shares.number(rows)
@@ -235,7 +235,7 @@ class LossStep:
             squares=sums.numbers[2],
             residuals=options.residuals,
             landing=landing,
-            layer_tokens=sums.layer_tokens if plan.step.thins else None,
+            layer_tokens=sums.layer_tokens if plan.step.has_drops else None,
             empty=empty_leaves(batch),
             used=sums.used,
         )

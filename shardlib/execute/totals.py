@@ -109,7 +109,7 @@ class Totals:
         """
         mesh, plan, width = self._mesh, self._plan, self._summation.width
         known = [strays, float(self._terms * self._weighted), float(self.aux is not None), *self._agreement().numbers()]
-        known += [self.layer_tokens] * plan.step.thins
+        known += [self.layer_tokens] * plan.step.has_drops
         paths = () if reached is None else tuple(plan.numbering.infos)
         known += [float(path in (reached or ())) for path in paths]
         facts = torch.tensor(known, dtype=torch.float64, device=mesh.device)
@@ -128,7 +128,7 @@ class Totals:
         # Of the residual stream, whose tokens are counted, ranks along the sequence's axis have parts.
         parts = () if plan.step.sequence is None else (plan.step.sequence.axis,)
         copies = math.prod(mesh.shape[axis] for axis in others if axis not in parts)
-        tokens = round(numbers.pop() / copies) if plan.step.thins else 0
+        tokens = round(numbers.pop() / copies) if plan.step.has_drops else 0
         strays, weighted, aux = numbers[3 : 3 + _FACTS]
         self._agree = agreement.agree(numbers[3 + _FACTS :])
         sums_of_means = None

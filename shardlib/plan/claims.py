@@ -22,10 +22,10 @@ from shardlib.collectives.styles.base import Style
 from shardlib.collectives.summation import Summation
 from shardlib.collectives.tokens import TokenExchange
 from shardlib.mesh.specs import P
+from shardlib.plan.drops import LayerDrop, TokenDrop
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.recompute import Recompute
 from shardlib.plan.stages import Stages
-from shardlib.plan.thinning import LayerDrop, TokenDrop
 from shardlib.tree import matches
 
 

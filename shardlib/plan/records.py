@@ -10,9 +10,9 @@ import torch
 from shardlib.collectives.sequence.base import SequenceKind
 from shardlib.collectives.tokens import TokenExchange
 from shardlib.collectives.tree_sum import most_held, most_nodes
+from shardlib.plan.drops import DropPlan, LayerDrop, TokenDrop, drop_plan, layers_of_both
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.recompute import Recompute
-from shardlib.plan.thinning import LayerDrop, Thinned, TokenDrop, layers_of_both, thinned
 from shardlib.rng import Key
 from shardlib.tree import TreeDef
 
@@ -116,7 +116,7 @@ class StepPlan:
     keep: str | int | None = None
 
     @property
-    def thins(self) -> bool:
+    def has_drops(self) -> bool:
         """Whether steps leave out parts of layers."""
         return bool(self.layers)
 
@@ -125,12 +125,12 @@ class StepPlan:
         """The paths of the layers that steps may leave out, or tokens of them."""
         return layers_of_both(self.layer_drop, self.token_drop)
 
-    def thinned(self, step: int | None, key: Key | None) -> Thinned | None:
+    def drops(self, step: int | None, key: Key | None) -> DropPlan | None:
         """What layers do in a micro-batch of a step, by the step's key at its slot; None where nothing is ever left out, or
         without a step: all of them see all."""
-        if not self.thins or step is None or key is None:
+        if not self.has_drops or step is None or key is None:
             return None
-        return thinned(self.layer_drop, self.token_drop, step, key)
+        return drop_plan(self.layer_drop, self.token_drop, step, key)
 
     @property
     def ahead(self) -> bool:

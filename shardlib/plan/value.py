@@ -19,11 +19,11 @@ from shardlib.collectives.styles.base import Style
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.claims import LeafInfo
+from shardlib.plan.drops import DropPlan
 from shardlib.plan.exchanges import Channel, Reductions, Routes, routes_of
 from shardlib.plan.placement import Placement
 from shardlib.plan.records import OptimizerNeeds, Shape, StepPlan, Trace
 from shardlib.plan.stages import Stages
-from shardlib.plan.thinning import Thinned
 from shardlib.plan.transform import Resolved
 from shardlib.rng import Key
 
@@ -187,20 +187,20 @@ class PlanValue:
         """Bucket name -> bucket."""
         return {bucket.name: bucket for bucket in self.buckets}
 
-    def units_left_out(self, thinned: Thinned | None) -> frozenset[str]:
+    def units_left_out(self, drops: DropPlan | None) -> frozenset[str]:
         """The units that a step leaves out: those with leaves of left out layers alone."""
-        if thinned is None or not thinned.dropped:
+        if drops is None or not drops.dropped:
             return frozenset()
 
         def gone(path: str) -> bool:
-            return all(map(thinned.leaves_out, (path, *self.placement_of[path].aliases)))
+            return all(map(drops.leaves_out, (path, *self.placement_of[path].aliases)))
 
         members = self.buckets_of.items()
         return frozenset(unit for unit, buckets in members if all(gone(path) for b in buckets for path in b.paths))
 
     def at_step(self, step: int, key: Key) -> Self:
         """The plan of one step, with what it leaves out by its key."""
-        return replace(self, left_out=self.tiled.units_left_out(self.step.thinned(step, key)))
+        return replace(self, left_out=self.tiled.units_left_out(self.step.drops(step, key)))
 
     @cached_property
     def largest_unit(self) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from shardlib.plan.arguments import number, refused
 from shardlib.plan.claims import Claim, LeafInfo, Step
 from shardlib.plan.code import CodeCall, CodedTransform, one_or_list
+from shardlib.plan.drops import LayerDrop
 from shardlib.plan.layers import globs_in_order, layers_of
-from shardlib.plan.thinning import LayerDrop
 
 
 @dataclass(frozen=True, repr=False)

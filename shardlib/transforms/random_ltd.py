@@ -9,8 +9,8 @@ from shardlib.errors import IllegalComposition
 from shardlib.plan.arguments import integer
 from shardlib.plan.claims import Claim, LeafInfo, Step
 from shardlib.plan.code import CodeCall, CodedTransform, one_or_list
+from shardlib.plan.drops import TokenDrop, tokens_at
 from shardlib.plan.layers import globs_in_order, layers_of
-from shardlib.plan.thinning import TokenDrop, tokens_at
 from shardlib.plan.transform import Resolved
 
 

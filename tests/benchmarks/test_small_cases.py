@@ -8,12 +8,12 @@ from benchmarks.cases import (
     compiled,
     data,
     disk,
+    drops,
     generating,
     optimizer_kernels,
     planned_experts,
     planning,
     small_blocks,
-    thinned,
 )
 from benchmarks.harness.case import Setting
 
@@ -30,7 +30,7 @@ SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
         *(pytest.param(case, marks=pytest.mark.nightly) for case in planning.CASES),
         pytest.param(compiled.CASE, marks=pytest.mark.nightly),
         small_blocks.CASE,
-        thinned.CASE,
+        drops.CASE,
     ],
     ids=lambda case: case.name,
 )

@@ -14,7 +14,7 @@ from shardlib.data.order import Growing, Shuffled
 from shardlib.errors import BatchError, RankMismatch
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
-from shardlib.plan.thinning import TokenDrop
+from shardlib.plan.drops import TokenDrop
 
 discrete, constant = sl.data.discrete_pace, sl.data.constant_pace
 

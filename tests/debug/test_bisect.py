@@ -10,7 +10,7 @@ import torch
 import shardlib as sl
 from shardlib.errors import BatchError, IllegalComposition, LossError, NonFiniteError
 from shardlib.execute import layer_dropping
-from shardlib.plan.thinning import LayerDrop
+from shardlib.plan.drops import LayerDrop
 
 from .cases import CASES, data, found, matrices, perceptron, rules, transformer
 
@@ -300,7 +300,7 @@ def test_gathers_in_few_bits_are_left_out_and_told():
     assert [note.partition(" ")[0] for note in result.notes] == ["gathers"]
 
 
-THINNED = {
+DROPPING = {
     "stage 3": lambda: (transformer(layers=3), {"data": 2}, [sl.zero(3), sl.remat()]),
     "stages": lambda: (
         transformer(layers=3, blocks=True),
@@ -315,15 +315,15 @@ THINNED = {
 }
 
 
-@pytest.mark.parametrize("kind", THINNED)
+@pytest.mark.parametrize("kind", DROPPING)
 def test_layers_and_tokens_are_left_out_by_the_same_draws(kind):
-    (loss_fn, params, batch), mesh, others = THINNED[kind]()
+    (loss_fn, params, batch), mesh, others = DROPPING[kind]()
     drop = sl.progressive_layer_drop(theta=0.2, gamma=10.0)
     plan = mesh, sl.chain(*others, drop, sl.random_ltd(four))
     result = sl.debug.bisect(loss_fn, params, None, plan, batch, steps=3)
     assert not result and not result.notes, result
     plan = sl.make_plan(params, sl.abstract_mesh(**mesh), plan[1])
-    left_out = [plan.step.thinned(step, sl.Key(0).fold_in(step)).dropped for step in range(3)]
+    left_out = [plan.step.drops(step, sl.Key(0).fold_in(step)).dropped for step in range(3)]
     assert not left_out[0] and left_out[1] and left_out[2]
 
 

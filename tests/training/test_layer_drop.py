@@ -7,31 +7,31 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import thinned
+from helpers import drops
 from helpers.decoders import cut, decoder, in_float64, label_batches
-from helpers.thinned import BERT, GPT, RATE, SEED, SLICES, STEPS, in_list, looped, tokens, trained
+from helpers.drops import BERT, GPT, RATE, SEED, SLICES, STEPS, in_list, looped, tokens, trained
 from helpers.trees import assert_close, assert_same
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition, LossError, TreeError
 from shardlib.models import bert, gpt
 from shardlib.plan.claims import LeafInfo
+from shardlib.plan.drops import LayerDrop
 from shardlib.plan.layers import layers_of
-from shardlib.plan.thinning import LayerDrop
 
 DROP = sl.progressive_layer_drop(0.5, 5.0)  # at step 0 nothing, from step 1 on as at the end
 
 
 def kept_at(step, layers=4):
-    return thinned.kept_at(step, LayerDrop(0.5, 5.0, tuple(map(str, range(layers)))))
+    return drops.kept_at(step, LayerDrop(0.5, 5.0, tuple(map(str, range(layers)))))
 
 
 def gpt_loss(params, batch, step):
-    return thinned.gpt_loss(params, batch, kept_at(step))
+    return drops.gpt_loss(params, batch, kept_at(step))
 
 
 def bert_loss(params, batch, step):
-    return thinned.bert_loss(params, batch, kept_at(step))
+    return drops.bert_loss(params, batch, kept_at(step))
 
 
 # The schedule.
@@ -130,7 +130,7 @@ def test_tokens_of_sequences_that_are_cut_are_counted_once(kind, mesh, others):
     """The tokens that layers see are those of whole sequences, whose parts ranks have."""
     transform = sl.chain(DROP, sl.sequence("model" if kind == "megatron" else "seq", kind), *others)
     run = functools.partial(trained, transform=transform, loss_fn=gpt.make_loss(GPT), params=gpt.init(GPT))
-    wanted = [thinned.layer_tokens(kept_at(step)) for step in range(STEPS)]
+    wanted = [drops.layer_tokens(kept_at(step)) for step in range(STEPS)]
     for numbers, _, _, counted in sl.simulate(lambda mesh: run(mesh, batch=tokens()), mesh=mesh):
         assert_close(numbers, expected_from(0)[0], 1e-10)
         assert counted == wanted and wanted[0] == 256
@@ -184,7 +184,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(case):
             sharded = sl.shard(params, mesh, sl.chain(DROP, *transforms))
             return sl.make_train_step(loss_fn, sharded, sl.optim.adamw(RATE), rng=SEED, donate=False)
 
-        (state, step), batch = make(), thinned.share(mesh, tokens())
+        (state, step), batch = make(), drops.share(mesh, tokens())
         for _ in range(4):  # the next one leaves out two layers
             state, _ = step(state, batch)
         resumed, step_again = state, make()[1]

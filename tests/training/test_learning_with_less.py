@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
-from helpers.thinned import GPT, RATE, SEED, SLICES, gpt_loss, in_list, layer_tokens, looped, visits_at
+from helpers.drops import GPT, RATE, SEED, SLICES, gpt_loss, in_list, layer_tokens, looped, visits_at
 from helpers.trees import assert_close
 
 import shardlib as sl
 from shardlib.models import gpt
-from shardlib.plan.thinning import LayerDrop
+from shardlib.plan.drops import LayerDrop
 
 LENGTHS = sl.data.discrete_pace([2, 4, 8], until=[0, 2])  # of one, two and three steps
 KEPT = sl.data.discrete_pace([3, 5, 6], until=[1, 3])  # so at step 0 and 2 more than there are
@@ -94,9 +94,9 @@ def check(results, name, first=0):
 def test_the_steps_here_leave_out_what_they_should():
     """What the tests below rest on: layers, tokens where there are more than layers keep, and none where there are not."""
     steps = [visits_at(step, KEPT, DROP, ROWS, LENGTHS(step)) for step in range(STEPS)]
-    thinned = [[index is not None for *_, index in step] for step in steps]
-    assert [any(step) for step in thinned] == [False, True, False, True, True, True]
-    assert any(runs and cut for step, cuts in zip(steps, thinned) for (runs, *_), cut in zip(step, cuts))
+    drops = [[index is not None for *_, index in step] for step in steps]
+    assert [any(step) for step in drops] == [False, True, False, True, True, True]
+    assert any(runs and cut for step, cuts in zip(steps, drops) for (runs, *_), cut in zip(step, cuts))
     assert any(not runs for step in steps for runs, *_ in step)
 
 

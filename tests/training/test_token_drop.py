@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import thinned
+from helpers import drops
 from helpers.decoders import cut, decoder, in_float64, label_batches
-from helpers.thinned import (
+from helpers.drops import (
     BERT,
     GPT,
     RATE,
@@ -29,7 +29,7 @@ import shardlib as sl
 from shardlib.errors import BatchError, IllegalComposition, LossError
 from shardlib.execute.token_subset import Subset, drawn_tokens
 from shardlib.models import bert, gpt
-from shardlib.plan.thinning import LayerDrop, TokenDrop
+from shardlib.plan.drops import LayerDrop, TokenDrop
 
 PACE = sl.data.linear_pace(3, 8, steps=4)
 LTD, DROP = sl.random_ltd(PACE), sl.progressive_layer_drop(0.5, 5.0)
@@ -131,7 +131,7 @@ def reference(request):
     layers_too = request.param == "tokens and layers"
 
     def loss(params, batch, step):
-        return thinned.gpt_loss(params, batch, visits(step, layers_too))
+        return drops.gpt_loss(params, batch, visits(step, layers_too))
 
     return (
         PLANS[request.param],
@@ -155,7 +155,7 @@ def test_equal_to_a_loop_on_every_mesh(reference, case):
 
 def test_equal_to_a_loop_in_processes(pool):
     def loss(params, batch, step):
-        return thinned.gpt_loss(params, batch, visits(step, True))
+        return drops.gpt_loss(params, batch, visits(step, True))
 
     expected = looped(loss, gpt.init(GPT), tokens())
     transform = sl.chain(LTD, DROP, sl.zero(3))
@@ -188,7 +188,7 @@ def test_masks_of_a_bert():
         for _, _, index in masked:  # with nothing to see attention is undefined
             if index is not None:
                 batch["mask"].scatter_(1, index[:, :1], True)
-        expected = by_autograd(lambda p, v=masked: thinned.bert_loss(p, batch, v), params)
+        expected = by_autograd(lambda p, v=masked: drops.bert_loss(p, batch, v), params)
         assert_close(gradients(bert.make_loss(BERT), params, batch, step), expected, 1e-10)
 
 
@@ -200,7 +200,7 @@ def test_segments_of_packed_documents():
     params = gpt.init(GPT)
     for step in range(3):
         there = visits(step, False)
-        expected = by_autograd(lambda p, v=there: thinned.gpt_loss(p, batch, v), params)
+        expected = by_autograd(lambda p, v=there: drops.gpt_loss(p, batch, v), params)
         assert_close(gradients(gpt.make_loss(GPT), params, batch, step), expected, 1e-10)
 
 
@@ -224,7 +224,7 @@ def test_decoders_of_transformers(kind, optional):
                 carry = block(p, carry, batch)
             else:
                 mask = batch.get("attention_mask", torch.ones(8, 8, dtype=torch.int64))
-                carry = thinned.through(carry, visit, layer, mask, torch.arange(8).expand(8, -1))
+                carry = drops.through(carry, visit, layer, mask, torch.arange(8).expand(8, -1))
         return carry.total / carry.weight
 
     for step in (0, 2):
@@ -385,7 +385,7 @@ def test_vectors_of_rows_are_whole_however_long_they_are(size):
     def by_hand(params):
         x = batch
         for p, seen in zip(params["layers"], (None, index, None), strict=True):
-            x = thinned.through(x, (True, 1.0, seen), lambda x, keep, p=p: layer(p, x, extra))
+            x = drops.through(x, (True, 1.0, seen), lambda x, keep, p=p: layer(p, x, extra))
         return x.square().mean()
 
     assert_close(gradients(loss_fn, params, batch, 0), by_autograd(by_hand, params), 1e-10)
@@ -458,7 +458,7 @@ def test_graphs_are_equal(name):
         state, step = sl.make_train_step(loss_fn, sharded, sl.optim.adamw(RATE), rng=SEED, compile=compile)
         found = []
         for _ in range(6):
-            state, metrics = step(state, thinned.share(mesh, tokens()))
+            state, metrics = step(state, drops.share(mesh, tokens()))
             found.append((metrics["loss"].item(), metrics["grad_norm"].item(), metrics["layer_tokens"]))
         if compile:
             assert step.graph.graphs

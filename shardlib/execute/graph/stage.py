@@ -316,7 +316,7 @@ def micro_batch(
     def function(blocks: Callable[[Surroundings], Runner]) -> Function:
         return Function(fn, plan, mesh, True, blocks)
 
-    return MicroBatch(function, stored, trees, lengths, call.keys[index], call.thinned[index], call.named(index, mesh))
+    return MicroBatch(function, stored, trees, lengths, call.keys[index], call.drops[index], call.named(index, mesh))
 
 
 def _like(stored: torch.Tensor | BufferOnDisk, bucket: Bucket) -> torch.Tensor:
@@ -365,7 +365,7 @@ def trace_stage(
             return wanted.setdefault(f"input {len(wanted)}", now.detach().requires_grad_())
 
         trees = [tree_map(enter, now, was) for now, was in zip(given.trees, of.trees, strict=True)]
-        result = materialise(loss(given.stored, wanted, *trees, key=given.key, thinned=of.thinned))
+        result = materialise(loss(given.stored, wanted, *trees, key=given.key, drops=of.drops))
         form.clear()
         if last:
             outcome = read_loss(result, False)

@@ -39,7 +39,7 @@ from shardlib.execute.stages.one import detached
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.nn.blocks import Runner
 from shardlib.nn.functional import Mean
-from shardlib.plan.thinning import Thinned
+from shardlib.plan.drops import DropPlan
 from shardlib.rng import Key
 from shardlib.tree import Tree, TreeDef, flatten, tensors_of, unflatten
 
@@ -131,7 +131,7 @@ class MicroBatch:
         trees: what the function is given besides parameters.
         lengths: of the tensors in ``trees``.
         key: the micro-batch's key.
-        thinned: what it leaves out.
+        drops: what it leaves out.
         named: its name, for messages.
     """
 
@@ -140,7 +140,7 @@ class MicroBatch:
     trees: Sequence[Tree]
     lengths: Lengths
     key: Key | None
-    thinned: Thinned | None
+    drops: DropPlan | None
     named: str
 
 
@@ -255,7 +255,7 @@ def trace(
 
     def forward(loss: Function, given: GivenInputs) -> tuple[Outcome, dict[str, torch.Tensor]]:
         slots = {name: slot.requires_grad_() for name, slot in loss.slots().items()}
-        result = loss(given.stored, slots, *given.trees, key=given.key, thinned=of.thinned)
+        result = loss(given.stored, slots, *given.trees, key=given.key, drops=of.drops)
         return read_loss(result, with_buffers), slots
 
     def backward(loss: Function, found: Any, more: list[torch.Tensor], recorder: TraceRecorder) -> list[torch.Tensor]:

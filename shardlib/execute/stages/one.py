@@ -20,8 +20,8 @@ from shardlib.execute.sequence import require_whole_loss
 from shardlib.execute.totals import Sums, Totals, Weighing
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.functional import Mean
+from shardlib.plan.drops import DropPlan
 from shardlib.plan.plan import Plan
-from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key, seeding_torch
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree
@@ -34,7 +34,7 @@ class StepInputs:
     Attributes:
         microbatches: the rank's micro-batches.
         keys: each micro-batch's key, or None.
-        thinned: what each micro-batch leaves out, or None.
+        drops: what each micro-batch leaves out, or None.
         share: factor by which a scalar loss is multiplied before backward, for the mean over ranks and micro-batches.
         weighing: the weights of a sum of means.
     """
@@ -42,7 +42,7 @@ class StepInputs:
     params: Sharded
     microbatches: Sequence[Tree]
     keys: Sequence[Key | None]
-    thinned: Sequence[Thinned | None]
+    drops: Sequence[DropPlan | None]
     buffers: Any
     loss_scale: float
     share: float
@@ -51,7 +51,7 @@ class StepInputs:
     @property
     def tokens(self) -> tuple[int | None, ...]:
         """How many tokens of each sequence the layers see, in their order; nothing where all see all."""
-        return () if self.thinned[0] is None else self.thinned[0].tokens
+        return () if self.drops[0] is None else self.drops[0].tokens
 
     def named(self, index: int, mesh: Mesh) -> str:
         """A micro-batch of this rank, for messages."""
@@ -135,7 +135,7 @@ class OneStage:
             inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
             with seeding_torch(key, self._mesh.device):
                 outcome = read_loss(self._fn(*inputs, **extra), self._with_buffers)
-            require_gradient(outcome, call.thinned[index], call.named(index, self._mesh))
+            require_gradient(outcome, call.drops[index], call.named(index, self._mesh))
             record, sequence = self.executor.record, self._plan.step.sequence
             if sequence and record.order is None:
                 require_whole_loss(sequence, self._mesh, record.done, outcome.means)
@@ -153,7 +153,7 @@ class OneStage:
             return (call.seed(outcome) * weighing.factors(outcome)).unbind()
 
         turn = Turn(index, index == len(call.microbatches) - 1)
-        return self.executor.backward(call.params, gradients, turn, run, seeds, call.thinned[index])
+        return self.executor.backward(call.params, gradients, turn, run, seeds, call.drops[index])
 
     def shared_aux(self, call: StepInputs, aux: Tree, sums: Sums) -> Tree:
         """The step's ``aux`` on every rank."""

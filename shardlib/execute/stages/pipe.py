@@ -106,7 +106,7 @@ class Pipe:
             if not self._position.is_last(stage):
                 return result
             outcome = read_loss(result, False)
-            require_gradient(outcome, call.thinned[microbatch], call.named(microbatch, self._mesh))
+            require_gradient(outcome, call.drops[microbatch], call.named(microbatch, self._mesh))
             outcomes[microbatch] = detached(outcome, executor.in_parameters)
             if len(outcome.means) == 1:
                 return outcome.total
@@ -114,9 +114,7 @@ class Pipe:
 
         def begin(stage: int, microbatch: int) -> Run:
             compute = partial(run, stage, microbatch)
-            return self._stages[stage].begin(
-                microbatch, call.params, compute, gradients[stage], call.thinned[microbatch]
-            )
+            return self._stages[stage].begin(microbatch, call.params, compute, gradients[stage], call.drops[microbatch])
 
         def settle() -> None:
             for sums in gradients.values():

@@ -15,8 +15,8 @@ from shardlib.execute.gradients import Gradients, Turn
 from shardlib.execute.handles import materialise
 from shardlib.execute.losses import refuse_reentrant_checkpoints
 from shardlib.mesh.mesh import Mesh
+from shardlib.plan.drops import DropPlan
 from shardlib.plan.plan import Plan
-from shardlib.plan.thinning import Thinned
 from shardlib.schedules import Action, Kind
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import Tree, tensors_of, tree_map
@@ -83,7 +83,7 @@ class EagerRun(Run):
         compute: the stage, of the executor, parameters and a carry.
         gradients: the stage's sums; None for a forward alone, without gradients.
         turn: of this micro-batch to add to them.
-        thinned: what the micro-batch leaves out.
+        drops: what the micro-batch leaves out.
         idle: where the executor goes in the end.
     """
 
@@ -94,11 +94,11 @@ class EagerRun(Run):
         compute: Callable[[Executor, Tree, Tree], Tree],
         gradients: Gradients | None,
         turn: Turn,
-        thinned: Thinned | None,
+        drops: DropPlan | None,
         idle: list[Executor],
     ) -> None:
         super().__init__()
-        self.executor, self._params, self._compute, self._thinned = executor, params, compute, thinned
+        self.executor, self._params, self._compute, self._drops = executor, params, compute, drops
         self._gradients: Any = gradients
         self._turn, self._idle = turn, idle
 
@@ -127,7 +127,7 @@ class EagerRun(Run):
     def open(self, carry: Tree) -> Tree:
         """The stage's result, with the graph for backward."""
         result = self.executor.open(
-            self._params, self._gradients, lambda tree: self._computed(tree, carry), self._thinned
+            self._params, self._gradients, lambda tree: self._computed(tree, carry), self._drops
         )
         self.outputs = differentiable(result)
         if self.executor.record.order is None:
@@ -189,14 +189,14 @@ class Stage:
         params: Sharded,
         compute: Callable[[Executor, Tree, Tree], Tree],
         gradients: Gradients | None = None,
-        thinned: Thinned | None = None,
+        drops: DropPlan | None = None,
     ) -> EagerRun:
         """The run of a micro-batch; arguments as of `EagerRun`."""
         kind = microbatch in self._halved
         idle, record = self._idle[kind], self.records[kind]
         executor = idle.pop() if idle else Executor(self.plan, self._mesh, self._trained, record, self.host)
         turn = Turn(microbatch, microbatch == self._last)
-        return EagerRun(executor, params, compute, gradients, turn, thinned, idle)
+        return EagerRun(executor, params, compute, gradients, turn, drops, idle)
 
 
 def differentiable(tree: Tree) -> list[torch.Tensor]:

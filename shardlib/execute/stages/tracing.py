@@ -34,10 +34,10 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
 from shardlib.nn.blocks import Sequential
 from shardlib.plan.deduplication import TraceCache, deduplicated, seen_in_traces
+from shardlib.plan.drops import DropPlan
 from shardlib.plan.exchanges import Reductions
 from shardlib.plan.plan import Plan
 from shardlib.plan.records import Trace
-from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
 from shardlib.sharded.gradient_offload import FakeGradientOffload
 from shardlib.sharded.tree import Sharded
@@ -161,7 +161,7 @@ class Shortly:
         """The traces of a plan; None where no short form shows them."""
         loss_fn, tracing = self._tracing.loss_fn, self._tracing
         functions = loss_fn.functions if isinstance(loss_fn, Sequential) else None
-        if plan.step.thins and tracing.step is not None:  # that step leaves out some layers, not others
+        if plan.step.has_drops and tracing.step is not None:  # that step leaves out some layers, not others
             return None
         short = deduplicated(plan, functions)
         if short is None:
@@ -228,9 +228,9 @@ def _of_one(setting: _Setting, holds: bool) -> Walk:
         with live, followed(lambda _: phases):
             microbatches = split_batch(setting.batch, plan, mesh)
             keys = keys_of(plan, mesh, microbatches, tracing.key)
-            thinned = [plan.step.thinned(tracing.step, key) for key in keys]
+            drops = [plan.step.drops(tracing.step, key) for key in keys]
             call = StepInputs(
-                setting.params, microbatches, keys, thinned, buffers, 1.0, 1.0, Weighing(plan, mesh, 1, None)
+                setting.params, microbatches, keys, drops, buffers, 1.0, 1.0, Weighing(plan, mesh, 1, None)
             )
             gradients = runner.executor.gradients(default_options(mesh, landing))
             for number, index in enumerate(indices):
@@ -255,9 +255,9 @@ def _of_one(setting: _Setting, holds: bool) -> Walk:
 def _of_stages(setting: _Setting, holding: set[int]) -> tuple[Walk, ...]:
     tracing, plan, mesh, key = setting.tracing, setting.plan, setting.mesh, setting.tracing.key
     blocks, spans = require_blocks(tracing.loss_fn, plan), plan.stages.spans
-    batch, thinned = split_batch(setting.batch, plan, mesh)[0], plan.step.thinned(tracing.step, key)
+    batch, drops = split_batch(setting.batch, plan, mesh)[0], plan.step.drops(tracing.step, key)
     # A step leaves out some layers, not others.
-    kinds = kinds_of(plan, blocks) if thinned is None else range(len(spans))
+    kinds = kinds_of(plan, blocks) if drops is None else range(len(spans))
     known: list[tuple[Any, _TracedStage]] = []  # of each stage that is traced: its kind, with its carry's form
     stands: list[int] = []  # for each stage the number of the one that is traced for it
     carries: list[Tree] = [None]  # what enters the next stage, which alone holds it then
@@ -274,7 +274,7 @@ def _of_stages(setting: _Setting, holding: set[int]) -> tuple[Walk, ...]:
                 return result
 
             known.append((seen, _TracedStage(plan, mesh, number, number in holding)))
-            known[-1][1].forward(setting.params, carries, compute, thinned)
+            known[-1][1].forward(setting.params, carries, compute, drops)
         carries = [known[stands[-1]][1].handed_on()]
     stages = [stage for _, stage in known]
     records = [stage.executor.record for stage in stages]
@@ -302,7 +302,7 @@ class _TracedStage:
         self._work = WorkCount(lambda: phases.now, lambda: _moved(self.executor, mesh))
 
     def forward(
-        self, params: Sharded, carries: list[Tree], compute: Callable[[Tree, Tree], Tree], thinned: Thinned | None
+        self, params: Sharded, carries: list[Tree], compute: Callable[[Tree, Tree], Tree], drops: DropPlan | None
     ) -> None:
         """Run ``compute(parameters, carry)``. The carry is taken out of its list."""
         carry = carries.pop()
@@ -316,7 +316,7 @@ class _TracedStage:
             calls.append(None)
             return compute(tree, carry)
 
-        self._run = run = EagerRun(self.executor, params, once, self._gradients, Turn(0, last=False), thinned, [])
+        self._run = run = EagerRun(self.executor, params, once, self._gradients, Turn(0, last=False), drops, [])
         given = run.enter(carry)
         with self._live, self._work, followed(lambda _: self._phases):
             result = run.open(given)

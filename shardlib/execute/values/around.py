@@ -43,7 +43,7 @@ def require_values(plan: Plan, what: str, otherwise: str) -> None:
     """
     reductions, remat = plan.reductions, plan.step.remat
     found = {
-        "progressive_layer_drop, random_ltd: leave them out": plan.step.thins,
+        "progressive_layer_drop, random_ltd: leave them out": plan.step.has_drops,
         # Whole tiles would wait together for backward.
         "tile: use remat(), or more ranks on the axis of zero": bool(plan.step.module_tiles)
         or any(bucket.tiles > 1 for bucket in plan.buckets),

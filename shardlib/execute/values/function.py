@@ -24,8 +24,8 @@ from shardlib.execute.tiles import TiledLeaf
 from shardlib.execute.values.wholes import UnitSums, Wholes, unit_sums
 from shardlib.mesh.mesh import Mesh
 from shardlib.nn.blocks import Runner
+from shardlib.plan.drops import DropPlan
 from shardlib.plan.plan import Plan
-from shardlib.plan.thinning import Thinned
 from shardlib.rng import Key
 from shardlib.sharded.reduction import BoundCodecs
 from shardlib.sharded.tree import Sharded
@@ -77,17 +77,17 @@ class Function:
             mesh, batch, self._parts, modules_of(plan), plan.step.tokens, plan.step.autocast, products, _refuse_further
         )
         self._blocks = None if blocks is None else blocks(self._surroundings)
-        self._layers = Layers(plan, mesh.device) if plan.step.thins else None
+        self._layers = Layers(plan, mesh.device) if plan.step.has_drops else None
         self._in_block = False
         self.layer_tokens = 0
 
     def __call__(
-        self, stored: Buffers, slots: Buffers, *args: Any, key: Key | None = None, thinned: Thinned | None = None
+        self, stored: Buffers, slots: Buffers, *args: Any, key: Key | None = None, drops: DropPlan | None = None
     ) -> Any:
         """``fn(whole parameters, *args)`` at ``stored + slots``; see `Wholes.slot`.
 
         Args:
-            thinned: what layers leave out. Tokens are drawn by ``key``.
+            drops: what layers leave out. Tokens are drawn by ``key``.
         """
         extra = {"rng": key} if self._wants_rng and key is not None else {}
         with self._running():
@@ -96,7 +96,7 @@ class Function:
             self._scaled = {path: (leaves if path in self.plan.styles else wholes)[path] for path in self._scaled}
             tree = unflatten(self.plan.shape.treedef, [leaves.get(leaf.path) for leaf in self.plan.leaves])
             if self._layers is not None:
-                self._layers.begin(None if thinned is None or key is None else thinned.drawn_by(key), False)
+                self._layers.begin(None if drops is None or key is None else drops.drawn_by(key), False)
                 self._layers.know([leaves.get(leaf.path) for leaf in self.plan.leaves])
             with nullcontext() if self._looked else self._watched(leaves, wholes):
                 result = self.fn(tree, *args, **extra)
@@ -112,11 +112,11 @@ class Function:
         batch: Any,
         key: Key | None,
         buffers: Any = None,
-        thinned: Thinned | None = None,
+        drops: DropPlan | None = None,
     ) -> Outcome:
         """What a loss function gives for one micro-batch on this rank. Torch's own generators are the caller's to seed."""
         inputs = (batch,) if buffers is None else (buffers, batch)
-        return read_loss(self(stored, slots, *inputs, key=key, thinned=thinned), buffers is not None)
+        return read_loss(self(stored, slots, *inputs, key=key, drops=drops), buffers is not None)
 
     def slots(self) -> dict[str, torch.Tensor]:
         """The slot of each trained bucket's gradient."""

@@ -7,6 +7,7 @@ from . import (
     curricula,
     debug,
     disk,
+    drops,
     experts,
     hangs,
     keys,
@@ -19,7 +20,6 @@ from . import (
     runs,
     seams,
     steps,
-    thinning,
     tiles,
 )
 
@@ -42,5 +42,5 @@ DEFECTS: tuple[Defect, ...] = (
     *tiles.DEFECTS,
     *experts.DEFECTS,
     *debug.DEFECTS,
-    *thinning.DEFECTS,
+    *drops.DEFECTS,
 )

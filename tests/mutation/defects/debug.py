@@ -38,8 +38,8 @@ DEFECTS = (
         "stale",
         "debug/one_device.py",
         "one device leaves out at every step what the first one leaves out",
-        "self._plan.step.thinned(step, key)",
-        "self._plan.step.thinned(0, key)",
+        "self._plan.step.drops(step, key)",
+        "self._plan.step.drops(0, key)",
         (f"{_BISECT}::test_layers_and_tokens_are_left_out_by_the_same_draws[stage 3]",),
     ),
     Defect(

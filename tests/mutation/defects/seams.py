@@ -484,8 +484,8 @@ DEFECTS = (
         "draws",
         "execute/values/function.py",
         "a graph keeps the tokens that it was traced with in all steps",
-        "None if thinned is None or key is None else thinned.drawn_by(key)",
-        "thinned",
+        "None if drops is None or key is None else drops.drawn_by(key)",
+        "drops",
         ("tests/training/test_token_drop.py::test_graphs_are_equal",),
     ),
     Defect(

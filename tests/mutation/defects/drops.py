@@ -19,7 +19,7 @@ DEFECTS = (
     Defect(
         "the first layers dropped most",
         "schedule",
-        "plan/thinning.py",
+        "plan/drops.py",
         "the probability to be kept falls from the last layer to the first",
         "enumerate(self.layers, 1)}",
         "enumerate(reversed(self.layers), 1)}",
@@ -46,7 +46,7 @@ DEFECTS = (
     Defect(
         "the same tokens in every layer",
         "key",
-        "plan/thinning.py",
+        "plan/drops.py",
         "all layers draw tokens by one key",
         "draws.fold_in(n))",
         "draws.fold_in(0))",
@@ -64,7 +64,7 @@ DEFECTS = (
     Defect(
         "more tokens counted than a sequence has",
         "factor",
-        "plan/thinning.py",
+        "plan/drops.py",
         "a rate by layer-tokens counts as many as layers keep where sequences are shorter",
         "min(self.kept_at(step), length)",
         "self.kept_at(step)",

@@ -130,7 +130,7 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Thinned:
+class DropPlan:
     """What the layers of a model do at one step, in one micro-batch.
 
     Attributes:
@@ -149,18 +149,18 @@ class Thinned:
         """How many tokens of each sequence each layer sees; None for all."""
         return tuple(visit.tokens for visit in self.visits.values())
 
-    def drawn_by(self, key: Key) -> Thinned:
+    def drawn_by(self, key: Key) -> DropPlan:
         """The same, with tokens that are drawn by another key of a step."""
         draws = key.fold_in("random_ltd")
         visits = self.visits.items()
-        return Thinned({path: replace(visit, key=draws.fold_in(n)) for n, (path, visit) in enumerate(visits)})
+        return DropPlan({path: replace(visit, key=draws.fold_in(n)) for n, (path, visit) in enumerate(visits)})
 
     def leaves_out(self, path: str) -> bool:
         """Whether a leaf belongs to a layer that the step leaves out."""
         return any(path.startswith(f"{layer}/") for layer in self.dropped)
 
 
-def thinned(layer_drop: LayerDrop | None, token_drop: TokenDrop | None, step: int, key: Key) -> Thinned:
+def drop_plan(layer_drop: LayerDrop | None, token_drop: TokenDrop | None, step: int, key: Key) -> DropPlan:
     """What a micro-batch of a step leaves out.
 
     Args:
@@ -172,7 +172,7 @@ def thinned(layer_drop: LayerDrop | None, token_drop: TokenDrop | None, step: in
         path: Visit(keep.get(path), kept.get(path, True), tokens.get(path))
         for path in layers_of_both(layer_drop, token_drop)
     }
-    return Thinned(visits).drawn_by(key)
+    return DropPlan(visits).drawn_by(key)
 
 
 def layers_of_both(layer_drop: LayerDrop | None, token_drop: TokenDrop | None) -> tuple[str, ...]:

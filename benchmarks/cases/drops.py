@@ -72,4 +72,4 @@ def _made(config: gpt.GPTConfig, transform: Any) -> tuple[sl.TrainState, Any]:
     return sl.make_train_step(gpt.make_loss(config), params, sl.optim.adamw(1e-3), rng=_SEED)
 
 
-CASE = Case("thinned", "steps that leave out layers or tokens, against what is expected", {CPU: 60}, measure)
+CASE = Case("drops", "steps that leave out layers or tokens, against what is expected", {CPU: 60}, measure)
