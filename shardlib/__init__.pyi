@@ -39,6 +39,7 @@ from .rng import Key as Key
 from .search import search_plan as search_plan
 from .shard import shard as shard
 from .sharded.tree import Sharded as Sharded
+from .sharded.unshard import stream_weights as stream_weights
 from .sharded.unshard import unshard as unshard
 from .train import make_train_step as make_train_step
 from .train import unused_params as unused_params

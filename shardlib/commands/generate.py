@@ -112,7 +112,7 @@ def _of_transformers(args: argparse.Namespace, mesh: Mesh) -> Opened:
         kind = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(args.folder))
     rules = huggingface.slicing_rules(kind) if "model" in mesh.shape else None
     _, params = checkpoint.from_pretrained(args.folder, mesh, _plan(args, mesh, rules))
-    if not any((args.folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not any((args.folder / name).exists() for name in checkpoint.pretrained.TOKENIZERS):
         return kind, params, _without_tokenizer, _as_numbers
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.folder)
     return kind, params, tokenizer.encode, tokenizer.decode
