@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardlib.checkpoint.agreement import from_first_rank, on_all_ranks
-from shardlib.checkpoint.importing import fill_params
+from shardlib.checkpoint.importing import fill_encoded, fill_params
 from shardlib.checkpoint.manifest import Entry
 from shardlib.checkpoint.reading import TensorsOnDisk
 from shardlib.checkpoint.safetensors import export_safetensors
@@ -28,6 +28,7 @@ from shardlib.models.from_module import from_module, initialise
 from shardlib.models.huggingface.conversion import not_in_files
 from shardlib.models.lineage import NO_VALUES, Lineage, tensors_of
 from shardlib.models.meta import reset_buffers
+from shardlib.models.quantized_linears import quantized_leaves
 from shardlib.plan.transform import Transform, chain
 from shardlib.rng import Key
 from shardlib.shard import default_transform, mesh_of_ranks
@@ -102,8 +103,13 @@ def from_pretrained(
     initialised = not_in_files(module)
     tensors, grown = (held.tensors, set()) if vocab is None else _resized(module, vocab, held.tensors)
     module, lineage = changed(module, change, seed)
+    encoded = quantized_leaves(module)
     source = lineage.sources(module)
     read = _renamed(tensors, source, lineage.names)
+    for name, (origin, shape, _) in encoded.items():
+        if origin not in tensors or tensors[origin].shape != shape:
+            raise TreeError(f"{name}: the files have no {origin} of shape {list(shape)}, which it is made of")
+        read.pop(origin, None)
     lacking = {name for name in tensors_of(module) if name not in read}
     drawn = {name for name in lacking if name not in source or matches(name, partial)}
     drawn |= {name for name in lacking if initialised.intersection(source.get(name, ()))}
@@ -117,6 +123,8 @@ def from_pretrained(
     params = shard_by(bound(initialise, module, Key(seed), drawn), mesh, transform, filled_later=True)
     with TensorsOnDisk(files, replace(held, tensors=read)) as saved:
         fill_params(saved, params, "", [*globs_of(partial), *map(glob.escape, drawn)], of_files)
+    with TensorsOnDisk(files, replace(held, tensors=tensors)) as saved:
+        fill_encoded(saved, params, {name: (origin, encode) for name, (origin, _, encode) in encoded.items()})
     apply, _, *rest = from_module(module, buffers=buffers, frozen=frozen)  # takes copies of the buffers as they are now
     return apply, params, *rest
 

@@ -37,6 +37,7 @@ from shardlib.make_plan import make_plan
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import huggingface
 from shardlib.models.from_module import from_module
+from shardlib.models.quantized_linears import with_quantized_linears
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform, chain
@@ -64,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora", type=positive, metavar="RANK", help="train adapters of all linear layers, of this rank"
     )
     parser.add_argument("--lora-alpha", type=above_zero, help="their scale times the rank; by default twice the rank")
+    parser.add_argument(
+        "--base", choices=("nf4", "int8"), help="the base's linear layers in 4 or 8 bits, beside --lora"
+    )
     parser.add_argument("--masked", action="store_true", help="the model fills in masked tokens, as BERT does")
     parser.add_argument("--length", type=positive, default=512, help="most tokens of an example")
     parser.add_argument(
@@ -100,6 +104,10 @@ def run(args: argparse.Namespace) -> int:
         args = _configured(args)
     if args.data is None:
         raise WrongArguments("give --data, a .jsonl file")
+    if args.base and not args.lora:
+        raise WrongArguments(
+            f"--base {args.base} freezes the layers: give --lora, the rank of the adapters beside them"
+        )
     mesh = model.running_mesh(args)
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
     with wrong_arguments(*PLANNED, FileNotFoundError, CheckpointError, OSError):
@@ -205,6 +213,8 @@ class _Job:
         if self._args.lora is None:
             return module
         peft = require("peft", "--lora", "peft", "hf")
+        if self._args.base:
+            module = with_quantized_linears(module, self._args.base, whole=_heads(module))
         alpha = self._args.lora_alpha or 2 * self._args.lora
         task = None if self._args.masked else "CAUSAL_LM"
         config = peft.LoraConfig(r=self._args.lora, lora_alpha=alpha, target_modules="all-linear", task_type=task)
@@ -246,6 +256,13 @@ class _Job:
         """A batch without columns that are padding in all rows, but for a multiple of 8."""
         used = int((batch["segments"] >= 0).any(0).sum())
         return {name: values[:, : -(-used // 8) * 8] for name, values in batch.items()}
+
+
+def _heads(module: Any) -> tuple[str, ...]:
+    """The names of the layer that scores words, and of what is in it."""
+    head = module.get_output_embeddings()
+    names = [name for name, layer in module.named_modules() if layer is head]
+    return tuple(glob for name in names for glob in (name, f"{name}.*"))
 
 
 def _records(path: Path) -> Sequence[Mapping[str, Any]]:

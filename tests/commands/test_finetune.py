@@ -182,6 +182,7 @@ WRONG = {
     ),
     "a device that is too small": (["--device-memory", "1MiB"], "does not fit"),
     "masked examples in one row": (["--masked", "--pack"], "--pack: masked tokens see all others of their row"),
+    "a frozen base without adapters": (["--base", "nf4"], "--base nf4 freezes the layers: give --lora"),
     "no records": (["--data", "{folder}/empty.jsonl"], "has no records"),
     "no JSON": (["--data", "{folder}/broken.jsonl"], "line 2 is no JSON"),
     "other fields": (["--data", "{folder}/other.jsonl", "--validation", "0"], "record 0: it has question, answer"),
