@@ -31,10 +31,10 @@ from shardlib.models.meta import reset_buffers
 from shardlib.models.quantized_linears import quantized_leaves
 from shardlib.plan.transform import Transform, chain
 from shardlib.rng import Key
-from shardlib.shard import default_transform, mesh_of_ranks
 from shardlib.sharded.given import sharded_params
 from shardlib.sharded.shard import shard_by
 from shardlib.sharded.unshard import stream_weights
+from shardlib.sharding import default_transform, mesh_of_ranks
 from shardlib.transforms.freeze import freeze
 from shardlib.tree import globs_of, matches
 

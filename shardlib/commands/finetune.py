@@ -33,7 +33,6 @@ from shardlib.commands.arguments import (
 from shardlib.common.optional import require
 from shardlib.errors import CheckpointError, TreeError
 from shardlib.evaluate import make_eval_step
-from shardlib.make_plan import make_plan
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import huggingface
 from shardlib.models.from_module import from_module
@@ -41,6 +40,7 @@ from shardlib.models.quantized_linears import with_quantized_linears
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform, chain
+from shardlib.planning import make_plan
 from shardlib.report.log import CsvWriter, Log
 from shardlib.report.progress import Progress
 from shardlib.rng import Key
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     mesh = model.running_mesh(args)
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
     with wrong_arguments(*PLANNED, FileNotFoundError, CheckpointError, OSError):
-        job = _Job(args, mesh)
+        job = _FineTuning(args, mesh)
         say(str(job.plan))
         for name, found in (("train on", job.examples), ("validate on", job.validation)):
             say(f"to {name}: {found or 'nothing'}")
@@ -137,7 +137,7 @@ def _configured(args: argparse.Namespace) -> argparse.Namespace:
     return args.parser.parse_args([*words, *args.words[1:]])
 
 
-class _Job:
+class _FineTuning:
     """What is trained, on what, by which plan.
 
     Attributes:
@@ -300,7 +300,7 @@ class _Best:
 
 
 def _train(
-    args: argparse.Namespace, mesh: Mesh, job: _Job, say: Callable[[str], None]
+    args: argparse.Namespace, mesh: Mesh, job: _FineTuning, say: Callable[[str], None]
 ) -> tuple[TrainState, float | None]:
     """Train to the last step or until patience ends; the best state by validation is written as it is found. Returns the last
     state, and the best loss, None without validation."""

@@ -15,12 +15,12 @@ from shardlib.commands import model
 from shardlib.commands.arguments import WrongArguments
 from shardlib.common.optional import require
 from shardlib.errors import CheckpointError, IllegalComposition, TreeError
-from shardlib.generate import generate
+from shardlib.generating import generate
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import experts_on_host, quantized
 from shardlib.plan.transform import Transform, chain
-from shardlib.shard import shard
+from shardlib.sharding import shard
 from shardlib.train import make_train_step
 from shardlib.transforms import experts, offload, tensor_slicing, zero
 

@@ -99,7 +99,7 @@ class QuantizedLinear(nn.Linear):
         return decode(self.packed, self.form, self.shape, torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _Product.apply(x, self.packed.view(-1), self.form, self.shape)
+        y = _QuantizedProduct.apply(x, self.packed.view(-1), self.form, self.shape)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def reset_parameters(self) -> None:
@@ -112,7 +112,7 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, form={self.form!r}"
 
 
-class _Product(torch.autograd.Function):
+class _QuantizedProduct(torch.autograd.Function):
     """x·Wᵀ of a weight's bytes, which alone are kept for backward."""
 
     generate_vmap_rule = True
