@@ -279,16 +279,10 @@ def _records(path: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def _require_packing(module: Any, masked: bool) -> None:
-    """Refuse to pack for a model that carries something from one token to the next by other means than attention."""
-    base = module.get_base_model() if hasattr(module, "get_base_model") else module
-    state = getattr(base, "_is_stateful", False)
-    if masked or state:
-        why = (
-            "masked tokens see all others of their row"
-            if masked
-            else f"{type(base).__name__} keeps a state along a row"
-        )
-        raise WrongArguments(f"--pack: {why}, so that examples would see each other: leave it out")
+    """Refuse to pack for a model that would mix the examples of a row."""
+    if masked or not huggingface.keeps_apart(module):
+        kind = "masked tokens see" if masked else f"{module.config.model_type} is not known not to let tokens see"
+        raise WrongArguments(f"--pack: {kind} all others of their row, so that examples would be mixed: leave it out")
 
 
 @dataclass

@@ -35,6 +35,7 @@ def from_module(
     list; it shares the module's tensors. Tied parameters stay tied. ``apply`` runs a copy of the module, in which functions
     that hold parts of it (closures, decorated methods) hold the copies, and keeps the module's structure. As long as the
     module lives, what is done to it is done to its copies: ``module.eval()``, ``module.dropout.p = 0``, hooks.
+    ``apply.config`` is the module's configuration, if it has one, as models of transformers do.
     ``apply(..., training=False)`` runs in eval mode, whatever the module's, as `make_eval_step` does, and
     ``apply(..., method="encode")`` calls another method than forward.
 
@@ -113,10 +114,12 @@ def from_module(
     def apply_with_buffers(params: Tree, buffers: Buffers, *args: Any, **kwargs: Any) -> Any:
         return call(params, dict(buffers), args, kwargs)  # None would be a call without buffers
 
+    made: Any = apply_with_buffers if buffers else apply
+    made.config = getattr(module, "config", None)
     if not buffers:
-        return apply, params, *last
+        return made, params, *last
     values = {name: None if buffer is None else buffer.detach().clone() for name, buffer in held.items()}
-    return apply_with_buffers, params, values, *last
+    return made, params, values, *last
 
 
 def _with_real_values(module: nn.Module, buffers: dict[str, Any]) -> dict[str, Any]:

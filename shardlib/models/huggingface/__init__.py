@@ -2,7 +2,7 @@
 
 from shardlib.models.huggingface.decoders import decoder_blocks
 from shardlib.models.huggingface.experts import balanced, upcycle, with_experts
-from shardlib.models.huggingface.losses import causal_loss, masked_loss
+from shardlib.models.huggingface.losses import causal_loss, keeps_apart, masked_loss
 from shardlib.models.huggingface.rules import Rules, expert_rules, sliceable, slicing_rules
 from shardlib.models.huggingface.tiled_loss import Scores, with_tiled_loss
 
@@ -13,6 +13,7 @@ __all__ = [
     "causal_loss",
     "decoder_blocks",
     "expert_rules",
+    "keeps_apart",
     "masked_loss",
     "sliceable",
     "slicing_rules",

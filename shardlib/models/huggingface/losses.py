@@ -8,18 +8,55 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardlib.errors import TreeError
 from shardlib.models.huggingface.decoders import IGNORED
 from shardlib.models.huggingface.tiled_loss import Scores
 from shardlib.nn.functional import Mean, linear_cross_entropy
 from shardlib.rng import Key, uniform
 from shardlib.tree import Tree
 
+# Types of models that keep documents of one row apart where positions begin anew: attention is all that passes from one token
+# to another, and its mask is made by positions. In OPT, Falcon, BLOOM and MPT it is not, nor in layers that keep a state.
+_APART = frozenset(
+    {
+        *(
+            "codegen",
+            "gemma",
+            "gemma2",
+            "gpt2",
+            "gpt_neox",
+            "gptj",
+            "llama",
+            "mistral",
+            "mixtral",
+            "olmo2",
+            "olmoe",
+            "phi",
+        ),
+        *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
+    }
+)
+
+
+def keeps_apart(model: Any) -> bool:
+    """Whether a causal language model of transformers keeps documents of one row apart by their positions.
+
+    Args:
+        model: the model, or ``apply`` of `shardlib.from_module`; anything with its ``config``.
+
+    >>> from transformers import GPT2Config, OPTConfig, GPT2LMHeadModel
+    >>> from shardlib.models import huggingface
+    >>> huggingface.keeps_apart(GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2)))
+    True
+    """
+    return getattr(getattr(model, "config", None), "model_type", None) in _APART
+
 
 def causal_loss(apply: Callable[..., Any]) -> Callable[[Tree, Mapping[str, torch.Tensor]], Mean]:
     """The loss of a causal language model: the mean over the targets that are there, of all ranks and micro-batches.
 
-    The model is given tokens and positions and no mask: transformers keep documents of one row apart where their positions
-    begin anew. With `with_tiled_loss` logits exist for one tile of tokens at a time.
+    The model is given tokens and positions and no mask: where positions begin anew, most models of transformers keep the
+    documents of a row apart (`keeps_apart`). With `with_tiled_loss` logits exist for one tile of tokens at a time.
 
     Args:
         apply: the model, of `shardlib.from_module` or `shardlib.checkpoint.from_pretrained`.
@@ -27,6 +64,9 @@ def causal_loss(apply: Callable[..., Any]) -> Callable[[Tree, Mapping[str, torch
     Returns:
         ``loss_fn(params, batch)`` for a batch with ``tokens``, ``positions`` and ``targets``, (rows, tokens) int64, targets
         one token ahead and -100 where there is none, as `shardlib.data.packed` makes them.
+
+    Raises:
+        TreeError: from the loss: rows have several documents by ``segments``, which the model would mix.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from shardlib.models import huggingface
@@ -36,7 +76,15 @@ def causal_loss(apply: Callable[..., Any]) -> Callable[[Tree, Mapping[str, torch
     tensor(3)
     """
 
+    apart = keeps_apart(apply)
+
     def loss(params: Tree, batch: Mapping[str, torch.Tensor]) -> Mean:
+        if not apart and "segments" in batch and int(batch["segments"].max()) > 0:
+            kind = getattr(getattr(apply, "config", None), "model_type", "a model without a config")
+            raise TreeError(
+                f"causal_loss: {kind} is not known to keep documents of one row apart: give each a row of its own, "
+                "sl.data.packed(..., together=False)"
+            )
         given = {"input_ids": batch["tokens"], "position_ids": batch["positions"], "use_cache": False}
         return _scored(apply(params, **given).logits, batch["targets"])
 
