@@ -6,11 +6,14 @@ from . import data as data
 from . import debug as debug
 from . import errors as errors
 from . import init as init
+from . import kernels as kernels
+from . import mesh as mesh
 from . import models as models
 from . import nn as nn
 from . import optim as optim
 from . import plan as plan
 from . import report as report
+from . import rng as rng
 from . import schedules as schedules
 from . import sparse as sparse
 from .checkpoint.relayout import relayout as relayout

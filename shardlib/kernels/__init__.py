@@ -2,3 +2,7 @@
 
 Functions take ``using``, the name of one implementation ("cpu", "cuda", "triton" or "reference"), for tests.
 """
+
+from shardlib.kernels import common
+
+__all__ = ["common"]

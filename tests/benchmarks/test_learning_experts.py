@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-import shardlib as sl
 from benchmarks.__main__ import main
 from benchmarks.harness.case import Setting
 from benchmarks.harness.results import read_rows
@@ -13,6 +12,7 @@ from benchmarks.learning import byte_gpt, expert_report, experts
 from benchmarks.learning.expert_models import DENSE, EXPERTS, PR_MOE, SMALL, SOONER, TASK, TUNED_ON, models
 from benchmarks.learning.expert_report import CLAIMS, Claim, Point, Trial, best_rate, ratios, reached, verdict
 from shardlib.models import gpt
+from shardlib.tree import leaves_of
 
 NAMED = {model.name: model for model in models(TASK)}
 
@@ -38,7 +38,7 @@ def test_what_a_token_meets_is_what_has_gradients():
     torch.manual_seed(0)
     for model in models(SMALL):
         params = gpt.init(model.config)
-        leaves = sl.tree.leaves_of(params)
+        leaves = leaves_of(params)
         for leaf in leaves:
             leaf.requires_grad_(leaf.is_floating_point())
         gpt.logits(model.config, params, torch.zeros(1, 1, dtype=torch.int64)).sum().backward()

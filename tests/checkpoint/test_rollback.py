@@ -9,6 +9,7 @@ import torch
 from helpers.models import mlp, regression_batch, share
 
 import shardlib as sl
+from shardlib.tree import leaves_of
 
 LOSS, PARAMS = mlp([8, 16, 4])
 BATCHES = [regression_batch(4, 8, 4, seed=seed) for seed in range(12)]
@@ -56,7 +57,7 @@ def guarded(mesh, stage, batches, folder, every=3, damage=None, **options):
 
 
 def equal(one, other):
-    leaves, others = sl.tree.leaves_of(one), sl.tree.leaves_of(other)
+    leaves, others = leaves_of(one), leaves_of(other)
     return all(torch.equal(a, b) for a, b in zip(leaves, others, strict=True))
 
 

@@ -19,6 +19,7 @@ from shardlib.execute import zero_bubble
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Turn, default_options
 from shardlib.models import gpt
+from shardlib.tree import tree_map
 
 WIDTH = 6
 MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
@@ -119,7 +120,7 @@ def test_every_use_of_a_weight(name, stage, monkeypatch):
     got = training.simulate({"pipe": 3, "data": 2}, loss_fn, params, batches, transform, training.optimizer())
 
     def by_parts(params, batch):  # neither hooks nor a penalty are linear in the batch
-        copies = (sl.tree.tree_map(torch.clone, params) for _ in range(4))
+        copies = (tree_map(torch.clone, params) for _ in range(4))
         return sum(loss_fn(copy, share(batch, index, 4)) for index, copy in enumerate(copies)) / 4
 
     wanted = one_device.train(by_parts, params, batches)

@@ -7,6 +7,7 @@ from helpers.trees import assert_close
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition
+from shardlib.tree import leaves_of, tree_map
 
 G = torch.Generator().manual_seed(0)
 PARAMS = {
@@ -37,8 +38,8 @@ def batch_of(step, rows):
 
 
 def by_torch(make, clip):
-    params = sl.tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), PARAMS)
-    leaves = sl.tree.leaves_of(params)
+    params = tree_map(lambda leaf: leaf.clone().requires_grad_(), PARAMS)
+    leaves = leaves_of(params)
     optimizer = make(leaves)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for step in range(len(HEADS)):
@@ -50,7 +51,7 @@ def by_torch(make, clip):
             grad *= clip / norm
         optimizer.step()
         schedule.step()
-    return sl.tree.tree_map(torch.Tensor.detach, params)
+    return tree_map(torch.Tensor.detach, params)
 
 
 def rate(start):
@@ -147,7 +148,7 @@ def test_graphs_know_what_a_step_uses(name):
     heads = [(0, 1), (0, 0), (1, 0), (1, 1), (0, 0)]
 
     def run(mesh, compile):
-        params, loss = sl.tree.tree_map(torch.Tensor.float, PARAMS), loss_of_head
+        params, loss = tree_map(torch.Tensor.float, PARAMS), loss_of_head
         params["heads"] = {str(number): head for number, head in enumerate(params["heads"])}
         if "pipeline" in name:
             params, loss = [{"body": params["body"]}, {"heads": params["heads"]}], STAGED

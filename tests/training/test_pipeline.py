@@ -22,6 +22,7 @@ from shardlib import schedules
 from shardlib.errors import BatchError, IllegalComposition, LossError, RankMismatch, ScheduleError, TreeError
 from shardlib.execute.executor import Executor
 from shardlib.models import gpt
+from shardlib.tree import leaves_of, tree_map
 
 STEPS, MAX_NORM = 3 if NIGHTLY else 2, 0.3
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -412,15 +413,15 @@ def test_unshard_gives_back_what_was_sharded_and_trees_hold_a_stages_leaves():
 
     def run(mesh):
         sharded = sl.shard(lambda: params, mesh, sl.chain(sl.zero(3), sl.pipeline("zb-v", 2)))
-        mapped = sl.tree.tree_map(lambda leaf: leaf * 2, sharded)
-        here = [i for i, block in enumerate(sharded) if sl.tree.leaves_of(block)]
+        mapped = tree_map(lambda leaf: leaf * 2, sharded)
+        here = [i for i, block in enumerate(sharded) if leaves_of(block)]
         return sl.unshard(sharded), sl.unshard(mapped), here
 
     result = sl.simulate(run, mesh={"data": 2, "pipe": 2})
     for whole, doubled, _ in result:
         assert_same(whole, params)
         assert whole[0]["tokens"] is whole[-1]["weight"]
-        assert_same(doubled, sl.tree.tree_map(lambda leaf: leaf * 2, params))
+        assert_same(doubled, tree_map(lambda leaf: leaf * 2, params))
     outer, inner = result[0][2], result[1][2]  # the V: the first and the last stage are on one rank
     assert {0, 7} < set(outer) and sorted(outer + inner) == list(range(8))
 
