@@ -23,6 +23,7 @@ from .mesh.mesh import Mesh as Mesh
 from .mesh.mesh import abstract_mesh as abstract_mesh
 from .mesh.mesh import make_mesh as make_mesh
 from .mesh.specs import P as P
+from .migration import migrate as migrate
 from .models.from_module import from_module as from_module
 from .nn import Mean as Mean
 from .nn import block as block

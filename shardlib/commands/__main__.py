@@ -8,7 +8,19 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from shardlib.commands import analyze, checkpoint, doctor, generate, lr_range_test, plan, profile, run, tokenize, train
+from shardlib.commands import (
+    analyze,
+    checkpoint,
+    doctor,
+    generate,
+    lr_range_test,
+    migrate,
+    plan,
+    profile,
+    run,
+    tokenize,
+    train,
+)
 from shardlib.commands.arguments import Parser, WrongArguments
 from shardlib.common.optional import MissingPackage
 from shardlib.common.version import VERSION
@@ -21,7 +33,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="shardlib", description="Functional sharding on PyTorch.")
     parser.add_argument("--version", action="version", version=f"shardlib {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (train, generate, run, lr_range_test, plan, profile, tokenize, analyze, checkpoint, doctor):
+    for module in (train, generate, run, lr_range_test, plan, profile, tokenize, analyze, checkpoint, migrate, doctor):
         name = module.__name__.rpartition(".")[2].replace("_", "-")
         summary = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary)
