@@ -131,8 +131,12 @@ _FP8 = Keys(
 )
 
 _MEGATRON = (
-    "tp_degree pp_degree num_micro_batches sequence_parallelism recompute_activations use_distributed_optimizer "
-    "gradient_clipping"
+    "attention_backend attention_dropout attention_softmax_in_fp32 calculate_per_token_loss context_parallel_size "
+    "decoder_last_pipeline_num_layers eod_mask_loss expert_model_parallel_size expert_tensor_parallel_size "
+    "gradient_clipping hidden_dropout no_load_optim no_save_optim num_micro_batches optimizer_cpu_offload "
+    "overlap_cpu_optimizer_d2h_h2d pp_degree recompute_activations recompute_granularity recompute_method "
+    "recompute_num_layers sequence_parallelism tp_degree use_custom_fsdp use_distributed_optimizer "
+    "use_precision_aware_optimizer use_rotary_position_embeddings"
 )
 
 

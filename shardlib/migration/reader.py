@@ -178,14 +178,14 @@ class Reader:
         if isinstance(inside, Mapping) and self.flag(f"{section}.{_ENABLED}"):
             return True
         for leaf in self._leaves:
-            inside = leaf == section or leaf.startswith(f"{section}.")
-            if inside and self.marks.get(leaf, (TAKEN,))[0] != REFUSED:
+            if leaf == section or leaf.startswith(f"{section}."):
                 self.skip(leaf, f"{section} is off")
         return False
 
     def skip(self, key: str, why: str) -> None:
-        """Count a key as not needed."""
-        self.marks[key] = (UNNEEDED, why)
+        """Count a key as not needed, unless it is refused."""
+        if self.marks.get(key, (TAKEN,))[0] != REFUSED:
+            self.marks[key] = (UNNEEDED, why)
 
     def took(self, key: str, what: str) -> None:
         """Count a key as taken, with another note than `Keys.taken` has."""
@@ -196,10 +196,11 @@ class Reader:
         self.marks[key] = (REFUSED, why)
 
     def entries(self) -> list[Entry]:
-        """What became of each key, in the order of the configuration."""
+        """What became of each key, in the order of the configuration; then what is missing."""
+        missing = [key for key, (verdict, _) in self.marks.items() if verdict == REFUSED and key not in self._leaves]
         return [
             Entry(f"{self.prefix}{key}", value, *(self.marks.get(key) or self._static(key, value)))
-            for key, value in self._leaves.items()
+            for key, value in {**self._leaves, **dict.fromkeys(missing)}.items()
         ]
 
     def _static(self, key: str, value: Any) -> tuple[str, str]:

@@ -76,7 +76,7 @@ KEYS = Keys(
         ),
         **each("model", "name flavor hf_assets_path tokenizer_path print_after_conversion", _MODEL),
         "optimizer.implementation": "one kernel updates each group of shards",
-        "optimizer.early_step_in_backward": "sl.zero(2) splits gradients as they come; sl.offload(speculate=True) updates beside backward",
+        "optimizer.early_step_in_backward": "sl.zero(2) splits gradients as they come",
         **each("training", "dataset dataset_path seq_len", "batches are what the script gives to train_step"),
         **each("training.dataloader", "num_workers persistent_workers pin_memory prefetch_factor", _DATA),
         **each("training", "gc_freq gc_debug", "a step makes no circles of objects"),

@@ -40,7 +40,7 @@ KEYS = Keys(
         **each("", "torch_compile torch_compile_backend", "make_train_step(compile=...)"),
         "seed": "make_train_step(rng=seed)",
         "deepspeed": "the keys of that configuration, which are in this table too",
-        **each("", "fsdp fsdp_config", "sl.zero(3), ..."),
+        **each("", "fsdp fsdp_config", "sl.zero(3), and what the settings say"),
     },
     {
         "output_dir": _SAVED,
@@ -322,7 +322,8 @@ def _stable(reader: Reader, given: Mapping[str, Any], peak: float, warmup: int, 
         )
         return None
     stay = given.get("num_stable_steps", total - warmup - decay)
-    return warm_stay_decay(0.0, peak, warmup, stay, decay, peak * float(given.get("min_lr_ratio", 0.0)), shape)
+    last = peak * float(given.get("min_lr_ratio", 0.0))
+    return warm_stay_decay(last, peak, warmup, stay, decay, last, shape)  # warm-up begins there too
 
 
 def _optimizer(reader: Reader, draft: Draft) -> None:

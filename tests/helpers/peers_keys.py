@@ -64,7 +64,6 @@ def constants_of(module, under="", start=""):
 
 def of_deepspeed():
     """All keys of a ds_config.json, by what DeepSpeed asks a configuration for, and by the classes of its sections."""
-    from deepspeed import comm
     from deepspeed.runtime import config, lr_schedules
     from deepspeed.runtime.data_pipeline import constants as data
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
@@ -124,21 +123,52 @@ def of_deepspeed():
         f"data_efficiency.data_sampling.dynamic_batching.{key}" for key in constants_of(data, "", "DYNAMIC_BATCHING_")
     }
     found |= _optimizers()
-    assert comm is not None
     return found
 
 
+# Values that a setting may have, and what a run keeps, among the constants of DeepSpeed's data efficiency.
+_NO_KEYS = {
+    *(
+        "batch",
+        "cluster",
+        "custom",
+        "fixed_discrete",
+        "fixed_linear",
+        "fixed_root",
+        "percentile",
+        "schedule_based",
+        "value",
+    ),
+    *(
+        "single_cluster",
+        "consumed_samples",
+        "curriculum_step",
+        "current_difficulties",
+        "current_difficulty",
+        "np_rng_state",
+    ),
+    *("data_cluster_current_position", "data_cluster_paths"),
+}
+
+
 def _curriculum(data):
-    names = {
-        value
-        for name, value in vars(data).items()
-        if name.startswith("CURRICULUM_LEARNING_") and isinstance(value, str)
-    }
-    return names
+    """The settings of a metric; those of its schedule in their section."""
+    values = constants_of(data, "", "CURRICULUM_LEARNING_") - _NO_KEYS - {"enabled", "curriculum_metrics"}
+    schedule = {"total_curriculum_step", "difficulty_step", "root_degree", "difficulty", "max_step"}
+    assert schedule < values
+    return {f"schedule_config.{key}" if key in schedule else key for key in values if key != "data_cluster_path"}
 
 
 def _random_ltd(data):
-    return {value for name, value in vars(data).items() if name.startswith("RANDOM_LTD_") and isinstance(value, str)}
+    """The settings of random-LTD; those of its schedules in their sections."""
+    places = {
+        "random_ltd_schedule": ("max_value", "min_value", "current_value", "schedule_type"),
+        "random_ltd_schedule.schedule_config": ("seq_per_step", "require_steps"),
+        "layer_token_lr_schedule": ("total_layer_tokens", "warmup_type", "warmup_layer_tokens"),
+    }
+    place = {key: section for section, keys in places.items() for key in keys}
+    values = constants_of(data, "", "RANDOM_LTD_") - {"schedule_config"}  # a section
+    return {f"{place[key]}.{key}" if key in place else key for key in values}
 
 
 def _optimizers():
@@ -170,3 +200,27 @@ def _optimizers():
 def of_dataclass(kind, under=""):
     """The fields of a dataclass."""
     return {f"{under}{field.name}" for field in dataclasses.fields(kind) if field.init}
+
+
+def asked_by_accelerate_config():
+    """The keys that ``accelerate config`` writes into sections of its file, from its source."""
+    path = Path(importlib.util.find_spec("accelerate.commands.config.cluster").origin)
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id.endswith("_config"):
+            key = node.slice
+            if isinstance(key, ast.Constant):
+                found.add(key.value)
+            elif isinstance(key, ast.BinOp) and isinstance(key.right, ast.Constant):
+                found.add(f"{node.value.id.removesuffix('config')}{key.right.value}")
+    return {
+        name.replace("parallelism_", "parallelism_config_") if name.startswith("parallelism_") else name
+        for name in found
+    }
+
+
+def options_of_accelerate_launch():
+    """The options of ``accelerate launch``, which are the keys of sections with their prefixes."""
+    from accelerate.commands.launch import launch_command_parser
+
+    return {action.dest for action in launch_command_parser()._actions}

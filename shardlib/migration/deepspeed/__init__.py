@@ -10,13 +10,13 @@ from typing import Any
 
 from shardlib.migration.deepspeed.data import read_curriculum, read_drops, read_sparse
 from shardlib.migration.deepspeed.keys import KEYS
-from shardlib.migration.deepspeed.optimizer import read_optimizer, read_schedule
+from shardlib.migration.deepspeed.optimizer import OPTIMIZERS, read_optimizer, read_schedule
 from shardlib.migration.deepspeed.precision import read_precision
 from shardlib.migration.deepspeed.sharding import read_activations, read_axes, read_rows, read_zero
 from shardlib.migration.draft import Draft
 from shardlib.migration.reader import Reader
 
-__all__ = ["KEYS", "ORIGIN", "read"]
+__all__ = ["KEYS", "OPTIMIZERS", "ORIGIN", "read"]
 
 ORIGIN = "DeepSpeed"
 

@@ -52,7 +52,7 @@ TAKEN = {
     **each("fp16", "enabled fp16_master_weights_and_grads", 'sl.precision("fp16", ...)'),
     **each(
         "fp16",
-        "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
+        "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
         "sl.plan.LossScale(...)",
     ),
     **{

@@ -120,7 +120,7 @@ def read_optimizer(reader: Reader, draft: Draft) -> None:
     kind = reader.read("optimizer.type")
     if kind is None:
         return
-    maker = _MAKERS.get(str(kind).lower())
+    maker = OPTIMIZERS.get(str(kind).lower())
     if maker is None:
         known = "Adam, AdamW, Lamb, Lion, Adagrad, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, SGD, RMSprop"
         reader.refuse(
@@ -275,7 +275,7 @@ def _onebit_lamb(reader: Reader, draft: Draft) -> Call:
     return Call("optim.onebit_lamb", (rate(draft, _lr(reader)), freeze), options)
 
 
-_MAKERS: dict[str, Callable[[Reader, Draft], Call]] = {
+OPTIMIZERS: dict[str, Callable[[Reader, Draft], Call]] = {
     "adam": _adam,
     "adamw": _adam,
     "lamb": _lamb,

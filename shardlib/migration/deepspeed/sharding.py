@@ -105,41 +105,33 @@ def read_zero(reader: Reader, draft: Draft) -> None:
         reader.refuse(f"{ZERO}.stage", f"there is no stage {stage}; write 0 to 3")
         stage = 0
     draft.stage = stage
-    ahead = [
-        reader.integer(key)
-        for name in ("prefetch_bucket_size", "stage3_prefetch_bucket_size")
-        if reader.given(key := f"{ZERO}.{name}")
-    ]
-    if ahead and ahead[0] == 0 and stage == 3:
-        draft.zero["prefetch"] = False
-    else:
-        for name in ("prefetch_bucket_size", "stage3_prefetch_bucket_size"):
-            if reader.given(f"{ZERO}.{name}"):
-                reader.skip(f"{ZERO}.{name}", "one unit is gathered ahead of its use, whatever its size")
+    for name in ("prefetch_bucket_size", "stage3_prefetch_bucket_size"):
+        if reader.value(f"{ZERO}.{name}") == 0 and stage == 3:
+            reader.integer(f"{ZERO}.{name}")
+            draft.zero["prefetch"] = False
+        elif reader.given(f"{ZERO}.{name}"):
+            reader.skip(f"{ZERO}.{name}", "one unit is gathered ahead of its use, whatever its size")
     _offload(reader, draft)
     _quantize(reader, draft)
 
 
 def _offload(reader: Reader, draft: Draft) -> None:
-    devices, folders = {}, []
+    devices: dict[str, str | None] = {}
+    folders: dict[str, Any] = {}
     for role, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
         key = f"{ZERO}.offload_{role}.device"
         device = reader.choice(key, ("none", "cpu", "nvme"), "none")
         if reader.given(f"{ZERO}.{old}") and reader.flag(f"{ZERO}.{old}"):
             device = "cpu"
-        devices[role] = _MEMORY.get(device)
         if device == "nvme":
             path = f"{ZERO}.offload_{role}.nvme_path"
-            folder = reader.read(path)
-            if isinstance(folder, str) and folder:
-                folders += [folder] if folder not in folders else []
-            else:
+            folders[role] = reader.read(path)
+            if not (isinstance(folders[role], str) and folders[role]):
                 reader.refuse(key, f"the files need a folder; write {path}")
-                devices[role] = "host"
-        elif reader.given(key):
-            note = "it stays on the device" if device == "none" else None
-            if note:
-                reader.skip(key, note)
+                device = "none"
+        elif device == "none" and reader.given(key):
+            reader.skip(key, "it stays on the device")
+        devices[role] = _MEMORY.get(device)
     states, params = devices["optimizer"], devices["param"]
     if params and draft.stage < 3:
         reader.refuse(
@@ -151,7 +143,7 @@ def _offload(reader: Reader, draft: Draft) -> None:
             f"{ZERO}.offload_param.device",
             "parameters on disk need states there too, which are larger; write offload_optimizer.device nvme, or cpu here",
         )
-        params = "host"
+        params = None
     if not states and not params:
         return
     options: dict[str, Any] = {}
@@ -160,8 +152,9 @@ def _offload(reader: Reader, draft: Draft) -> None:
     share = reader.number(f"{ZERO}.offload_optimizer.ratio", 1.0)
     if share is not None and share < 1 and states:
         options["fraction"] = float(share)
-    if folders:
-        options["folder"] = folders[0] if len(folders) == 1 else folders
+    used = [folders[role] for role, memory in (("optimizer", states), ("param", params)) if memory == "disk"]
+    if used:
+        options["folder"] = used[0] if len(set(used)) == 1 else used
     if reader.given(f"{ZERO}.offload_optimizer.super_offload") and reader.flag(
         f"{ZERO}.offload_optimizer.super_offload"
     ):
