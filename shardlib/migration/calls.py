@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 class Call:
     """A call of a public function, such as ``Call("optim.adamw", (3e-4,), {"weight_decay": 0.1})``.
 
-    Arguments may be calls, `Name`s and `Verbatim`s, and lists, tuples and dictionaries of these.
+    Arguments may be calls, `Variable`s and `Verbatim`s, and lists, tuples and dictionaries of these.
     """
 
     function: str | Call
@@ -29,16 +29,16 @@ class Call:
         return f"sl.{self.function}" if isinstance(self.function, str) else str(self.function)
 
     def make(self, names: Mapping[str, Any]) -> Any:
-        """What the call returns, where ``names`` has the values of `Name`s."""
-        function = Name(f"sl.{self.function}") if isinstance(self.function, str) else self.function
+        """What the call returns, where ``names`` has the values of `Variable`s."""
+        function = Variable(f"sl.{self.function}") if isinstance(self.function, str) else self.function
         return make(function, names)(
             *(make(value, names) for value in self.args),
             **{name: make(value, names) for name, value in self.options.items()},
         )
 
 
-class Name(NamedTuple):
-    """A variable of the code, or an attribute of one, ``Name("cycle.lr")``; or a public name, ``Name("sl.optim.adamw")``."""
+class Variable(NamedTuple):
+    """A variable of the code, or an attribute of one, ``Variable("cycle.lr")``; or a public name, ``Variable("sl.optim.adamw")``."""
 
     path: str
 
@@ -50,8 +50,8 @@ class Verbatim(NamedTuple):
     value: Any
 
 
-class Function(NamedTuple):
-    """A function of what only the script knows: ``Function("length", Call("sparse.bigbird", (Name("length"),)))``."""
+class Lambda(NamedTuple):
+    """A function of what only the script knows: ``Lambda("length", Call("sparse.bigbird", (Variable("length"),)))``."""
 
     parameters: str
     body: Any
@@ -75,9 +75,9 @@ def code(value: Any) -> str:
     match value:
         case Call():
             return str(value)
-        case Name(path):
+        case Variable(path):
             return path
-        case Function(parameters, body):
+        case Lambda(parameters, body):
             return f"lambda {parameters}: {code(body)}"
         case Verbatim(text, _):
             return text
@@ -95,13 +95,13 @@ def make(value: Any, names: Mapping[str, Any]) -> Any:
     match value:
         case Call():
             return value.make(names)
-        case Name(path):
+        case Variable(path):
             first, *rest = path.split(".")
             found = importlib.import_module("shardlib") if first == "sl" else names[first]
             for part in rest:
                 found = getattr(found, part)
             return found
-        case Function():
+        case Lambda():
             return value.made(names)
         case Verbatim(_, given):
             return given

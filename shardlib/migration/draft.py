@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardlib.migration.calls import Call, Name
+from shardlib.migration.calls import Call, Variable
 from shardlib.migration.reader import Reader
-from shardlib.migration.value import SHARED, Migration, Rows
+from shardlib.migration.value import SHARED, BatchRows, Migration
 
 # The layers of decoders, by the names that transformers and torchtitan give them.
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -143,7 +143,7 @@ class Draft:
             program["clip"] = clip
         rank = None if self.micro is None else self.micro * accumulation
         entries = tuple(entry for reader in readers for entry in reader.entries())
-        rows = Rows(self.micro, accumulation, rank, self.total)
+        rows = BatchRows(self.micro, accumulation, rank, self.total)
         return Migration(self.origin, entries, program, self.axes, self.ranks, rows, self.options, tuple(self.notes))
 
     def _zeros(self) -> list[Call]:
@@ -158,4 +158,4 @@ class Draft:
 
 def rate(draft: Draft, lr: Any) -> Any:
     """What an optimizer takes as its rate: the schedule, where there is one."""
-    return lr if draft.schedule is None else Name("schedule")
+    return lr if draft.schedule is None else Variable("schedule")

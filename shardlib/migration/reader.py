@@ -14,7 +14,7 @@ _OFF: tuple[Any, ...] = (None, False, 0, "", "none", "NONE", "no", "NO", [], {},
 _ENABLED = "enabled"
 
 
-class Entry(NamedTuple):
+class KeyEntry(NamedTuple):
     """What became of a key of a configuration.
 
     Attributes:
@@ -195,11 +195,11 @@ class Reader:
         """Count a key as refused. ``why`` gives the reason and the remedy."""
         self.marks[key] = (REFUSED, why)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[KeyEntry]:
         """What became of each key, in the order of the configuration; then what is missing."""
         missing = [key for key, (verdict, _) in self.marks.items() if verdict == REFUSED and key not in self._leaves]
         return [
-            Entry(f"{self.prefix}{key}", value, *(self.marks.get(key) or self._static(key, value)))
+            KeyEntry(f"{self.prefix}{key}", value, *(self.marks.get(key) or self._static(key, value)))
             for key, value in {**self._leaves, **dict.fromkeys(missing)}.items()
         ]
 

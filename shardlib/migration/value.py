@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 from shardlib.errors import MeshError
 from shardlib.migration.calls import Call, code, make
-from shardlib.migration.reader import REFUSED, TAKEN, UNNEEDED, Entry
+from shardlib.migration.reader import REFUSED, TAKEN, UNNEEDED, KeyEntry
 from shardlib.plan.tables import table
 
 # Axes along which ranks share a batch.
 SHARED = ("model", "pipe", "seq")
 
 
-class Rows(NamedTuple):
-    """Rows of a batch; None for what the configuration leaves open.
+class BatchRows(NamedTuple):
+    """BatchRows of a batch; None for what the configuration leaves open.
 
     Attributes:
         micro: rows of a micro-batch of a rank.
@@ -49,17 +49,17 @@ class Migration:
     """
 
     origin: str
-    entries: tuple[Entry, ...]
+    entries: tuple[KeyEntry, ...]
     program: Mapping[str, Any]
     axes: Mapping[str, int | None]
     ranks: int | None
-    rows: Rows
+    rows: BatchRows
     options: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """Name -> value of the code's variables."""
+        """Variable -> value of the code's variables."""
         made: dict[str, Any] = {}
         for name, call in self.program.items():
             made[name] = make(call, made)
@@ -86,7 +86,7 @@ class Migration:
         return self.values.get("curriculum")
 
     @property
-    def refused(self) -> tuple[Entry, ...]:
+    def refused(self) -> tuple[KeyEntry, ...]:
         """The keys that are refused."""
         return tuple(entry for entry in self.entries if entry.verdict == REFUSED)
 

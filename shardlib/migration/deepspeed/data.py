@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardlib.migration.calls import Call, Function, Name
+from shardlib.migration.calls import Call, Lambda, Variable
 from shardlib.migration.deepspeed.keys import CURRICULUM, LTD
 from shardlib.migration.draft import Draft
 from shardlib.migration.reader import Reader
@@ -110,16 +110,16 @@ def read_curriculum(reader: Reader, draft: Draft) -> None:
         reader.took("data_efficiency.seed", f"sl.data.loader(seed={reader.value('data_efficiency.seed')!r})")
     if length is None and difficulty is None:
         return
-    rows: Any = draft.total if draft.total is not None else Name("rows")
+    rows: Any = draft.total if draft.total is not None else Variable("rows")
     parameters = ["rows"] if draft.total is None else []
     options: dict[str, Any] = {} if length is None else {"length": length}
     if difficulty is not None:
         parameters.append("difficulty")
-        options |= {"difficulty": Name("difficulty"), "up_to": difficulty}
+        options |= {"difficulty": Variable("difficulty"), "up_to": difficulty}
         if percentile:
             options["percentile"] = True
     made = Call("data.curriculum", (rows,), options)
-    draft.program["curriculum"] = Function(", ".join(parameters), made) if parameters else made
+    draft.program["curriculum"] = Lambda(", ".join(parameters), made) if parameters else made
 
 
 def read_sparse(reader: Reader, draft: Draft) -> None:
@@ -178,6 +178,6 @@ def read_sparse(reader: Reader, draft: Draft) -> None:
     each = reader.given(f"{section}.different_layout_per_head") and reader.flag(f"{section}.different_layout_per_head")
     parameters = "length"
     if function in ("fixed", "variable", "bigbird") and (each or options.get("patterns", 1) > 1):
-        options["heads"] = Name("heads")
+        options["heads"] = Variable("heads")
         parameters = "length, heads=1"
-    draft.program["attention_layout"] = Function(parameters, Call(f"sparse.{function}", (Name("length"),), options))
+    draft.program["attention_layout"] = Lambda(parameters, Call(f"sparse.{function}", (Variable("length"),), options))

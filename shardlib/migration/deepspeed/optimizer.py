@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardlib.migration import optimizers
-from shardlib.migration.calls import Call, Name
+from shardlib.migration.calls import Call, Variable
 from shardlib.migration.draft import Draft, rate
 from shardlib.migration.reader import Reader
 
@@ -107,7 +107,7 @@ def _one_cycle(reader: Reader, draft: Draft) -> None:
         reader.refuse("scheduler.type", f"OneCycle needs {at}cycle_min_lr and {at}cycle_max_lr; write both")
         return
     draft.program["cycle"] = Call("optim.one_cycle", (float(low), float(high), first), options)
-    draft.schedule = Name("cycle.lr")
+    draft.schedule = Variable("cycle.lr")
 
 
 def read_optimizer(reader: Reader, draft: Draft) -> None:
@@ -148,8 +148,8 @@ def read_optimizer(reader: Reader, draft: Draft) -> None:
     if "cycle" in draft.program and reader.flag(cycle, True):
         if str(kind).lower() in ("adam", "adamw") and draft.optimizer.function == "optim.adamw":
             made = draft.optimizer
-            options = {**made.options, "b1": Name("cycle.momentum"), "b2": 0.99}
-            draft.optimizer = Call(Call("optim.inject_hyperparams", (Name("sl.optim.adamw"),)), made.args, options)
+            options = {**made.options, "b1": Variable("cycle.momentum"), "b2": 0.99}
+            draft.optimizer = Call(Call("optim.inject_hyperparams", (Variable("sl.optim.adamw"),)), made.args, options)
         elif reader.given(cycle):
             reader.refuse(cycle, f"the momentum of {kind} does not follow the cycle; write false, or AdamW")
 
