@@ -38,7 +38,7 @@ class Call:
 
 
 class Variable(NamedTuple):
-    """A variable of the code, or an attribute of one, ``Variable("cycle.lr")``; or a public name, ``Variable("sl.optim.adamw")``."""
+    """A variable of the code, an attribute of one ("cycle.lr"), or a public name ("sl.optim.adamw")."""
 
     path: str
 

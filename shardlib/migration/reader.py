@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 TAKEN, UNNEEDED, REFUSED = "taken", "not needed", "refused"
 _OFF: tuple[Any, ...] = (None, False, 0, "", "none", "NONE", "no", "NO", [], {}, ())
 _ENABLED = "enabled"
+_MOST = 10**15  # no count is above it
 
 
 class KeyEntry(NamedTuple):
@@ -126,23 +128,32 @@ class Reader:
         return value
 
     def number(self, key: str, default: Any = None) -> Any:
-        """A number, or a text of one, as YAML reads 1e-5."""
+        """A finite number, or a text of one, as YAML reads 1e-5. null stands for the default."""
         value = self.read(key, default)
         if isinstance(value, str):
             with suppress(ValueError):
                 value = float(value)
-        if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        if value is None:
+            self._null(key)
+            return default
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             return value
         self.refuse(key, f"{value!r} is no number; write one")
         return default
 
-    def integer(self, key: str, default: Any = None) -> Any:
-        """An integer, which may be written as a float (5e8)."""
+    def integer(self, key: str, default: Any = None, least: int | None = None) -> Any:
+        """An integer, which may be written as a float (5e8), and is at least ``least``."""
         value = self.number(key, default)
-        if value is None or float(value).is_integer():
-            return None if value is None else int(value)
-        self.refuse(key, f"{value!r} is no integer; write one")
+        if value is None or value == default:
+            return default
+        if float(value).is_integer() and (least is None or value >= least) and abs(value) < _MOST:
+            return int(value)
+        self.refuse(key, f"{value!r} is no integer{'' if least is None else f' of at least {least}'}; write one")
         return default
+
+    def _null(self, key: str) -> None:
+        if key in self._leaves and self._leaves[key] is None:
+            self.skip(key, "null stands for its default")
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or False, or a text of these."""
@@ -213,8 +224,9 @@ class Reader:
             return (UNNEEDED, "it is off") if off else (REFUSED, note)
         if self._note(self.keys.taken, key):
             return UNNEEDED, "the other settings make no use of it"
-        if value == {} and self._section(key):
-            return UNNEEDED, "it is empty"
+        if self._section(key):
+            known = next(name for name in sorted(self.keys.all()) if name.startswith(f"{key}."))
+            return (UNNEEDED, "it is empty") if value in ({}, None) else (REFUSED, f"it is a section; write {known}")
         names = sorted(self.keys.all() | {part for known in self.keys.all() for part in _sections(known)})
         near = get_close_matches(key, names, 1, 0.6) or [
             name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]

@@ -18,7 +18,7 @@ SHARED = ("model", "pipe", "seq")
 
 
 class BatchRows(NamedTuple):
-    """BatchRows of a batch; None for what the configuration leaves open.
+    """Rows of a batch; None for what the configuration leaves open.
 
     Attributes:
         micro: rows of a micro-batch of a rank.

@@ -61,9 +61,11 @@ def migrate(
     migration = _migration(source, ranks, steps, rules)
     try:
         _ = migration.values
+        if migration.ranks is not None:
+            migration.sizes()
     except ShardlibError as error:
         raise MigrationError(f"{migration.origin}'s values do not go together here: {error}") from error
-    except ValueError as error:
+    except (ArithmeticError, TypeError, ValueError) as error:
         raise MigrationError(f"{migration.origin}'s values are out of range here: {error}") from error
     if strict and migration.refused:
         refused = [f"{entry.key} = {entry.value!r}: {entry.note}" for entry in migration.refused]

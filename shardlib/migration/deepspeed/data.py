@@ -28,6 +28,9 @@ def read_drops(reader: Reader, draft: Draft) -> None:
     ]
     layers, dropped = reader.integer(f"{LTD}.total_layer_num"), reader.integer(f"{LTD}.random_ltd_layer_num")
     which = reader.read(f"{LTD}.random_ltd_layer_id")
+    if which is not None and not (isinstance(which, list) and all(type(each) is int for each in which)):
+        reader.refuse(f"{LTD}.random_ltd_layer_id", f"{which!r} is no list of numbers of layers; write [1, 2, 3]")
+        which = None
     if None in numbers:
         reader.refuse(
             f"{LTD}.enabled", f"the schedule is not whole; write min_value, max_value and schedule_config of {schedule}"
@@ -37,7 +40,9 @@ def read_drops(reader: Reader, draft: Draft) -> None:
     if layers is not None and (which or dropped is not None):
         ends = min(which) if which else (layers - dropped) // 2
         middle = layers - 2 * ends
-        if (which and sorted(which) != list(range(ends, layers - ends))) or (dropped is not None and dropped != middle):
+        if (which and sorted(which) != list(range(ends, min(layers, 10**6) - ends))) or (
+            dropped is not None and dropped != middle
+        ):
             reader.refuse(
                 f"{LTD}.random_ltd_layer_id" if which else f"{LTD}.random_ltd_layer_num",
                 f"tokens are left out of the middle layers, all but as many at either end; write layers {ends} to "
@@ -177,7 +182,7 @@ def read_sparse(reader: Reader, draft: Draft) -> None:
             options[ours] = value
     each = reader.given(f"{section}.different_layout_per_head") and reader.flag(f"{section}.different_layout_per_head")
     parameters = "length"
-    if function in ("fixed", "variable", "bigbird") and (each or options.get("patterns", 1) > 1):
+    if function in ("fixed", "variable", "bigbird") and (each or options.get("patterns", 1) != 1):
         options["heads"] = Variable("heads")
         parameters = "length, heads=1"
     draft.program["attention_layout"] = Lambda(parameters, Call(f"sparse.{function}", (Variable("length"),), options))

@@ -27,13 +27,15 @@ def read_precision(reader: Reader, draft: Draft) -> None:
         )
     patterns = reader.source.get("data_types", {})
     patterns = patterns.get("keep_in_fp32_modules") if isinstance(patterns, Mapping) else None
-    if isinstance(patterns, list):
+    if isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns):
         reader.read("data_types.keep_in_fp32_modules")
         options["keep"] = [f"*{pattern.replace('.', '/')}*" for pattern in patterns]
     elif patterns == "auto":
         reader.skip(
             "data_types.keep_in_fp32_modules", "name them by sl.precision(keep=[...]), or leave them in 16 bits"
         )
+    elif patterns is not None:
+        reader.refuse("data_types.keep_in_fp32_modules", f"{patterns!r} is no list of names; write one")
     chosen = _bf16(reader, draft) or _fp16(reader) or _autocast(reader) or _amp(reader)
     if chosen is None:
         if options.pop("reduce_dtype", None):
@@ -83,7 +85,7 @@ def _fp16(reader: Reader) -> Precision:
                 reader.skip(f"fp16.{key}", "the scale is static")
     else:
         found = {
-            "value": 2.0 ** reader.integer("fp16.initial_scale_power", 16),
+            "value": 2.0 ** min(reader.integer("fp16.initial_scale_power", 16), 1000),
             "window": reader.integer("fp16.loss_scale_window", 1000),
             "hysteresis": hysteresis,
             "minimum": float(reader.number("fp16.min_loss_scale", 1)),

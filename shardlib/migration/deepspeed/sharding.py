@@ -28,7 +28,7 @@ def read_axes(reader: Reader, draft: Draft) -> None:
                 reader.skip(f"{ZERO}.{key}", "it is off: all ranks are one group")
     if (ways := reader.integer("sequence_parallel_size", 1)) and ways > 1:
         draft.sequence(ways, "ulysses")
-    if (ways := reader.integer("data_parallel_size")) and draft.ranks is None:
+    if (ways := reader.integer("data_parallel_size", least=1)) and draft.ranks is None:
         draft.ranks = ways * (draft.axes.get("seq") or 1)
     if reader.on("expert_parallel") and (ways := reader.integer("expert_parallel.autoep_size", 1)) > 1:
         draft.axes["expert"] = ways
@@ -76,10 +76,13 @@ def _glob(pattern: str) -> str | None:
 def _stages(reader: Reader, draft: Draft) -> None:
     if not reader.given("pipeline"):
         return
-    if reader.source["pipeline"] and reader.source["pipeline"].get("stages") == "auto":
+    section = reader.source["pipeline"]
+    if not isinstance(section, Mapping):
+        return
+    if section.get("stages") == "auto":
         reader.skip("pipeline.stages", "stages are an axis of the mesh: pipe=4, and sl.pipeline() in the chain")
         return
-    stages, partition = reader.integer("pipeline.stages", 1), reader.read("pipeline.partition", "best")
+    stages, partition = reader.integer("pipeline.stages", 1, least=1), reader.read("pipeline.partition", "best")
     if stages and stages > 1:
         draft.axes["pipe"] = stages
         cut: dict[str, Any] = {}
@@ -188,9 +191,9 @@ def _quantize(reader: Reader, draft: Draft) -> None:
 
 
 def read_rows(reader: Reader, draft: Draft) -> None:
-    draft.total = reader.integer("train_batch_size")
-    draft.micro = reader.integer("train_micro_batch_size_per_gpu")
-    draft.accumulation = reader.integer("gradient_accumulation_steps")
+    draft.total = reader.integer("train_batch_size", least=1)
+    draft.micro = reader.integer("train_micro_batch_size_per_gpu", least=1)
+    draft.accumulation = reader.integer("gradient_accumulation_steps", least=1)
     draft.settle_rows(reader, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     operation = "gradient_allreduce_op"
     if reader.value(operation, "mean") == "mean" and reader.given(operation):
