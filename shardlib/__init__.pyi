@@ -39,6 +39,8 @@ from .report.profile import profile as profile
 from .rng import Key as Key
 from .search import search_plan as search_plan
 from .shard import shard as shard
+from .sharded.dtensors import from_dtensors as from_dtensors
+from .sharded.dtensors import to_dtensors as to_dtensors
 from .sharded.tree import Sharded as Sharded
 from .sharded.unshard import unshard as unshard
 from .train import make_train_step as make_train_step
