@@ -151,6 +151,17 @@ class Reader:
         self.refuse(key, f"{value!r} is no integer{'' if least is None else f' of at least {least}'}; write one")
         return default
 
+    def texts(self, key: str) -> list[str]:
+        """A list of texts; an empty one where there is none."""
+        value = self.read(key)
+        if value is None:
+            self._null(key)
+            return []
+        if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
+            return list(value)
+        self.refuse(key, f"{value!r} is no list of texts; write one")
+        return []
+
     def _null(self, key: str) -> None:
         if key in self._leaves and self._leaves[key] is None:
             self.skip(key, "null stands for its default")
@@ -225,8 +236,9 @@ class Reader:
         if self._note(self.keys.taken, key):
             return UNNEEDED, "the other settings make no use of it"
         if self._section(key):
-            known = next(name for name in sorted(self.keys.all()) if name.startswith(f"{key}."))
-            return (UNNEEDED, "it is empty") if value in ({}, None) else (REFUSED, f"it is a section; write {known}")
+            inside = sorted(name for name in self.keys.all() if name.startswith(f"{key}."))
+            shown = f"keys in it, such as {inside[0]}" if inside else "keys in it"
+            return (UNNEEDED, "it is empty") if value in ({}, None) else (REFUSED, f"it is a section; write {shown}")
         names = sorted(self.keys.all() | {part for known in self.keys.all() for part in _sections(known)})
         near = get_close_matches(key, names, 1, 0.6) or [
             name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]

@@ -249,14 +249,14 @@ def _precision(reader: Reader, draft: Draft) -> None:
     reader.choice("training.mixed_precision_reduce", ("float32",), "float32")
     options: dict[str, Any] = {}
     name = "bf16"
-    converters = [str(each).rpartition(".")[2] for each in reader.read("model.converters", []) or []]
+    converters = [each.rpartition(".")[2] for each in reader.texts("model.converters")]
     for converter in converters:
         if converter == "float8":
             name = "fp8"
         else:
             reader.refuse("model.converters", f"{converter!r} is no precision here; leave it out, or take float8")
     if name == "fp8":
-        filters = reader.read("quantize.linear.float8.filter_fqns", []) or []
+        filters = reader.texts("quantize.linear.float8.filter_fqns")
         if names := [each for each in filters if each != "auto_filter_small_kn"]:
             options["leaves"] = {f"*{each.replace('.', '/')}*": "bf16" for each in names}
         if len(names) < len(filters):

@@ -1,5 +1,6 @@
 """Configurations of other libraries: what they become, planned, and trained beside the same written by hand."""
 
+import copy
 import json
 import tomllib
 
@@ -13,6 +14,7 @@ from transformers import TrainingArguments
 import shardlib as sl
 from shardlib.commands.__main__ import main
 from shardlib.errors import MigrationError
+from shardlib.migration import accelerate, deepspeed, torchtitan
 
 EVERY = {
     **{f"DeepSpeed: {name}": case for name, case in DEEPSPEED.items()},
@@ -480,3 +482,31 @@ def test_a_file_that_is_missing_is_said(tmp_path):
         sl.migrate(tmp_path / "none.json")
     with pytest.raises(MigrationError, match="give a path, a dictionary"):
         sl.migrate(3)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("origin", ["DeepSpeed", "accelerate", "torchtitan"])
+def test_odd_values_are_refused_not_raised(origin):
+    """Every known key with values of wrong kinds: a configuration is read, or refused, and nothing else is raised."""
+    keys, base = {
+        "DeepSpeed": (deepspeed.KEYS, DEEPSPEED["random-LTD and a curriculum by rarity"][0]),
+        "accelerate": (accelerate.KEYS, ACCELERATE["FSDP"][0]),
+        "torchtitan": (torchtitan.KEYS, tomllib.loads(TORCHTITAN["405B in stages, with a long context"][0])),
+    }[origin]
+    parts = [key.split(".") for key in keys.all()]
+    every = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
+    refused = 0
+    for key in sorted(every):
+        for value in (None, True, "x", -1, float("nan"), [1], {"a": 1}):
+            config = copy.deepcopy(base)
+            *sections, name = key.replace("*", "name").split(".")
+            inside = config
+            for section in sections:
+                inside[section] = inside[section] if isinstance(inside.get(section), dict) else {}
+                inside = inside[section]
+            inside[name] = value
+            try:
+                refused += bool(sl.migrate(config, ranks=8, strict=False).refused)
+            except MigrationError:
+                refused += 1
+    assert refused > len(every)
