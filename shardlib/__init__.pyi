@@ -25,6 +25,7 @@ from .mesh.mesh import Mesh as Mesh
 from .mesh.mesh import abstract_mesh as abstract_mesh
 from .mesh.mesh import make_mesh as make_mesh
 from .mesh.specs import P as P
+from .migration import migrate as migrate
 from .models.from_module import from_module as from_module
 from .nn import Mean as Mean
 from .nn import block as block
@@ -40,6 +41,8 @@ from .planning import make_plan as make_plan
 from .report.profile import profile as profile
 from .rng import Key as Key
 from .search import search_plan as search_plan
+from .sharded.dtensors import from_dtensors as from_dtensors
+from .sharded.dtensors import to_dtensors as to_dtensors
 from .sharded.tree import Sharded as Sharded
 from .sharded.unshard import stream_weights as stream_weights
 from .sharded.unshard import unshard as unshard

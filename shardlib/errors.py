@@ -59,6 +59,10 @@ class CheckpointError(ShardlibError, RuntimeError):
     """A checkpoint that is damaged, incomplete or of another format; names the file and the leaf, and the remedy."""
 
 
+class MigrationError(ShardlibError, ValueError):
+    """A configuration with keys that cannot be taken; names each, with the reason and the remedy."""
+
+
 class StorageError(ShardlibError, RuntimeError):
     """Buffers on disk that cannot be written or read; names the file and the buffer, and the remedy."""
 

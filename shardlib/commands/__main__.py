@@ -16,6 +16,7 @@ from shardlib.commands import (
     finetune,
     generate,
     lr_range_test,
+    migrate,
     plan,
     profile,
     run,
@@ -34,7 +35,20 @@ def make_parser() -> Parser:
     parser = Parser(prog="shardlib", description="Functional sharding on PyTorch.")
     parser.add_argument("--version", action="version", version=f"shardlib {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (train, finetune, generate, run, lr_range_test, plan, profile, tokenize, analyze, checkpoint, doctor):
+    for module in (
+        train,
+        finetune,
+        generate,
+        run,
+        lr_range_test,
+        plan,
+        profile,
+        tokenize,
+        analyze,
+        checkpoint,
+        migrate,
+        doctor,
+    ):
         name = module.__name__.rpartition(".")[2].replace("_", "-")
         summary = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary)

@@ -607,3 +607,10 @@ def storage_info(file: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # a third of a second to import
 
     return _StorageInfo(file, offset, length)
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """The placement of a DTensor's dimension that a later axis of the mesh cuts first, into ``split_factor`` parts."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)

@@ -1,9 +1,8 @@
 """Checkpoints of real DeepSpeed 0.19.8 as parameters and train states on other meshes, against its own account of them.
 
-Those in made_by_deepspeed/ were made by ``helpers.deepspeed_checkpoints``; where DeepSpeed is installed they are made anew.
+Those in made_by_deepspeed/ were made by ``helpers.deepspeed_checkpoints``; nightly they are made anew.
 """
 
-import importlib.util
 import os
 import pickle
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import deepspeed_checkpoints as made
+from helpers.profile import NIGHTLY
 from helpers.saved import tensors
 from helpers.trees import assert_same
 
@@ -26,7 +26,7 @@ MESHES = [({"data": 1}, 0), ({"data": 2}, 1), ({"data": 3}, 3)]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    if importlib.util.find_spec("deepspeed") is None:
+    if not NIGHTLY:
         return Path(__file__).parent / "made_by_deepspeed"
     folder = tmp_path_factory.mktemp("made")
     made.main(folder)

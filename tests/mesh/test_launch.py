@@ -8,6 +8,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import cloudpickle
 import pytest
 import torch
 from helpers.models import mlp, regression_batch
@@ -205,3 +206,9 @@ def test_ranks_of_torchrun_end_with_it(monkeypatch):
         (monkeypatch.setenv if under else monkeypatch.delenv)("TORCHELASTIC_RUN_ID", *(["1"] if under else [False]))
         cli.main(["plan", "--mesh", "data=2", *["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "16"]])
         assert parents == [os.getppid()] * under
+
+
+def test_functions_that_use_the_package_by_a_global_name_can_be_sent():
+    """As those of a script or a notebook: the package's class is not a plain module's."""
+    function = eval("lambda: package", {"package": sl})
+    assert cloudpickle.loads(cloudpickle.dumps(function))() is sl

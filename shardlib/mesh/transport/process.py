@@ -120,7 +120,7 @@ class ProcessGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup, axis: str) -> None:
-        self._group = group
+        self.group = group
         self._axis = axis
         self.size = group.size()
         self.rank = group.rank()
@@ -132,13 +132,13 @@ class ProcessGroup:
         self._watch = watch.begin()
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
-        return self._guard("all_reduce", lambda: [dist.all_reduce(tensor, group=self._group, async_op=True)], tensor)
+        return self._guard("all_reduce", lambda: [dist.all_reduce(tensor, group=self.group, async_op=True)], tensor)
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> Work:
         if not self._gloo:
             return self._guard(
                 "all_gather",
-                lambda: [_compat.all_gather_single(out, inp, group=self._group, async_op=True)],
+                lambda: [_compat.all_gather_single(out, inp, group=self.group, async_op=True)],
                 inp,
             )
         chunks = out.view(self.size, -1)
@@ -157,7 +157,7 @@ class ProcessGroup:
         if not self._gloo:
             return self._guard(
                 "reduce_scatter",
-                lambda: [_compat.reduce_scatter_single(out, inp, group=self._group, async_op=True)],
+                lambda: [_compat.reduce_scatter_single(out, inp, group=self.group, async_op=True)],
                 inp,
             )
         chunks = inp.view(self.size, -1)
@@ -194,7 +194,7 @@ class ProcessGroup:
         def start() -> list[Any]:
             into, whole = out.view(-1), inp.view(-1)
             if not self._gloo:
-                return [dist.all_to_all_single(into, whole, received, sent, group=self._group, async_op=True)]
+                return [dist.all_to_all_single(into, whole, received, sent, group=self.group, async_op=True)]
             leaving, coming = whole.split(sent), into.split(received)
             works = self._messages(
                 {peer: leaving[peer] for peer in self._peers if sent[peer]},
@@ -207,10 +207,8 @@ class ProcessGroup:
         return self._guard("all_to_all", start, inp, sized=splits is None)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        root = dist.get_global_rank(self._group, source)
-        return self._guard(
-            "broadcast", lambda: [dist.broadcast(tensor, root, group=self._group, async_op=True)], tensor
-        )
+        root = dist.get_global_rank(self.group, source)
+        return self._guard("broadcast", lambda: [dist.broadcast(tensor, root, group=self.group, async_op=True)], tensor)
 
     def permute(self, out: torch.Tensor, inp: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
         targets = [destination for source, destination in pairs if source == self.rank]
@@ -242,7 +240,7 @@ class ProcessGroup:
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
         call = self._calls.call("all_gather_object", None)
-        self._wait(call, lambda: dist.all_gather_object(values, value, group=self._group))
+        self._wait(call, lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
     @property
@@ -260,7 +258,7 @@ class ProcessGroup:
         self._number = (self._number + 1) % _EXCHANGES
         if not self._gloo:
             ops = [
-                dist.P2POp(op, tensor, group=self._group, group_peer=peer)
+                dist.P2POp(op, tensor, group=self.group, group_peer=peer)
                 for op, table in ((dist.irecv, receives), (dist.isend, sends))
                 for peer, tensor in table.items()
             ]
@@ -269,8 +267,8 @@ class ProcessGroup:
         def tag(tensor: torch.Tensor) -> int:
             return self._number + tensor.nbytes % _SIZES * _EXCHANGES
 
-        works = [self._group.recv([tensor], peer, tag(tensor)) for peer, tensor in receives.items()]
-        return works + [self._group.send([tensor], peer, tag(tensor)) for peer, tensor in sends.items()]
+        works = [self.group.recv([tensor], peer, tag(tensor)) for peer, tensor in receives.items()]
+        return works + [self.group.send([tensor], peer, tag(tensor)) for peer, tensor in sends.items()]
 
     def _lane(self, upwards: bool) -> dist.ProcessGroup:
         """The torch group for single messages to higher ranks, or to lower ones.
@@ -282,9 +280,9 @@ class ProcessGroup:
         mesh.)
         """
         if self._gloo:
-            return self._group
+            return self.group
         if not self._lanes:
-            ranks = dist.get_process_group_ranks(self._group)
+            ranks = dist.get_process_group_ranks(self.group)
             self._lanes = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(2)]
         return self._lanes[upwards]
 
