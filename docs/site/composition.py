@@ -2,7 +2,7 @@
 
 import html
 from dataclasses import dataclass, field
-from itertools import combinations_with_replacement
+from itertools import combinations
 
 import shardlib as sl
 from shardlib.errors import IllegalComposition
@@ -71,25 +71,26 @@ def refusal(stage: int, *choices: Choice) -> str | None:
 
 
 def table() -> tuple[dict[tuple[int, int], tuple[int, ...]], dict[str, list[str]]]:
-    """The stages at which each pair is planned, and reason -> the pairs that it refuses, with the stages."""
-    stages: dict[tuple[int, int], tuple[int, ...]] = {}
+    """The stages at which each pair is planned, and reason -> what it refuses, at which stages."""
+    planned: dict[tuple[int, int], tuple[int, ...]] = {}
     reasons: dict[str, dict[str, list[int]]] = {}
-    for first, second in combinations_with_replacement(range(len(CHOICES)), 2):
+    alone = [(number, number) for number in range(len(CHOICES))]
+    known: set[str] = set()  # what is said of a transform alone holds whatever stands beside it
+    for first, second in [*alone, *combinations(range(len(CHOICES)), 2)]:
         pair = [CHOICES[number] for number in sorted({first, second})]
         said = {stage: refusal(stage, *pair) for stage in STAGES}
-        stages[first, second] = stages[second, first] = tuple(stage for stage in STAGES if said[stage] is None)
+        planned[first, second] = planned[second, first] = tuple(stage for stage in STAGES if said[stage] is None)
+        name = " with ".join(f"`{short(choice.code)}`" for choice in pair)
         for stage, reason in said.items():
-            if reason:
-                name = " with ".join(f"`{short(choice.code)}`" for choice in pair)
+            if reason and (first == second or reason not in known):
                 reasons.setdefault(reason, {}).setdefault(name, []).append(stage)
-    worded = {
-        reason: [
-            f"{name} at {'every stage' if len(at) == 4 else 'stage ' + ', '.join(map(str, at))}"
-            for name, at in pairs.items()
-        ]
-        for reason, pairs in reasons.items()
-    }
-    return stages, worded
+        if first == second:
+            known.update(filter(None, said.values()))
+    return planned, {reason: [f"{name} {at(stages)}" for name, stages in of.items()] for reason, of in reasons.items()}
+
+
+def at(stages: list[int]) -> str:
+    return "at every stage" if len(stages) == len(STAGES) else f"at stage {', '.join(map(str, stages))}"
 
 
 def cell(stages: tuple[int, ...]) -> str:
@@ -112,20 +113,19 @@ def page() -> str:
         "# What composes with what",
         "",
         f"Made with this site by asking the planner of shardlib {sl.__version__}: each pair, in a chain with "
-        f"`sl.zero(stage)` of every stage, is planned for a GPT of {CONFIG.layers} blocks on two ranks of data and two of each axis that the "
-        "pair names. A cell has the stages at which there is a plan; on the diagonal a transform is alone with ZeRO. "
-        "Chains of three and more follow the same claims. What only a loss can show, such as operations on parts of a "
-        "sequence, is refused in the first step: [limits](limits.md).",
+        f"`sl.zero(stage)` of every stage, is planned for a GPT of {CONFIG.layers} blocks on two ranks of data and two of "
+        "each axis that the pair names. A cell has the stages at which there is a plan; on the diagonal a transform is "
+        "alone with ZeRO. Chains of three and more follow the same claims. What only a loss can show, such as operations "
+        "on parts of a sequence, is refused in the first step: [limits](limits.md).",
         "",
         f'<div class="wide"><table class="composition"><thead><tr><td></td>{heads}</tr></thead>',
         f"<tbody>{''.join(rows)}</tbody></table></div>",
         "",
         "## Why not",
         "",
-        "The planner's words, and the pairs that it says them of.",
+        "What is refused, and the planner's words. Of a transform that is named alone they hold with any other.",
         "",
     ]
     for reason, pairs in reasons.items():
-        shown, rest = pairs[:3], len(pairs) - 3
-        lines += ["```text", reason, "```", "", "; ".join(shown) + (f"; and {rest} more pairs" if rest > 0 else ""), ""]
+        lines += ["; ".join(pairs), "", f'<pre class="said">{html.escape(reason)}</pre>', ""]
     return "\n".join(lines)

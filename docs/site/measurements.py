@@ -118,24 +118,26 @@ def plain(columns: list[str], rows: Rows) -> list[str]:
 
 def written(text: str, name: str) -> str:
     """The table's own page, with its headings a level lower."""
-    _, _, body = text.partition("\n")
+    head, _, body = text.partition("\n")
+    if ", measured by " in head:  # older tables have their command there alone
+        body = f"\n- command: {head.split(', measured by ')[1]}\n{body}"
     body = re.sub(r"\]\((\w[\w-]*)\.(?:csv)\)", r"](\1.md)", body)
     return re.sub(r"^(#+) ", r"#\1 ", body.replace("\n\n\n", "\n\n"), flags=re.M)
+
+
+def title(text: str) -> str:
+    """Of a table's page, without the command, which it has below."""
+    return text.partition("\n")[0].strip("# ").split(", measured by")[0]
 
 
 def page(path: Path, folder: Path) -> str:
     """What `benchmarks` wrote when it measured, and its rows."""
     text = path.read_text()
-    lines = [text.partition("\n")[0], "", "## As written by the benchmark", written(text, path.stem)]
+    lines = [f"# {title(text)}", "", "## As written by the benchmark", written(text, path.stem)]
     rows_of = path.with_suffix(".csv")
     if rows_of.exists():
         columns, rows = read(rows_of)
-        lines += [
-            "",
-            "## From the rows",
-            "",
-            f"{len(rows):,} rows of `benchmarks/results/{rows_of.name}`, medians of rounds.",
-        ]
+        lines += ["", "## From the rows", "", f"{len(rows):,} rows of `benchmarks/results/{rows_of.name}`."]
         if "section" in columns and len(columns) == 4:
             lines += bars(columns, rows)
         elif "step" in columns and "loss" in columns:
@@ -152,9 +154,8 @@ def write(folder: Path) -> None:
     listed = []
     for path in sorted(RESULTS.glob("*.md")):
         (folder / path.name).write_text(page(path, folder))
-        title = path.read_text().partition("\n")[0].strip("# ")
         machine = re.search(r"^- machine: (.+)$", path.read_text(), re.M)
-        listed.append(f"| [{title}]({path.name}) | {machine[1] if machine else ''} |")
+        listed.append(f"| [{title(path.read_text())}]({path.name}) | {machine[1] if machine else ''} |")
     toctree = "\n".join(path.stem for path in sorted(RESULTS.glob("*.md")))
     (folder / "index.md").write_text(
         "# Measurements\n\nMade with this site from `benchmarks/results`. What they say, with what was aimed for and missed, "

@@ -82,7 +82,7 @@ def page(room: str) -> str:
     lines = [room, "=" * len(room), "", literal(inspect.cleandoc(made.__doc__ or "")), ""]
     lines += [f".. currentmodule:: {room}", "", ".. list-table::", "   :widths: 30 70", "   :class: summary", ""]
     for name in listed:
-        lines += [f"   * - `{room}.{name}`", f"     - {first_sentence(getattr(made, name))}"]
+        lines += [f"   * - `~{room}.{name}`", f"     - {first_sentence(getattr(made, name))}"]
     for name in listed:
         kind = "class" if inspect.isclass(getattr(made, name)) else "function"
         lines += ["", name, "-" * len(name), "", f".. auto{kind}:: {name}"]
