@@ -136,6 +136,12 @@ def test_every_link_between_pages_leads_somewhere():
     assert not broken
 
 
+def test_every_page_is_in_the_index():
+    """By which the site and readers find it."""
+    listed = re.findall(r"^\| \[[^]]+\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text(), re.M)
+    assert sorted([*listed, "README.md", "index.md"]) == sorted(page.name for page in PAGES)
+
+
 def test_every_file_and_function_that_the_architecture_names_exists():
     """A path within shardlib/, or a name that some file there defines."""
     page = (ROOT / "docs" / "architecture.md").read_text()
