@@ -70,10 +70,15 @@ class _Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *args: object) -> None:
+        """A tab that goes on to the next page closes its connections; what fails is seen in the tab."""
+
+
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The address of the folder's pages, on this machine alone."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder)))
+    server = _Server(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/"
