@@ -6,12 +6,13 @@ ARGS   ?=
 SECONDS ?= 3600
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DOCS   := $(VENV)/.installed-for-docs
 
 # pip installs without bytecode (below), and without it every process would compile all that it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := test
-.PHONY: venv train test check nightly bench soak lint kernels format
+.PHONY: venv train test check nightly bench soak lint kernels format docs
 
 venv: $(STAMP)
 
@@ -21,6 +22,10 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements/cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+$(DOCS): requirements/docs.txt $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-compile -r requirements/docs.txt
 	touch $@
 
 # One thread a rank: two ranks on two cores would otherwise fight over them.
@@ -43,12 +48,16 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m quick $(ARGS)
 
 # All that is tested on every commit: the cases that `test` leaves out, too.
-check: test
+check: test $(DOCS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not quick and not nightly" $(ARGS)
 
-nightly: $(STAMP)
+nightly: $(STAMP) $(DOCS)
 	$(MAKE) --jobs=2 lint kernels
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --dist worksteal --timeout 3600 -m "nightly or not nightly" $(ARGS)
+
+# The site, in build/docs/html; warnings are errors.
+docs: $(DOCS)
+	PYTHONPATH=. $(BIN)/python docs/site/build.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks run $(ARGS)

@@ -1,5 +1,6 @@
 """Every block of code in README.md and docs/: Python runs, page by page, and the commands of shells exist."""
 
+import itertools
 import re
 import shlex
 from argparse import ArgumentParser
@@ -77,6 +78,8 @@ def check(words: list[str]) -> None:
         make_parser().parse_args(rest[where:])
     elif program == "shardlib":
         make_parser().parse_args(rest)
+    elif program == "pip":
+        assert rest == ["install", "."], words
     else:
         assert program == "python" and rest[0] == "-m", words
         module = ROOT / rest[1].replace(".", "/")
@@ -93,14 +96,25 @@ def test_blocks_that_are_not_run_are_known():
     assert {name: count for name, count in counts.items() if count} == NOT_RUN
 
 
-def test_every_chain_of_the_readmes_table_is_one():
+@pytest.mark.parametrize(("page", "rows"), [("README.md", 10), ("docs/chains.md", 25)])
+def test_every_chain_of_the_tables_is_one(page, rows):
     """ "You want ... -> this chain": the second column is code."""
-    table = (ROOT / "README.md").read_text().split("## You want")[1].split("\n\n")[1]
-    cells = [row.split(" | ")[1] for row in table.splitlines()[2:]]
-    chains = [code for cell in cells for code in re.findall(r"`(.+?)`", cell)]
-    assert len(chains) > 12
-    for code in chains:
+    table = re.search(r"\| you want \|.*?\n\n", (ROOT / page).read_text(), re.S)[0].strip()
+    cells = [row.strip("| ").split(" | ")[1] for row in table.splitlines()[2:]]
+    chains = [re.findall(r"`(.+?)`", cell) for cell in cells]
+    assert len(chains) >= rows and all(chains)
+    for code in itertools.chain(*chains):
         eval(code, {"sl": sl, "rules": {"*": "column"}})
+
+
+def test_every_message_of_the_troubleshooting_is_one():
+    """What a row quotes, … standing for names and sizes, is the text of some message."""
+    source = "\n".join(path.read_text() for path in (ROOT / "shardlib").rglob("*.py"))
+    said = re.sub(r"\{[^{}]*\}", "…", re.sub(r'"\s*\n\s*f?"', "", source))  # of f-strings, on one line
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().split("## Without a message")[0]
+    messages = re.findall(r"^\| `(.+?)` \|", page, re.M)
+    assert len(messages) > 25
+    assert not [message for message in messages if message not in said]
 
 
 def test_every_measured_number_of_the_readme_is_in_its_table():
@@ -122,6 +136,12 @@ def test_every_link_between_pages_leads_somewhere():
     assert not broken
 
 
+def test_every_page_is_in_the_index():
+    """By which the site and readers find it."""
+    listed = re.findall(r"^\| \[[^]]+\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text(), re.M)
+    assert sorted([*listed, "README.md", "index.md"]) == sorted(page.name for page in PAGES)
+
+
 def test_every_file_and_function_that_the_architecture_names_exists():
     """A path within shardlib/, or a name that some file there defines."""
     page = (ROOT / "docs" / "architecture.md").read_text()
@@ -135,4 +155,4 @@ def test_every_file_and_function_that_the_architecture_names_exists():
 
 
 def test_the_readme_stays_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
