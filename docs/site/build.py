@@ -26,7 +26,7 @@ PLACES: list[tuple[str, Callable[[re.Match[str]], str]]] = [
     (r"docs/index\.md", lambda found: "guides.md"),
     (r"docs/(.+)", lambda found: found[1]),
     (r"benchmarks/results/(\w[\w-]*)\.(?:md|csv|png)", lambda found: f"measurements/{found[1]}.md"),
-    (r"(notebooks/.+)", lambda found: found[1]),
+    (r"(notebooks/.+|examples/.+)", lambda found: found[1]),
     (r"README\.md", lambda found: "index.md"),
 ]
 
@@ -59,6 +59,7 @@ def stage(source: Path) -> None:
             (source / path.name).write_text(relinked(path.read_text(), path, path.name))
         elif path.suffix in (".png", ".svg", ".txt"):
             shutil.copy(path, source)
+    shutil.copytree(ROOT / "examples", source / "examples")  # to download
     (source / "notebooks").mkdir()
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         place = f"notebooks/{path.name}"
