@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.common.devices import default_device, with_index
-from shardlib.common.display.blocks import Block, Shown, Title
+from shardlib.common.display.panels import Panel, Shown, Title
 from shardlib.errors import MeshError
 from shardlib.mesh.memories import MEMORIES, KeptMemory, Transfers
 from shardlib.mesh.picture import mesh_picture
@@ -170,7 +170,7 @@ class Mesh(Shown):
         kind = "abstract_mesh" if self.abstract else "mesh"
         return f"{kind}({', '.join(f'{axis}={size}' for axis, size in self.shape.items())})"
 
-    def shown(self) -> Iterator[Block]:
+    def shown(self) -> Iterator[Panel]:
         """What a notebook and a terminal show: the ranks as a grid, this one marked."""
         here = ", ".join(f"{axis}={place}" for axis, place in self.coords.items())
         own = "no ranks, for plans" if self.abstract else f"this is rank {self.rank} ({here}) on {self.device}"

@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Mapping
 
-from shardlib.common.display.blocks import Picture
 from shardlib.common.display.colours import BLUE, SKY, ink_on
+from shardlib.common.display.panels import Picture
 from shardlib.common.display.svg import box, drawing, text
 
 _COLUMNS, _ROWS, _PANELS = 16, 16, 8  # that are drawn; what is left out is counted

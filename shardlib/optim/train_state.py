@@ -12,7 +12,7 @@ import torch
 
 from shardlib.collectives.attempts import attempted, error_of
 from shardlib.common.devices import cloned
-from shardlib.common.display.blocks import Block, Grid, Shown, Title
+from shardlib.common.display.panels import Grid, Panel, Shown, Title
 from shardlib.common.thresholds import chunks
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
 from shardlib.mesh.mesh import Mesh
@@ -196,7 +196,7 @@ class TrainState(Shown):
             return "TrainState(donated)"
         return f"TrainState(step={self.step}, {self.params.plan.parameters} parameters on {self.params.mesh})"
 
-    def shown(self) -> Iterator[Block]:
+    def shown(self) -> Iterator[Panel]:
         """What a notebook and a terminal show: bytes of this rank by field, then its parameters."""
         yield Title(repr(self))
         if "_donated" in self.__dict__:

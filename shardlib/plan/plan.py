@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
-from shardlib.common.display.blocks import Block, Shown
+from shardlib.common.display.panels import Panel, Shown
 from shardlib.plan import memory, program, shown, text
 from shardlib.plan.program import Program
 from shardlib.plan.value import PlanValue
@@ -28,9 +28,9 @@ class Plan(PlanValue, Shown):
     messages = program.messages
     __str__ = __repr__ = text.describe
 
-    def shown(self) -> Iterator[Block]:
+    def shown(self) -> Iterator[Panel]:
         """What a notebook and a terminal show."""
-        return shown.plan_blocks(self)
+        return shown.plan_panels(self)
 
     def program(self, *, owned: bool = False) -> Program:
         """What one rank does in a step, in order; call it on one rank's part of a plan (`at`), and ``print`` it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from shardlib.common.display.blocks import Block, Fold, Grid, Paragraph, Picture, Title
 from shardlib.common.display.colours import GREY, ROLES
+from shardlib.common.display.panels import Fold, Grid, Panel, Paragraph, Picture, Title
 from shardlib.common.display.svg import bar_chart
 from shardlib.common.tensors import dtype_name
 from shardlib.mesh.memories import MEMORIES
@@ -23,7 +23,7 @@ _NAME = 80  # characters of a path
 _BUCKETS = 2000  # whose messages are counted
 
 
-def plan_blocks(plan: PlanValue) -> Iterator[Block]:
+def plan_panels(plan: PlanValue) -> Iterator[Panel]:
     """What a plan shows."""
     yield Title(summary(plan))
     yield mesh_picture(plan.sizes)
@@ -76,7 +76,7 @@ def bytes_picture(plan: PlanValue) -> Picture:
     return Picture(svg, "\n".join(lines), {name: colours[name] for name in names})
 
 
-def leaf_folds(plan: PlanValue, role: str, *, local: bool = False) -> Iterator[Block]:
+def leaf_folds(plan: PlanValue, role: str, *, local: bool = False) -> Iterator[Panel]:
     """The leaves in ``role`` ("param", or "grad" for the optimizer's layout), folded by block.
 
     Args:

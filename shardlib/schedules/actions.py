@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from shardlib.common.display.blocks import Block, Paragraph, Shown, Title
+from shardlib.common.display.panels import Panel, Paragraph, Shown, Title
 from shardlib.errors import ScheduleError, listing
 from shardlib.schedules.events import COMPUTE, Action, Event, Kind
 from shardlib.schedules.picture import picture
@@ -109,7 +109,7 @@ class Schedule(Shown):
             rows.append(" ".join([f"r{rank}", *cells]))
         return "\n".join(rows)
 
-    def shown(self) -> Iterator[Block]:
+    def shown(self) -> Iterator[Panel]:
         """Its timeline where F, I and W take equal times, or why it cannot run."""
         yield Title(
             f"Schedule {self.name}: {self.ranks} ranks, {self.stages} stages, {self.microbatches} micro-batches"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from shardlib.common.display.blocks import Block, Shown, Title
+from shardlib.common.display.panels import Panel, Shown, Title
 from shardlib.errors import ScheduleError, listing
 from shardlib.schedules.actions import Schedule, check, most_held, timed
 from shardlib.schedules.events import Event, Kind
@@ -75,7 +75,7 @@ class Timeline(Shown):
             f"makespan {float(self.makespan):g}, bubble {float(self.bubble):.1%}, at most {held} held"
         )
 
-    def shown(self) -> Iterator[Block]:
+    def shown(self) -> Iterator[Panel]:
         """What a notebook and a terminal show."""
         yield Title(self.summary)
         yield picture(self.summary, self.events, self.schedule.stages > self.schedule.ranks)

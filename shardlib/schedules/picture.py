@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from shardlib.common.display.blocks import Picture
 from shardlib.common.display.colours import KINDS, mixed
+from shardlib.common.display.panels import Picture
 from shardlib.common.display.svg import SpanChart, TimeSpan
 from shardlib.schedules.events import Action, Event, Kind
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from shardlib.common._compat import func_transform, of_func, storage_id, version_of, without_func
 from shardlib.common.devices import cloned
-from shardlib.common.display.blocks import Block, Paragraph, Shown, Title
+from shardlib.common.display.panels import Panel, Paragraph, Shown, Title
 from shardlib.common.environment import environment
 from shardlib.errors import DonatedStateError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
@@ -255,7 +255,7 @@ class Sharded(Shown):
     def __repr__(self) -> str:
         return f"Sharded {self.role} tree of rank {self.mesh.rank} on {self.mesh}\n{self.plan}"
 
-    def shown(self) -> Iterator[Block]:
+    def shown(self) -> Iterator[Panel]:
         """What a notebook and a terminal show: this rank's shards. Nothing is read."""
         what = "Sharded parameters" if self.role == "param" else "Sharded gradients"
         buckets = self.buckets

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardlib.common.display.blocks import Picture
 from shardlib.common.display.colours import BLUE
+from shardlib.common.display.panels import Picture
 from shardlib.common.display.svg import drawing, element, text
 
 _SHADES = " ░▒▓█"

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from shardlib.common.display.blocks import Block, Paragraph, Shown, Title
+from shardlib.common.display.panels import Panel, Paragraph, Shown, Title
 from shardlib.sparse.cells import cells_picture, cells_text, share_of_cells
 
 _DRAWN, _CELLS, _TEXT = 3, 48, 36  # heads of different blocks; cells along a side, in a drawing and as text
@@ -206,7 +206,7 @@ class Layout(Shown):
         causal = ", causal" if self.causal else ""
         return f"Layout({heads}{self.size} × {self.size} blocks of {self.block}, density {self.density:.4f}{causal})"
 
-    def shown(self) -> Iterator[Block]:
+    def shown(self) -> Iterator[Panel]:
         """What a notebook and a terminal show: the first heads that differ, a cell for one or several blocks."""
         yield Title(repr(self))
         alike: dict[tuple[int, ...], list[int]] = {}

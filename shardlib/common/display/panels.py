@@ -1,4 +1,4 @@
-"""Blocks: parts of what a value shows, each as HTML for a notebook or a report and as rich's text for a terminal.
+"""Panels: parts of what a value shows, each as HTML for a notebook or a report and as rich's text for a terminal.
 
 HTML stands by itself: it has no scripts, and nothing that is fetched. Lines and text take the page's own colour, so that
 they can be read on light and dark ones.
@@ -30,7 +30,7 @@ STYLE = (
 )
 
 
-class Block(ABC):
+class Panel(ABC):
     """A part of what a value shows."""
 
     @abstractmethod
@@ -43,8 +43,8 @@ class Block(ABC):
 class Shown:
     """A value that a notebook shows as HTML, and rich in a terminal. No ABC, whose `isinstance` is slow."""
 
-    def shown(self) -> Iterable[Block]:
-        """The blocks, from the top down."""
+    def shown(self) -> Iterable[Panel]:
+        """The panels, from the top down."""
         raise NotImplementedError
 
     def _repr_html_(self) -> str:
@@ -53,16 +53,16 @@ class Shown:
     def __rich__(self) -> RenderableType:
         from rich.console import Group
 
-        return Group(*(block.rich() for block in self.shown()))
+        return Group(*(panel.rich() for panel in self.shown()))
 
 
-def view(blocks: Iterable[Block]) -> str:
-    """Blocks as one piece of HTML with its own style."""
-    return f'<div class="sl-view"><style>{STYLE}</style>{"".join(block.html() for block in blocks)}</div>'
+def view(panels: Iterable[Panel]) -> str:
+    """Panels as one piece of HTML with its own style."""
+    return f'<div class="sl-view"><style>{STYLE}</style>{"".join(panel.html() for panel in panels)}</div>'
 
 
 @dataclass(frozen=True)
-class Title(Block):
+class Title(Panel):
     """A line above others."""
 
     text: str
@@ -78,7 +78,7 @@ class Title(Block):
 
 
 @dataclass(frozen=True)
-class Paragraph(Block):
+class Paragraph(Panel):
     """Text; ``code`` keeps its lines and columns."""
 
     text: str
@@ -94,7 +94,7 @@ class Paragraph(Block):
 
 
 @dataclass(frozen=True)
-class Grid(Block):
+class Grid(Panel):
     """A table.
 
     Attributes:
@@ -145,16 +145,16 @@ class Grid(Block):
 
 
 @dataclass(frozen=True)
-class Fold(Block):
-    """Blocks under a line; in a terminal the line alone, unless it is open."""
+class Fold(Panel):
+    """Panels under a line; in a terminal the line alone, unless it is open."""
 
     line: str
-    inside: Sequence[Block]
+    inside: Sequence[Panel]
     hint: str = ""
     open: bool = False
 
     def html(self) -> str:
-        inside = "".join(block.html() for block in self.inside)
+        inside = "".join(panel.html() for panel in self.inside)
         opened = " open" if self.open else ""
         return f"<details{opened}><summary{_titled(self.hint)}>{escape(self.line)}</summary>{inside}</details>"
 
@@ -168,7 +168,7 @@ class Fold(Block):
 
 
 @dataclass(frozen=True)
-class Picture(Block):
+class Picture(Panel):
     """A drawing.
 
     Attributes:
