@@ -12,7 +12,7 @@ from shardlib.common.display.colours import GREY, ink_on
 
 WIDTH = 720
 _TEXT = 11
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 10, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 78, 12, 10, 34
 _POINTS = 400  # of a curve; of more the smallest and largest of each stretch are drawn
 _HOVERED = 60  # points of a curve that show their numbers
 
@@ -89,13 +89,14 @@ class Axes:
     width: float = WIDTH
     formats: tuple[Format, Format] = (short_number, short_number)
     left: float = _LEFT
+    right: float = _RIGHT
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """The point of two numbers."""
         return self.across(x), self.down(y)
 
     def across(self, x: float) -> float:
-        return self.left + (self.width - self.left - _RIGHT) * (x - self.x[0]) / ((self.x[1] - self.x[0]) or 1)
+        return self.left + (self.width - self.left - self.right) * (x - self.x[0]) / ((self.x[1] - self.x[0]) or 1)
 
     def down(self, y: float) -> float:
         inside = self.height - _TOP - _BOTTOM
@@ -103,7 +104,7 @@ class Axes:
 
     def frame(self) -> str:
         """Lines, ticks and names."""
-        bottom, right = self.height - _BOTTOM, self.width - _RIGHT
+        bottom, right = self.height - _BOTTOM, self.width - self.right
         parts = []
         for value in ticks(*self.y):
             y = self.down(value)
@@ -145,14 +146,15 @@ def line_chart(
     room = 0.05 * (high - low) or abs(high) * 0.05 or 1.0
     bottom = low - room if low < 0 or low > room else 0.0
     places = [x for x, _ in values]
-    axes = Axes((min(places), max(places)), (bottom, high + room), names, height, formats=(short_number, y_format))
+    named = {f"{name}: {y_format(level)}": level for name, level in levels.items()}
+    right = _RIGHT + 6.0 * max(map(len, named), default=0)
+    span = (min(places), max(places))
+    axes = Axes(span, (bottom, high + room), names, height, formats=(short_number, y_format), right=right)
     parts = [axes.frame()]
-    for name, level in levels.items():
-        y = axes.down(level)
-        parts.append(
-            element("line", x1=_LEFT, x2=WIDTH - _RIGHT, y1=y, y2=y, stroke=GREY, stroke_dasharray="5 4", fill="none")
-        )
-        parts.append(text(WIDTH - _RIGHT - 4, y - 4, f"{name}: {y_format(level)}", "end"))
+    for name, level in named.items():
+        y, end = axes.down(level), WIDTH - right
+        parts.append(element("line", x1=_LEFT, x2=end, y1=y, y2=y, stroke=GREY, stroke_dasharray="5 4", fill="none"))
+        parts.append(text(end + 4, y + 4, name))
     for curve in drawn:
         path = " ".join("{:.1f},{:.1f}".format(*axes.at(*point)) for point in thinned(curve.points))
         look: dict[str, Any] = {"stroke_opacity": 0.35, "stroke_width": 1} if curve.faint else {"stroke_width": 1.8}
@@ -164,8 +166,8 @@ def line_chart(
             hint = f"{curve.name}: {y_format(y)} at {names[0]} {short_number(x)}"
             across, down = axes.at(x, y)
             seen: dict[str, Any] = {} if curve.dots else {"fill_opacity": 0}
-            named = element("title", escape(hint))
-            parts.append(element("circle", named, cx=across, cy=down, r=3, fill=curve.colour, **seen))
+            inside = element("title", escape(hint))
+            parts.append(element("circle", inside, cx=across, cy=down, r=3, fill=curve.colour, **seen))
     return drawing(WIDTH, height, "".join(parts), title)
 
 
