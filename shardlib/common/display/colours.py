@@ -33,9 +33,10 @@ def mixed(colour: str, white: float) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """Black or white: what can be read on a colour."""
-    red, green, blue = _channels(colour)
-    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"
+    """Black or white: what has more contrast on a colour, by WCAG's luminance."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (n / 255 for n in _channels(colour))]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#000000" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "#ffffff"
 
 
 def _channels(colour: str) -> tuple[int, int, int]:
