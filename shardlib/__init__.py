@@ -4,7 +4,8 @@ import lazy_loader
 
 from shardlib.common.version import VERSION
 
-# What `__init__.pyi` lists is loaded at its first use: loading all of it takes as long as loading a third of torch.
+# What `__init__.pyi` lists is loaded at its first use: all of it takes most of a second of processor time. No file is called
+# like a function that it has: its import would stand in the function's place.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 __version__ = VERSION

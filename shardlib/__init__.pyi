@@ -15,8 +15,7 @@ from . import schedules as schedules
 from . import sparse as sparse
 from .checkpoint.relayout import relayout as relayout
 from .evaluate import make_eval_step as make_eval_step
-from .generate import generate as generate
-from .make_plan import make_plan as make_plan
+from .generating import generate as generate
 from .mesh.launch import launch as launch
 from .mesh.launch import simulate as simulate
 from .mesh.mesh import Mesh as Mesh
@@ -34,12 +33,14 @@ from .optim.moving import to_host as to_host
 from .optim.train_state import TrainState as TrainState
 from .optim.train_state import replace_params as replace_params
 from .plan.transform import chain as chain
+from .planning import make_plan as make_plan
 from .report.profile import profile as profile
 from .rng import Key as Key
 from .search import search_plan as search_plan
-from .shard import shard as shard
 from .sharded.tree import Sharded as Sharded
+from .sharded.unshard import stream_weights as stream_weights
 from .sharded.unshard import unshard as unshard
+from .sharding import shard as shard
 from .train import make_train_step as make_train_step
 from .train import unused_params as unused_params
 from .train import value_and_grad as value_and_grad

@@ -20,10 +20,10 @@ from shardlib.execute.losses import Results, is_mean, means, quotients, require_
 from shardlib.execute.stages.pipe import runner_of
 from shardlib.execute.values.around import Around
 from shardlib.nn.blocks import evaluating
-from shardlib.shard import Lifting
 from shardlib.sharded.given import given_params, require_order
 from shardlib.sharded.params_on_disk import Reads
 from shardlib.sharded.tree import Sharded
+from shardlib.sharding import Lifting
 from shardlib.tree import path_name
 
 

@@ -31,11 +31,11 @@ from shardlib.optim.wrappers.unused import skips_unused
 from shardlib.plan.build import with_owner
 from shardlib.plan.loss_scale import LossScale
 from shardlib.rng import Key, restore_generators, states_of_generators
-from shardlib.shard import Lifting, lift
 from shardlib.sharded.checksum import checksums
 from shardlib.sharded.given import given_params, require_no_graph, require_order
 from shardlib.sharded.shard import at_rest
 from shardlib.sharded.tree import Sharded
+from shardlib.sharding import Lifting, lift
 from shardlib.tree import Tree, tree_map
 
 

@@ -37,6 +37,11 @@ def drawn(*shapes):
     return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
+def of_linear():
+    layers = torch.nn.Sequential(torch.nn.Linear(5, 3, dtype=torch.float64))
+    return sl.models.with_quantized_linears(layers), drawn((4, 5))
+
+
 POSITIONS = torch.tensor([[3, 0], [-1, 4], [2, 7], [1, 5]])  # 7 is no row
 INDEX = torch.tensor([[3, 0, 4], [1, 2, 0]])
 
@@ -76,6 +81,7 @@ CASES = {
     "take": lambda: (lambda x: take(x * x, INDEX), drawn((2, 5, 3))),
     "put": lambda: (lambda x, rows: put(x * x, INDEX, rows * rows), drawn((2, 5, 3), (2, 3, 3))),
     "tiles": of_tiles,
+    "a linear layer in 4 bits": of_linear,
     "a meeting of ranks": lambda: (lambda rows: _MeetInBackward.apply(rows * rows, lambda: None), drawn((2, 3))),
     "a block that is ignored": lambda: (lambda x: _ignoring(2 * x, x * x), drawn((3,))),
 }
@@ -99,6 +105,7 @@ GIVEN = {
     "pairs._Permute": PAIRS, "pairs._Broadcast": PAIRS, "pairs._SumTo": PAIRS,
     "routing._Start": EXPERTS, "routing._Finish": EXPERTS,
     "ring._Ring": RANKS, "ring._RingGradients": RANKS,
+    "quantized_linears._QuantizedProduct": HERE,
     "scaled._Product": "transforms/test_scaled_products.py::test_derivatives_are_those_of_the_product",
     "buffers._Gathered": AROUND, "buffers._Scattered": AROUND, "buffers._Summed": AROUND, "buffers._Shared": AROUND,
     "wholes._Leaves": AROUND, "around._Own": "execute/test_func_around.py::test_refusals",

@@ -6,7 +6,7 @@ from shardlib.checkpoint.commit import complete, remove, step_of
 from shardlib.checkpoint.dcp import import_dcp
 from shardlib.checkpoint.deepspeed import import_deepspeed
 from shardlib.checkpoint.manager import Manager
-from shardlib.checkpoint.pretrained import from_pretrained
+from shardlib.checkpoint.pretrained import from_pretrained, save_pretrained
 from shardlib.checkpoint.relayout import relayout_payload
 from shardlib.checkpoint.restore import bytes_to_read, checkpoint_at, latest, read_notes, restore
 from shardlib.checkpoint.rollback import with_rollback
@@ -31,6 +31,7 @@ __all__ = [
     "remove",
     "restore",
     "save",
+    "save_pretrained",
     "step_of",
     "with_rollback",
     "write_leaf",

@@ -7,7 +7,7 @@ A parameter's name is its path with dots. A tensor of an optimizer's state has t
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +22,7 @@ from shardlib.checkpoint.fragments import (
     Fragment,
     needed_fragments,
     sharded_fragments,
+    whole,
     without_memory,
 )
 from shardlib.checkpoint.manifest import Manifest
@@ -297,3 +298,33 @@ def fill_params(
     check_intact(saved, mesh)
     check_ties(saved, mesh, sharded_fragments(outlines), {PARAMS + path: every for path, every in names.items()})
     run_fills(saved, mesh, [*joined((fill for fill in fills if saved.has(fill.fragment, fill.sources[0][0])), packed)])
+
+
+def fill_encoded(
+    saved: TensorsOnDisk, params: Sharded, sources: Mapping[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]]
+) -> None:
+    """Fill this rank's shards of leaves that hold tensors of files otherwise. Each rank reads one whole tensor at a time.
+
+    Args:
+        sources: name with dots -> the tensor in the files, and what makes the leaf of it.
+    """
+    shards: dict[str, list[Fragment]] = {}
+    for fragment in sharded_fragments(params):
+        shards.setdefault(dotted(fragment.name.removeprefix(PARAMS)), []).append(fragment)
+
+    def fill() -> None:
+        for name, (origin, encode) in sources.items():
+            if not any(fragment.data.numel() for fragment in shards.get(name, ())):
+                continue
+            entry = saved.tensors[origin]
+            weight = torch.empty(entry.shape, dtype=entry.torch_dtype)
+            saved.fill(whole(weight, origin), origin)
+            made = encode(weight)
+            for fragment in shards[name]:
+                for box, elements in fragment.boxes():
+                    elements.copy_(box.of(made).reshape(-1))
+
+    with torch.no_grad():
+        read_on_all_ranks(
+            params.mesh, fill, f"{saved.folder} could not be read to its end", "What was being filled is unusable."
+        )

@@ -1,4 +1,4 @@
-"""Models of transformers from a folder of files, sharded while they are read."""
+"""Models of transformers from a folder of files, sharded while they are read, and written as such."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from shardlib.checkpoint.agreement import from_first_rank
-from shardlib.checkpoint.importing import fill_params
+from shardlib.checkpoint.agreement import from_first_rank, on_all_ranks
+from shardlib.checkpoint.importing import fill_encoded, fill_params
 from shardlib.checkpoint.manifest import Entry
 from shardlib.checkpoint.reading import TensorsOnDisk
+from shardlib.checkpoint.safetensors import export_safetensors
 from shardlib.checkpoint.safetensors_files import opened
 from shardlib.common._compat import own_buffers
 from shardlib.common.optional import require
@@ -27,14 +28,18 @@ from shardlib.models.from_module import from_module, initialise
 from shardlib.models.huggingface.conversion import not_in_files
 from shardlib.models.lineage import NO_VALUES, Lineage, tensors_of
 from shardlib.models.meta import reset_buffers
+from shardlib.models.quantized_linears import quantized_leaves
 from shardlib.plan.transform import Transform, chain
 from shardlib.rng import Key
-from shardlib.shard import default_transform, mesh_of_ranks
+from shardlib.sharded.given import sharded_params
 from shardlib.sharded.shard import shard_by
+from shardlib.sharded.unshard import stream_weights
+from shardlib.sharding import default_transform, mesh_of_ranks
 from shardlib.transforms.freeze import freeze
 from shardlib.tree import globs_of, matches
 
 ADAPTER = "adapter_config.json"  # the file that peft writes beside an adapter
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # of which a tokenizer has one
 
 
 def from_pretrained(
@@ -92,20 +97,19 @@ def from_pretrained(
     require("transformers", "from_pretrained", "transformers", "hf")
     require_model(folder)
     mesh = mesh_of_ranks(mesh)
-    module = _model(folder, kind)
+    module = meta_model(folder, kind)
     # Ranks draw what the files lack alike, whether or not they were seeded.
     (files, held), seed = from_first_rank(mesh, lambda: (opened(Path(folder), module), torch.initial_seed()), folder)
     initialised = not_in_files(module)
     tensors, grown = (held.tensors, set()) if vocab is None else _resized(module, vocab, held.tensors)
-    lineage = Lineage(module)
-    with torch.random.fork_rng(devices=[]), lineage:
-        torch.manual_seed(seed)
-        try:
-            module = change(module).train()
-        except RuntimeError as error:  # torch's own, of tensors without values
-            raise TreeError(f"change failed: weights are not read yet ({error}). {NO_VALUES}") from error
+    module, lineage = changed(module, change, seed)
+    encoded = quantized_leaves(module)
     source = lineage.sources(module)
     read = _renamed(tensors, source, lineage.names)
+    for name, (origin, shape, _) in encoded.items():
+        if origin not in tensors or tensors[origin].shape != shape:
+            raise TreeError(f"{name}: the files have no {origin} of shape {list(shape)}, which it is made of")
+        read.pop(origin, None)
     lacking = {name for name in tensors_of(module) if name not in read}
     drawn = {name for name in lacking if name not in source or matches(name, partial)}
     drawn |= {name for name in lacking if initialised.intersection(source.get(name, ()))}
@@ -119,8 +123,66 @@ def from_pretrained(
     params = shard_by(bound(initialise, module, Key(seed), drawn), mesh, transform, filled_later=True)
     with TensorsOnDisk(files, replace(held, tensors=read)) as saved:
         fill_params(saved, params, "", [*globs_of(partial), *map(glob.escape, drawn)], of_files)
+    with TensorsOnDisk(files, replace(held, tensors=tensors)) as saved:
+        fill_encoded(saved, params, {name: (origin, encode) for name, (origin, _, encode) in encoded.items()})
     apply, _, *rest = from_module(module, buffers=buffers, frozen=frozen)  # takes copies of the buffers as they are now
     return apply, params, *rest
+
+
+def save_pretrained(
+    folder: str | Path,
+    params: Any,
+    base: str | Path,
+    *,
+    kind: Any = None,
+    vocab: int | None = None,
+    change: Callable[[Any], Any] = lambda module: module,
+) -> None:
+    """Write parameters of `from_pretrained` as transformers and peft load them, with configuration and tokenizer. Every rank
+    must call it; no rank holds more than its shards and what it sends.
+
+    Of a model with adapters of peft these alone are written, for ``PeftModel.from_pretrained(base, folder)``. Other models
+    are written whole, for ``from_pretrained(folder)`` of transformers.
+
+    Args:
+        folder: where to write, a folder that all ranks see; files of these names in it are replaced.
+        params: `Sharded` parameters, or a `TrainState`.
+        base: the folder that the parameters were read from, whose configuration and tokenizer are written.
+        kind, vocab, change: as in `from_pretrained`, the same ones.
+
+    Raises:
+        TreeError: as `export_safetensors`.
+        FileNotFoundError, MissingPackage: as `from_pretrained`.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2)).save_pretrained("gpt")
+    >>> apply, params = sl.checkpoint.from_pretrained("gpt", sl.make_mesh(), stage=3)
+    >>> sl.checkpoint.save_pretrained("tuned", params, "gpt")
+    >>> GPT2LMHeadModel.from_pretrained("tuned").config.n_embd
+    8
+    """
+    transformers = require("transformers", "save_pretrained", "transformers", "hf")
+    require_model(base)
+    params = sharded_params("save_pretrained", params)
+    whole = meta_model(base, kind)
+    if vocab is not None:
+        whole.resize_token_embeddings(vocab, mean_resizing=False)
+    module, _ = changed(whole, change, 0)
+    first = params.mesh.rank == 0
+    if isinstance(getattr(module, "peft_config", None), dict) and hasattr(module, "base_model"):
+        trained = [name.replace(".", "/") for name, leaf in module.named_parameters() if leaf.requires_grad]
+        weights = {name: leaf.cpu() for name, leaf in stream_weights(params, list(map(glob.escape, trained))) if first}
+        write: Callable[[], Any] = bound(module.save_pretrained, folder, state_dict=weights)
+    else:
+        export_safetensors(folder, params, module=module)
+        write = bound(module.config.save_pretrained, folder)
+
+    def write_rest() -> None:
+        write()
+        if any((Path(base) / name).exists() for name in TOKENIZERS):
+            transformers.AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+
+    on_all_ranks(params.mesh, lambda: write_rest() if first else None)
 
 
 def require_model(folder: str | Path) -> None:
@@ -142,8 +204,8 @@ def require_model(folder: str | Path) -> None:
     raise FileNotFoundError(f"{folder} has no config.json; write it with model.config.save_pretrained({str(folder)!r})")
 
 
-def _model(folder: str | Path, kind: Any) -> Any:
-    """A model on the meta device. It must be unquantized: raises `TreeError` otherwise."""
+def meta_model(folder: str | Path, kind: Any) -> Any:
+    """A folder's model on the meta device. It must be unquantized: raises `TreeError` otherwise."""
     import transformers
 
     kind = kind or transformers.AutoModelForCausalLM
@@ -156,6 +218,18 @@ def _model(folder: str | Path, kind: Any) -> Any:
     with torch.device("meta"):
         module = (getattr(kind, "from_config", None) or kind._from_config)(config)
     return meta_copy(module)  # some models draw parameters on the CPU all the same
+
+
+def changed(module: Any, change: Callable[[Any], Any], seed: int) -> tuple[Any, Lineage]:
+    """A model on the meta device as it is to be used, in training mode, and what became of its tensors. What ``change`` adds
+    is drawn by the seed. Raises `TreeError`: ``change`` computes with weights."""
+    lineage = Lineage(module)
+    with torch.random.fork_rng(devices=[]), lineage:
+        torch.manual_seed(seed)
+        try:
+            return change(module).train(), lineage
+        except RuntimeError as error:  # torch's own, of tensors without values
+            raise TreeError(f"change failed: weights are not read yet ({error}). {NO_VALUES}") from error
 
 
 def _resized(module: Any, vocab: int, tensors: Mapping[str, Entry]) -> tuple[dict[str, Entry], set[str]]:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from shardlib.commands import analyze, checkpoint, doctor, generate, lr_range_test, plan, profile, run, tokenize, train
+from shardlib.commands import (
+    analyze,
+    checkpoint,
+    doctor,
+    finetune,
+    generate,
+    lr_range_test,
+    plan,
+    profile,
+    run,
+    tokenize,
+    train,
+)
 from shardlib.commands.arguments import Parser, WrongArguments
 from shardlib.common.optional import MissingPackage
 from shardlib.common.version import VERSION
@@ -21,7 +34,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="shardlib", description="Functional sharding on PyTorch.")
     parser.add_argument("--version", action="version", version=f"shardlib {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (train, generate, run, lr_range_test, plan, profile, tokenize, analyze, checkpoint, doctor):
+    for module in (train, finetune, generate, run, lr_range_test, plan, profile, tokenize, analyze, checkpoint, doctor):
         name = module.__name__.rpartition(".")[2].replace("_", "-")
         summary = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary)
@@ -32,7 +45,8 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
-    args = make_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(words, argparse.Namespace(words=words))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with(os.getppid())  # otherwise ranks keep running when their torchrun is killed
     try:

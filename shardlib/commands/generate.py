@@ -15,12 +15,12 @@ from shardlib.commands import model
 from shardlib.commands.arguments import WrongArguments
 from shardlib.common.optional import require
 from shardlib.errors import CheckpointError, IllegalComposition, TreeError
-from shardlib.generate import generate
+from shardlib.generating import generate
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt, huggingface
 from shardlib.models.decoding import experts_on_host, quantized
 from shardlib.plan.transform import Transform, chain
-from shardlib.shard import shard
+from shardlib.sharding import shard
 from shardlib.train import make_train_step
 from shardlib.transforms import experts, offload, tensor_slicing, zero
 
@@ -112,7 +112,7 @@ def _of_transformers(args: argparse.Namespace, mesh: Mesh) -> Opened:
         kind = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(args.folder))
     rules = huggingface.slicing_rules(kind) if "model" in mesh.shape else None
     _, params = checkpoint.from_pretrained(args.folder, mesh, _plan(args, mesh, rules))
-    if not any((args.folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not any((args.folder / name).exists() for name in checkpoint.pretrained.TOKENIZERS):
         return kind, params, _without_tokenizer, _as_numbers
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.folder)
     return kind, params, tokenizer.encode, tokenizer.decode

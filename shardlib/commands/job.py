@@ -15,17 +15,17 @@ from shardlib.commands import model
 from shardlib.commands.arguments import PLANNED, WrongArguments, folder, positive, wrong_arguments
 from shardlib.data.bytes import batch_at, load_bytes, split, windows
 from shardlib.evaluate import make_eval_step
-from shardlib.generate import generate
-from shardlib.make_plan import make_plan
+from shardlib.generating import generate
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt
 from shardlib.nn.blocks import Sequential, sequential
 from shardlib.nn.functional import Mean
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
+from shardlib.planning import make_plan
 from shardlib.report.ngram import byte_scores
-from shardlib.shard import shard
 from shardlib.sharded.unshard import unshard
+from shardlib.sharding import shard
 from shardlib.train import make_train_step
 
 

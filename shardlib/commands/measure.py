@@ -17,13 +17,13 @@ import torch
 from shardlib import optim
 from shardlib.collectives import primitives
 from shardlib.execute.counting import WorkCount
-from shardlib.make_plan import make_plan
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt
 from shardlib.plan.machine import PRECISIONS, Link, Machine, Overheads
 from shardlib.plan.prediction import predict_on
 from shardlib.plan.transform import Transform, chain
-from shardlib.shard import shard
+from shardlib.planning import make_plan
+from shardlib.sharding import shard
 from shardlib.train import make_train_step
 from shardlib.transforms import accumulate, remat, zero
 from shardlib.tree import Tree, leaves_of, tree_map

@@ -61,15 +61,19 @@ def as_options(sizes: Mapping[str, int]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser).add_argument("--dropout", type=share, default=0.0, help="share of activations that are left out")
-    sharding = parser.add_argument_group("sharding")
-    sharding.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
-    sharding.add_argument(
+    add_sharding(parser).add_argument(
         "--schedule",
         default="1f1b",
         type=_schedule,
         metavar="NAME",
         help=f"schedule of an axis pipe: {', '.join(schedules.NAMES)}, torch's name of a schedule, or a CSV file",
     )
+
+
+def add_sharding(parser: argparse.ArgumentParser) -> Any:
+    """Adds the arguments of `sharding`; returns their group."""
+    sharding = parser.add_argument_group("sharding")
+    sharding.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
     sharding.add_argument("--microbatches", type=positive, default=1, help="micro-batches per rank and step")
     sharding.add_argument(
         "--remat",
@@ -86,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sharding.add_argument(
         "--precision", default="auto", choices=("auto", "bf16", "fp16", "fp32"), help="auto: bf16 where it is native"
     )
+    return sharding
 
 
 def _schedule(text: str) -> str:
@@ -118,10 +123,15 @@ def transform(args: argparse.Namespace, axes: Mapping[str, int]) -> Chain:
 
     Ranks along "data" share the batch, those along "pipe" hold stages, those along "model" hold slices of layers.
     """
+    return sharding(args, axes, lambda: gpt.slicing_rules(config(args), blocks="pipe" in axes))
+
+
+def sharding(args: argparse.Namespace, axes: Mapping[str, int], rules: Callable[[], Mapping[str, Any]]) -> Chain:
+    """`transform` for any model, of which ``rules()`` are the rules of slicing."""
     chosen = best_precision() if args.precision == "auto" else args.precision
     return chain(
         zero(args.stage),
-        *([tensor_slicing(gpt.slicing_rules(config(args), blocks="pipe" in axes))] if "model" in axes else []),
+        *([tensor_slicing(rules())] if "model" in axes else []),
         *_microbatches(args, axes),
         *([precision(chosen)] if chosen != "fp32" else []),
         *([_remat(args.remat)] if args.remat else []),

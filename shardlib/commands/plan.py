@@ -23,16 +23,16 @@ from shardlib.commands.arguments import (
     wrong_arguments,
 )
 from shardlib.errors import ShardlibError
-from shardlib.make_plan import make_plan
 from shardlib.mesh.launch import launch
 from shardlib.mesh.mesh import Mesh, abstract_mesh
 from shardlib.models import gpt
 from shardlib.models.gpt import GPTConfig
 from shardlib.plan.machine import Machine
 from shardlib.plan.tables import table
+from shardlib.planning import make_plan
 from shardlib.report.timeline import draw_timeline, timeline_text
 from shardlib.search import Choice, Search, Space, search_plan
-from shardlib.shard import shard
+from shardlib.sharding import shard
 from shardlib.train import make_train_step
 
 _STEPS = 3  # by which a choice is verified, after a first one

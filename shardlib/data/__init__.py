@@ -2,6 +2,7 @@
 
 from shardlib.data.analyze import analyze
 from shardlib.data.curriculum import Curriculum, curriculum, layer_tokens
+from shardlib.data.examples import Examples, examples
 from shardlib.data.files import Index, IndexFile, IndexFileError, TokenFile, TokenFileError, write_tokens
 from shardlib.data.loader import Loader, loader
 from shardlib.data.mixture import Mixture, mixture
@@ -28,7 +29,9 @@ __all__ = [
     "map_paces",
     "root_pace",
     # datasets
+    "Examples",
     "Mixture",
+    "examples",
     "mixture",
     "packed",
     "tokens",

@@ -61,7 +61,14 @@ class Windows(RowsDataset):
         return {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
 
 
-def packed(documents: str | Path | Sequence[Any], sequence: int, *, pad: int = 0) -> PackedDataset:
+def packed(
+    documents: str | Path | Sequence[Any],
+    sequence: int,
+    *,
+    pad: int = 0,
+    trained: Sequence[Any] | None = None,
+    together: bool = True,
+) -> PackedDataset:
     """Documents packed into rows of ``sequence`` tokens, as a dataset for `loader`.
 
     Each document lies in one row, in the fullest that has room for it (best fit, longest first); longer ones are cut into
@@ -74,9 +81,12 @@ def packed(documents: str | Path | Sequence[Any], sequence: int, *, pad: int = 0
 
     Args:
         documents: a token file's path, or a list of sequences of tokens.
+        trained: for each token of each document of a list, whether it is a target; other targets are -100. By default all
+            are. `examples` makes them.
+        together: whether documents share rows; with False each piece has a row of its own.
 
     Raises:
-        BatchError: no documents, or a sequence below 1.
+        BatchError: no documents, a sequence below 1, or ``trained`` of other lengths than the documents, or of a file.
         TokenFileError: no token file, or a damaged one.
 
     >>> row = sl.data.packed([[5, 6, 7], [8, 9]], sequence=6)[0]
@@ -85,9 +95,14 @@ def packed(documents: str | Path | Sequence[Any], sequence: int, *, pad: int = 0
     >>> {name: row[name].tolist() for name in ("segments", "positions")}
     {'segments': [0, 0, 0, 1, 1, -1], 'positions': [0, 1, 2, 0, 1, 0]}
     """
-    return PackedDataset(
-        TokenFile(documents) if isinstance(documents, (str, Path)) else _Listed(documents), sequence, pad
-    )
+    if isinstance(documents, (str, Path)):
+        if trained is not None:
+            raise BatchError(
+                f"packed: trained= is for a list of documents, and {documents} is a file: give its documents"
+            )
+        return PackedDataset(TokenFile(documents), sequence, pad, None, together)
+    source = _Listed(documents)
+    return PackedDataset(source, sequence, pad, None if trained is None else source.of_each(trained), together)
 
 
 class _Listed:
@@ -106,6 +121,17 @@ class _Listed:
     def header(self) -> dict[str, str]:
         return {"blake2b": checksum_of((self.tokens, self.ends))}
 
+    def of_each(self, trained: Sequence[Any]) -> np.ndarray:
+        """A boolean for each token, from those of each document."""
+        flags = [np.asarray(each, bool).reshape(-1) for each in trained]
+        lengths = np.diff(self.ends.astype(np.int64), prepend=0)
+        if [len(each) for each in flags] != lengths.tolist():
+            raise BatchError(
+                f"packed: trained= has {len(flags)} documents of {sum(map(len, flags))} tokens, and there are {len(lengths)} "
+                f"of {len(self.tokens)}: give a boolean for each token of each document"
+            )
+        return np.concatenate([np.empty(0, bool), *flags])
+
 
 class PackedDataset(RowsDataset):
     """The dataset of `packed`.
@@ -114,14 +140,17 @@ class PackedDataset(RowsDataset):
         filled: the share of positions that hold tokens.
     """
 
-    def __init__(self, source: TokenFile | _Listed, sequence: int, pad: int) -> None:
-        self._source, self._sequence, self._pad = source, sequence, pad
+    def __init__(
+        self, source: TokenFile | _Listed, sequence: int, pad: int, trained: np.ndarray | None, together: bool
+    ) -> None:
+        self._source, self._sequence, self._pad, self._trained = source, sequence, pad, trained
+        self._together = together
         _require_length("packed", sequence)
         if not len(source.tokens):
             raise BatchError("packed: the documents have 0 tokens; give some")
         ends = source.ends.astype(np.int64)
         starts, lengths, last = _pieces(np.diff(ends, prepend=0), ends, sequence)
-        row_of = pack(lengths, sequence)
+        row_of = pack(lengths, sequence) if together else np.arange(len(lengths))
         # Pieces in the order of their rows, and in each row in the order of the file.
         order = np.argsort(row_of, kind="stable")
         self._starts, self._lengths, self._last = starts[order], lengths[order], last[order]
@@ -131,7 +160,8 @@ class PackedDataset(RowsDataset):
     @property
     def identity(self) -> str:
         """What an index of this dataset is of."""
-        return f"rows of {self._sequence} of {self._source.header['blake2b']}"
+        how = "" if self._together else ", a piece in each"
+        return f"rows of {self._sequence} of {self._source.header['blake2b']}{how}"
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -147,7 +177,10 @@ class PackedDataset(RowsDataset):
                 # A piece that its document goes on behind has a target for its last token too.
                 read = self._source.tokens[start : start + length + (not self._last[piece])]
                 batch["tokens"][row, place : place + length] = read[:length]
-                batch["targets"][row, place : place + len(read) - 1] = read[1:]
+                targets = read[1:]
+                if self._trained is not None:
+                    targets = np.where(self._trained[start + 1 : start + len(read)], targets, IGNORED)
+                batch["targets"][row, place : place + len(read) - 1] = targets
                 batch["segments"][row, place : place + length] = segment
                 batch["positions"][row, place : place + length] = np.arange(length)
                 place += length

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from shardlib.errors import IllegalComposition
-from shardlib.make_plan import make_plan
 from shardlib.mesh.mesh import abstract_mesh
 from shardlib.optim.base import GradientTransformation
 from shardlib.plan.placement import Placement
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform, chain
+from shardlib.planning import make_plan
 from shardlib.tree import Tree, tree_map, unflatten
 
 _MOST_RANKS = 64

@@ -3,8 +3,10 @@
 from shardlib.models import bert, decoding, gpt, huggingface, long, students, transformer_layer
 from shardlib.models.experts import upcycle
 from shardlib.models.from_module import from_module, state_dict
+from shardlib.models.quantized_linears import QuantizedLinear, with_quantized_linears
 
 __all__ = [
+    "QuantizedLinear",
     "bert",
     "decoding",
     "from_module",
@@ -15,4 +17,5 @@ __all__ = [
     "students",
     "transformer_layer",
     "upcycle",
+    "with_quantized_linears",
 ]

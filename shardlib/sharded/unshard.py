@@ -1,13 +1,16 @@
-"""`unshard`: the full pytree from its shards; and `Resharded`, its values for another plan or another mesh."""
+"""`unshard`: the full pytree from its shards, `stream_weights`: one leaf after the other; and `Resharded`, its values for
+another plan or another mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 
 from shardlib.collectives import primitives
+from shardlib.errors import TreeError
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.specs import Leaf
 from shardlib.plan.buckets import Bucket
@@ -15,7 +18,7 @@ from shardlib.plan.exchanges import gathers
 from shardlib.sharded.gather import Gather
 from shardlib.sharded.given import sharded_params
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, unflatten
+from shardlib.tree import Tree, matches, unflatten
 
 
 def unshard(params: Any) -> Tree:
@@ -37,25 +40,61 @@ def unshard(params: Any) -> Tree:
     return unflatten(plan.shape.treedef, [whole.get(leaf.path) for leaf in plan.leaves])
 
 
-def whole_leaves(params: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+def stream_weights(params: Any, only: str | Sequence[str] = "*") -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors by name, one bucket gathered at a time, for what takes a model's weights while no rank has room for all
+    of them: an inference engine, or files of adapters.
+
+    Every rank must take all of them: each is gathered when it is taken. Buckets without such leaves are not gathered.
+
+    Args:
+        params: `Sharded` parameters, or a `TrainState`.
+        only: globs over paths.
+
+    Yields:
+        The name, a path with dots for slashes (of parameters of `from_module` the module's name), and the tensor, in the
+        memory that its shards lie in. Tied leaves come once, by their first name.
+
+    Raises:
+        TreeError: ``params`` are anything else, or no path matches.
+
+    >>> params = sl.shard({"layer": {"weight": torch.ones(2, 3), "bias": torch.zeros(3)}}, sl.make_mesh(), stage=3)
+    >>> [(name, tuple(weight.shape)) for name, weight in sl.stream_weights(params, only="*weight")]
+    [('layer.weight', (2, 3))]
+    """
+    params = sharded_params("stream_weights", params)
+    paths = {placement.path for placement in params.plan.everywhere.placements}
+    taken = {path for path in paths if matches(path, only)}
+    if not taken:
+        raise TreeError(f"stream_weights: only={only!r} matches none of {len(paths)} leaves, such as {min(paths)!r}")
+    return ((path.replace("/", "."), leaf) for path, leaf in whole_leaves(params, taken))
+
+
+def whole_leaves(params: Sharded, only: AbstractSet[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Path and whole value of each leaf, copied to the memory that its shards lie in; tied leaves once, by the first path.
 
     One bucket is gathered at a time. Collective: every rank takes all of them.
+
+    Args:
+        only: the paths that are wanted; all by default.
     """
     compute = {placement.path: placement.compute for placement in params.plan.everywhere.placements}
-    for bucket, buffer in _whole_buffers(params):
+    for bucket, buffer in _whole_buffers(params, only):
         for path, leaf in zip(bucket.paths, bucket.leaves(buffer), strict=True):
+            if only is not None and path not in only:
+                continue
             where = params.mesh.device_for(params.memory(bucket))
             yield path, _gather_slices(leaf, compute[path], params.mesh).to(where, copy=True)
 
 
-def _whole_buffers(params: Sharded) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """Every bucket with its gathered buffer. Buckets of other stages are broadcast by the first rank that holds them."""
+def _whole_buffers(params: Sharded, only: AbstractSet[str] | None) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    """Every bucket with leaves of these paths, with its gathered buffer. Buckets of other stages are broadcast by the first
+    rank that holds them."""
     plan, mesh, buffers = params.plan, params.mesh, params.buffers
     axes = [axis for axis in plan.stages.axes if mesh.shape[axis] > 1]
     if not axes:
         for bucket in params.buckets:
-            yield bucket, _gathered(params, bucket)
+            if only is None or not only.isdisjoint(bucket.paths):
+                yield bucket, _gathered(params, bucket)
         return
     (axis,) = axes
     if params.on_disk is None:
@@ -64,7 +103,7 @@ def _whole_buffers(params: Sharded) -> Iterator[tuple[Bucket, torch.Tensor]]:
         local = {bucket.name: bucket.dtype for bucket in params.buckets}
     dtypes = {name: dtype for held in primitives.all_gather_object(mesh, [axis], local) for name, dtype in held.items()}
     for bucket in plan.everywhere.buckets:
-        if bucket.name not in dtypes:
+        if bucket.name not in dtypes or (only is not None and only.isdisjoint(bucket.paths)):
             continue
         if bucket.name in buffers:
             buffer = _gathered(params, bucket).clone()  # a broadcast writes, and this may be the stored buffer

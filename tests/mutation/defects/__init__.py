@@ -9,6 +9,7 @@ from . import (
     disk,
     drops,
     experts,
+    finetuning,
     hangs,
     keys,
     offload,
@@ -41,6 +42,7 @@ DEFECTS: tuple[Defect, ...] = (
     *reproducible.DEFECTS,
     *tiles.DEFECTS,
     *experts.DEFECTS,
+    *finetuning.DEFECTS,
     *debug.DEFECTS,
     *drops.DEFECTS,
 )

@@ -189,7 +189,7 @@ DEFECTS = (
     Defect(
         "prompts numbered from each rank's first",
         "key",
-        "generate.py",
+        "generating.py",
         "the second rank's prompts get the draws of the first rank's",
         "new = decode(decoder, run, own, numbers,",
         "new = decode(decoder, run, own, range(len(own)),",

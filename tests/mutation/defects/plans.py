@@ -520,7 +520,7 @@ DEFECTS = (
     Defect(
         "a tree placed by the plan of other ties",
         "stale",
-        "shard.py",
+        "sharding.py",
         "plain parameters of the same shapes are placed by the plan of those before them, whose tied leaves were others",
         "for leaf in leaves], ties(leaves), _device_of",
         "for leaf in leaves], _device_of",

@@ -21,8 +21,8 @@ from shardlib.plan.limits import Limits, Planner, fitted
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform
 from shardlib.rng import Key
-from shardlib.shard import default_transform
 from shardlib.sharded.shard import outline
+from shardlib.sharding import default_transform
 from shardlib.transforms.changes import changes, difference, largest, other_changes
 from shardlib.tree import Tree, tensors_of
 

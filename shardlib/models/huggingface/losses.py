@@ -1,0 +1,93 @@
+"""Losses of transformers' language models over batches of `shardlib.data.packed`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardlib.models.huggingface.decoders import IGNORED
+from shardlib.models.huggingface.tiled_loss import Scores
+from shardlib.nn.functional import Mean, linear_cross_entropy
+from shardlib.rng import Key, uniform
+from shardlib.tree import Tree
+
+
+def causal_loss(apply: Callable[..., Any]) -> Callable[[Tree, Mapping[str, torch.Tensor]], Mean]:
+    """The loss of a causal language model: the mean over the targets that are there, of all ranks and micro-batches.
+
+    The model is given tokens and positions and no mask: transformers keep documents of one row apart where their positions
+    begin anew. With `with_tiled_loss` logits exist for one tile of tokens at a time.
+
+    Args:
+        apply: the model, of `shardlib.from_module` or `shardlib.checkpoint.from_pretrained`.
+
+    Returns:
+        ``loss_fn(params, batch)`` for a batch with ``tokens``, ``positions`` and ``targets``, (rows, tokens) int64, targets
+        one token ahead and -100 where there is none, as `shardlib.data.packed` makes them.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from shardlib.models import huggingface
+    >>> apply, params = sl.from_module(GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2)))
+    >>> batch = next(iter(sl.data.loader(sl.data.packed([[1, 2, 3], [4, 5]], 8), sl.make_mesh(), batch=1)))
+    >>> huggingface.causal_loss(apply)(params, batch).weight  # 1, 2 -> 2, 3 and 4 -> 5
+    tensor(3)
+    """
+
+    def loss(params: Tree, batch: Mapping[str, torch.Tensor]) -> Mean:
+        given = {"input_ids": batch["tokens"], "position_ids": batch["positions"], "use_cache": False}
+        return _scored(apply(params, **given).logits, batch["targets"])
+
+    return loss
+
+
+def masked_loss(
+    apply: Callable[..., Any], mask: int, words: int, special: Sequence[int] = (), share: float = 0.15
+) -> Callable[[Tree, Mapping[str, torch.Tensor], Key], Mean]:
+    """The loss of a masked language model (BERT, arXiv 1810.04805, section 3.1): of the tokens that are drawn, ``share`` of
+    all, 8 in 10 are masked, 1 in 10 is another word and 1 stays, and the model is to tell what they were.
+
+    Args:
+        apply: as in `causal_loss`.
+        mask: the token that stands for a masked one.
+        words: how many words there are, of which others are drawn.
+        special: tokens that are never drawn, such as those at the ends.
+        share: of the tokens that are drawn.
+
+    Returns:
+        ``loss_fn(params, batch, rng)`` for a batch with ``tokens`` and ``segments``, -1 in padding, as
+        `shardlib.data.packed(..., together=False)` makes them.
+
+    >>> from transformers import BertConfig, BertForMaskedLM
+    >>> from shardlib.models import huggingface
+    >>> sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    >>> apply, params = sl.from_module(BertForMaskedLM(BertConfig(vocab_size=16, **sizes)))
+    >>> loss_fn = huggingface.masked_loss(apply, mask=3, words=16)
+    >>> batch = {"tokens": torch.full((4, 32), 5), "segments": torch.zeros(4, 32, dtype=torch.int64)}
+    >>> bool(loss_fn(params, batch, sl.Key(0)).weight < 40)
+    True
+    """
+    kept_apart = torch.tensor(sorted(special), dtype=torch.int64)
+
+    def loss(params: Tree, batch: Mapping[str, torch.Tensor], rng: Key) -> Mean:
+        tokens, there = batch["tokens"], batch["segments"] >= 0
+        drawn, kind, other = (
+            uniform(rng.fold_in(name), tokens.shape, tokens.device) for name in ("drawn", "kind", "word")
+        )
+        drawn = (drawn < share) & there & ~torch.isin(tokens, kept_apart.to(tokens.device))
+        replaced = torch.where(kind < 0.8, mask, torch.where(kind < 0.9, (other * words).long(), tokens))
+        given = {"input_ids": torch.where(drawn, replaced, tokens), "attention_mask": there.long()}
+        return _scored(apply(params, **given).logits, torch.where(drawn, tokens, IGNORED))
+
+    return loss
+
+
+def _scored(logits: Any, targets: torch.Tensor) -> Mean:
+    if isinstance(logits, Scores):
+        total = linear_cross_entropy(*logits, targets, ignore_index=IGNORED, reduction="sum")
+    else:
+        flat = logits.flatten(0, 1).float()
+        total = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return Mean(total, (targets != IGNORED).sum())
