@@ -28,7 +28,7 @@ from shardlib.report.ngram import byte_scores, ngram_losses
 from shardlib.report.plot import plot_losses
 from shardlib.report.profile import profile
 from shardlib.report.progress import Progress
-from shardlib.report.rates import Rates
+from shardlib.report.rates import StepRates
 from shardlib.report.watch import Watch
 from shardlib.tree import leaves_of
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     bars = ngram_losses(work.train, work.validation)
     say("\nModels of the bytes, nats per byte: " + ", ".join(f"order {k} {bar:.3f}" for k, bar in enumerate(bars)))
     state, curves = _resume(args, mesh, work.state, found, say)
-    reach = Rates(args.batch * args.sequence, rate, plan=work.plan, peak=args.peak)
+    reach = StepRates(args.batch * args.sequence, rate, plan=work.plan, peak=args.peak)
     report = _report(args, mesh, work, curves, bars, reach) if mesh.rank == 0 and args.report else None
     try:
         state = _train(args, mesh, work, state, curves, reach, report)
@@ -172,7 +172,7 @@ def _resume(
 
 
 def _report(
-    args: argparse.Namespace, mesh: Mesh, work: job.Job, curves: Curves, bars: Sequence[float], reach: Rates
+    args: argparse.Namespace, mesh: Mesh, work: job.Job, curves: Curves, bars: Sequence[float], reach: StepRates
 ) -> HtmlWriter:
     """The writer of the run's page."""
     return HtmlWriter(
@@ -195,7 +195,7 @@ def _train(
     work: job.Job,
     state: TrainState,
     curves: Curves,
-    reach: Rates,
+    reach: StepRates,
     report: HtmlWriter | None,
 ) -> TrainState:
     """Trains from ``state`` to the last step and returns the last state."""

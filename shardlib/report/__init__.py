@@ -6,7 +6,7 @@ from shardlib.report.log import CsvWriter, JsonlWriter, Log, TensorBoardWriter, 
 from shardlib.report.measure import measure_blocks, measure_launches, measure_peak
 from shardlib.report.profile import Comm, Memory, Profile, Stragglers, comm, memory, stragglers
 from shardlib.report.progress import Progress
-from shardlib.report.rates import Rates
+from shardlib.report.rates import StepRates
 from shardlib.report.stability import SecondMoments, Stability, second_moments, stability
 from shardlib.report.watch import Watch
 
@@ -19,7 +19,7 @@ __all__ = [
     "Memory",
     "Profile",
     "Progress",
-    "Rates",
+    "StepRates",
     "SecondMoments",
     "Stability",
     "StepTime",

@@ -67,7 +67,7 @@ class HtmlWriter:
         price: of one rank for an hour, in any currency. Without it the page names no money.
         levels: name -> a loss that is drawn as a line, to compare with.
         unit: of the loss, such as "nats per token".
-        unknown: name -> why a value is not known: `Rates.unknown`.
+        unknown: name -> why a value is not known: `StepRates.unknown`.
         earlier: name -> (step, value) pairs of an interrupted run that this one goes on from.
 
     >>> writer = sl.report.HtmlWriter("run.html", title="A run", tokens_per_step=1024)

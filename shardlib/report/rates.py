@@ -30,7 +30,7 @@ PEAKS = {
 _WINDOW = 10.0  # seconds over which a rate is averaged
 
 
-class Rates:
+class StepRates:
     """A function of the state after each step that returns what the steps reach, by name, for `Log.write`.
 
     The names are:
@@ -58,7 +58,7 @@ class Rates:
         ValueError: tokens, operations or a peak that are not above 0.
 
     >>> state, train_step = sl.make_train_step(lambda p, x: (x @ p).square().mean(), torch.ones(4, 4), sl.optim.sgd(0.1))
-    >>> rates = sl.report.Rates(tokens=2, lr=0.1)
+    >>> rates = sl.report.StepRates(tokens=2, lr=0.1)
     >>> state, metrics = train_step(state, torch.ones(2, 4))
     >>> found = rates(state)
     >>> found["lr"], found["tokens_per_second"] > 0, rates.unknown["mfu"]
@@ -78,10 +78,10 @@ class Rates:
         wrong = {"tokens": tokens, "flops": flops, "peak": peak}
         if bad := [f"{name}={value!r}" for name, value in wrong.items() if value is not None and not value > 0]:
             raise ValueError(
-                f"Rates({', '.join(bad)}): tokens, operations and the peak are above 0; leave out what is unknown"
+                f"StepRates({', '.join(bad)}): tokens, operations and the peak are above 0; leave out what is unknown"
             )
         self._tokens, self._clock = tokens, clock
-        self._lr = None if lr is None else as_schedule(lr, "Rates")
+        self._lr = None if lr is None else as_schedule(lr, "StepRates")
         self._flops = flops if flops is not None else None if plan is None else model_flops(plan)
         self._peak, self._dtype = peak, torch.float32 if plan is None else plan.computed_dtype
         self._seen = deque([(clock(), -1)])

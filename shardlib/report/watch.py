@@ -22,12 +22,12 @@ _POINTS = 2000  # of the curve that are kept; of more, every other one
 
 class Watch(Progress):
     """A writer for `Log` like `Progress` that fills part of a terminal: the loss so far as a curve, beside it the learning
-    rate, tokens per second, model FLOPs utilisation and memory (see `sl.report.Rates`), and the last validation.
+    rate, tokens per second, model FLOPs utilisation and memory (see `sl.report.StepRates`), and the last validation.
 
     Elsewhere than in a terminal it prints the lines of `Progress`, with these values.
 
     Args:
-        unknown: name -> why a value is not known, as `Rates.unknown`.
+        unknown: name -> why a value is not known, as `StepRates.unknown`.
     """
 
     def __init__(self, *args: Any, unknown: Mapping[str, str] | None = None, **options: Any) -> None:

@@ -119,7 +119,9 @@ class Schedule(Shown):
         except ScheduleError as error:
             yield Paragraph(str(error), code=True)
         else:
-            yield picture(f"schedule {self.name}", timed(self, _UNITS), self.stages > self.ranks)
+            yield picture(
+                f"schedule {self.name}", timed(self, _UNITS), self.stages > self.ranks, "in forwards of a stage"
+            )
 
 
 _UNITS: Mapping[str, float] = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2, "message": 0}

@@ -78,7 +78,8 @@ class Timeline(Shown):
     def shown(self) -> Iterator[Panel]:
         """What a notebook and a terminal show."""
         yield Title(self.summary)
-        yield picture(self.summary, self.events, self.schedule.stages > self.schedule.ranks)
+        staged = self.schedule.stages > self.schedule.ranks
+        yield picture(self.summary, self.events, staged, "in the units of its costs")
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:

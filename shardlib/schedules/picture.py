@@ -48,12 +48,11 @@ def rows_text(events: Events, staged: bool, width: int = 120) -> list[str]:
     return lines
 
 
-def picture(title: str, events: Events, staged: bool) -> Picture:
+def picture(title: str, events: Events, staged: bool, unit: str) -> Picture:
     """The drawing. A box shows its micro-batch, and the rest at the mouse; with ``staged`` later stages are darker."""
     shown = events[:_RANKS]
-    chart = SpanChart(
-        title, "time" if len(shown) == len(events) else f"time; {len(events) - len(shown)} ranks left out"
-    )
+    left_out = len(events) - len(shown)
+    chart = SpanChart(title, f"time, {unit}" + (f"; {left_out} ranks left out" if left_out else ""))
     for rank, of_rank in enumerate(shown):
         stages = sorted({event.action.stage for event in of_rank})
         spans = []

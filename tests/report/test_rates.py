@@ -10,7 +10,7 @@ from rich.console import Console
 
 import shardlib as sl
 from shardlib.common.display.braille import curve_text
-from shardlib.report import Log, Rates, Watch, rates
+from shardlib.report import Log, StepRates, Watch, rates
 
 
 def steps(tx, rates, count=3, **options):
@@ -29,7 +29,7 @@ def test_the_rate_is_that_of_the_update():
     schedule = sl.optim.linear_schedule(0.5, 0.0, 10)
     loss_fn, params = mlp([6, 9, 4])
     state, step = sl.make_train_step(loss_fn, params, sl.optim.chain(sl.optim.adam(schedule)), nonfinite="skip")
-    reach, found = Rates(1, schedule), []
+    reach, found = StepRates(1, schedule), []
     for factor in (1.0, math.inf, 1.0):
         state, _ = step(state, tuple(leaf * factor for leaf in regression_batch(6, 6, 4)))
         found.append(reach(state)["lr"])
@@ -38,21 +38,21 @@ def test_the_rate_is_that_of_the_update():
 
 def test_a_rate_in_the_state_is_found():
     injected = sl.optim.inject_hyperparams(sl.optim.sgd)(0.25)
-    assert [found["lr"] for found in steps(injected, Rates(1))] == [0.25] * 3
-    reach = Rates(1)
+    assert [found["lr"] for found in steps(injected, StepRates(1))] == [0.25] * 3
+    reach = StepRates(1)
     assert "lr" not in steps(sl.optim.sgd(0.1), reach, 1)[0] and "give lr=" in reach.unknown["lr"]
 
 
 def test_tokens_and_utilisation_by_the_clock():
     ticks = iter([0.0, 2.0, 4.0, 5.0])
-    found = steps(sl.optim.sgd(0.1), Rates(100, 0.1, flops=30.0, peak=60.0, clock=lambda: next(ticks)))
+    found = steps(sl.optim.sgd(0.1), StepRates(100, 0.1, flops=30.0, peak=60.0, clock=lambda: next(ticks)))
     assert [each["tokens_per_second"] for each in found] == pytest.approx([50, 50, 60])
     assert [each["mfu"] for each in found] == pytest.approx([0.25, 0.25, 0.3])
     assert all(each["memory"] > 50e6 for each in found)  # of a process with torch in it
 
 
 def test_a_cpu_has_no_peak_that_is_made_up():
-    reach = Rates(1, 0.1, flops=30.0)
+    reach = StepRates(1, 0.1, flops=30.0)
     assert "mfu" not in steps(sl.optim.sgd(0.1), reach, 1)[0]
     assert reach.unknown == {"mfu": "no published peak is known of this cpu device: give peak="}
     assert rates.published_peak(torch.device("cpu"), torch.float32) is None
@@ -79,7 +79,7 @@ def test_operations_are_those_of_the_model(remat):
 @pytest.mark.parametrize("wrong", [{"tokens": 0}, {"tokens": 1, "peak": -1.0}, {"tokens": 1, "flops": math.nan}])
 def test_wrong_numbers_are_refused(wrong):
     with pytest.raises(ValueError, match="are above 0"):
-        Rates(**wrong)
+        StepRates(**wrong)
 
 
 class Screen(io.StringIO):
