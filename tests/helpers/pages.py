@@ -41,7 +41,7 @@ class Page(HTMLParser):
         self.tags.append(tag)
         given = dict(attrs)
         self.hints += [given[name] for name in ("title", "aria-label") if given.get(name)]
-        assert not [name for name, _ in attrs if name.startswith("on")]
+        assert not [name for name, _ in attrs if name.startswith("on") or not name.replace("-", "").isalnum()]
         if tag == "svg":
             self.described += bool(given.get("aria-label")) and given.get("role") == "img"
         if tag not in EMPTY or tag in ("rect", "circle", "polygon"):

@@ -124,6 +124,7 @@ def test_names_are_escaped():
     plan = sl.make_plan(tree, sl.abstract_mesh(data=2), sl.zero(3))
     page = Page(plan._repr_html_())  # which refuses scripts
     assert any(EVIL.split("/")[0] in text for text in page.texts) and EVIL.partition("/")[0] in terminal(plan)
+    assert any(hint.startswith(f"{EVIL}/w: stored ") for hint in page.hints)
     params = sl.shard(tree, sl.make_mesh())
     Page(params._repr_html_())
     schedule = sl.schedules.from_orders(sl.schedules.gpipe(2, 2).orders, name=EVIL)
