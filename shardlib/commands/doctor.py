@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
-import os
-import platform
 import re
 import subprocess
 from functools import partial
@@ -21,6 +18,7 @@ from shardlib.kernels.common import build, dispatch, native
 from shardlib.mesh.launch import launch
 from shardlib.mesh.mesh import make_mesh
 from shardlib.plan.tables import table
+from shardlib.report.environment import devices, versions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.measure and (args.out or args.ranks > 1):
         raise WrongArguments("--out and --ranks are of what --measure measures: give it too")
     for title, rows in (
-        ("Versions", _versions()),
-        ("Devices", _devices()),
+        ("Versions", versions()),
+        ("Devices", devices()),
         ("Communication", _backends()),
         ("Compilers", _compilers()),
     ):
@@ -48,30 +46,6 @@ def run(args: argparse.Namespace) -> int:
             with wrong_arguments(OSError):
                 machine.write(args.out)
     return 0
-
-
-def _versions() -> list[tuple[str, str]]:
-    rows = [("python", platform.python_version())]
-    for name in ("shardlib", "torch", "optree", "numpy", "triton", "ninja", "cloudpickle", "transformers", "deepspeed"):
-        try:
-            rows.append((name, importlib.metadata.version(name)))
-        except importlib.metadata.PackageNotFoundError:
-            rows.append((name, "not installed"))
-    return rows
-
-
-def _devices() -> list[tuple[str, str]]:
-    capability = torch.backends.cpu.get_cpu_capability()
-    rows = [("cpu", f"{os.cpu_count()} cores, {capability}, {torch.get_num_threads()} torch threads")]
-    if not torch.cuda.is_available():
-        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
-        return [*rows, ("cuda", f"none: {built}")]
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        rows.append(
-            (f"cuda:{index}", f"{facts.name}, {facts.total_memory / 1e9:.0f} GB, sm_{facts.major}{facts.minor}")
-        )
-    return rows
 
 
 def _backends() -> list[tuple[str, str]]:

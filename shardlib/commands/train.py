@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,14 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.plan.tables import size, table
+from shardlib.report.html import HtmlWriter
 from shardlib.report.log import CsvWriter, JsonlWriter, Log, TensorBoardWriter, WandbWriter, Writer, require_packages
 from shardlib.report.ngram import byte_scores, ngram_losses
 from shardlib.report.plot import plot_losses
+from shardlib.report.profile import profile
 from shardlib.report.progress import Progress
+from shardlib.report.rates import StepRates
+from shardlib.report.watch import Watch
 from shardlib.tree import leaves_of
 
 WRITERS: dict[str, Callable[[Path, int], Writer]] = {
@@ -44,6 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-every", type=positive, default=100, help="steps between checkpoints")
     parser.add_argument("--fresh", action="store_true", help="do not resume from a checkpoint")
     parser.add_argument("--metrics", nargs="*", default=["csv"], choices=WRITERS, help="further outputs of metrics")
+    parser.add_argument("--watch", action="store_true", help="show loss, rates and memory live in the terminal")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="HTML page of the run, with a profile of its last step"
+    )
+    parser.add_argument(
+        "--peak", type=above_zero, metavar="FLOPS", help="of a device, for model FLOPs utilisation; known of some GPUs"
+    )
+    parser.add_argument("--price", type=above_zero, metavar="P", help="of a rank for an hour, for the report's cost")
     job.add_arguments(parser, "runs/train")
 
 
@@ -51,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     for name in args.metrics:
         require_packages(name)
     mesh = model.running_mesh(args)
+    if args.price is not None and args.report is None:
+        raise WrongArguments("--price is for the cost in a report: give --report FILE")
     found = _require_own_folder(args)
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
     rate = optim.warmup_cosine_decay_schedule(0.0, args.lr, min(args.warmup, args.steps - 1), args.steps, args.lr / 10)
@@ -61,8 +76,10 @@ def run(args: argparse.Namespace) -> int:
     bars = ngram_losses(work.train, work.validation)
     say("\nModels of the bytes, nats per byte: " + ", ".join(f"order {k} {bar:.3f}" for k, bar in enumerate(bars)))
     state, curves = _resume(args, mesh, work.state, found, say)
+    reach = StepRates(args.batch * args.sequence, rate, plan=work.plan, peak=args.peak)
+    report = _report(args, mesh, work, curves, bars, reach) if mesh.rank == 0 and args.report else None
     try:
-        state = _train(args, mesh, work, state, curves)
+        state = _train(args, mesh, work, state, curves, reach, report)
     except SystemExit as end:
         if end.code in set(map(exit_code, (*STOPPING, INTERRUPT))) and (saved := checkpoint.latest(args.out)):
             again = _again(mesh.size, sys.argv[1:], args.steps)
@@ -80,6 +97,16 @@ def run(args: argparse.Namespace) -> int:
         picture = args.out / "loss.png"
         shown = (curves.train, curves.validation, bars)
         draw_picture(say, "loss plot", picture, lambda: plot_losses(picture, *shown, title="Byte-level GPT"))
+    if args.report:
+        found_profile = profile(work.train_step, state, work.batch(state.step), steps=3, plan=work.plan)
+        if report is not None:
+            predicted, measured = (
+                f"{1e3 * each:.2f} ms" for each in (found_profile.predicted.total, found_profile.seconds)
+            )
+            report.compare([("seconds of a step", predicted, measured)])
+            report.add("A step", found_profile)
+            report.close()
+        say(f"report: {args.report}")
     say(f"\nTo continue training to step {2 * args.steps}:\n{_again(mesh.size, sys.argv[1:], 2 * args.steps)}")
     return 0
 
@@ -144,11 +171,39 @@ def _resume(
     return state, Curves(notes["train"], notes["validation"])
 
 
-def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainState, curves: Curves) -> TrainState:
+def _report(
+    args: argparse.Namespace, mesh: Mesh, work: job.Job, curves: Curves, bars: Sequence[float], reach: StepRates
+) -> HtmlWriter:
+    """The writer of the run's page."""
+    return HtmlWriter(
+        args.report,
+        title=f"Byte-level GPT, {args.steps:,} steps on {mesh!r}",
+        tokens_per_step=args.batch * args.sequence,
+        plan=work.plan,
+        ranks=mesh.size,
+        price=args.price,
+        levels={f"order {order}": bar for order, bar in enumerate(bars)},
+        unit="nats per byte",
+        unknown=reach.unknown,
+        earlier={"loss": curves.train, "validation/loss": curves.validation},
+    )
+
+
+def _train(
+    args: argparse.Namespace,
+    mesh: Mesh,
+    work: job.Job,
+    state: TrainState,
+    curves: Curves,
+    reach: StepRates,
+    report: HtmlWriter | None,
+) -> TrainState:
     """Trains from ``state`` to the last step and returns the last state."""
     first = state.step
-    progress = Progress(args.steps, args.batch * args.sequence, start=first, rank=mesh.rank)
+    shown = partial(Watch, unknown=reach.unknown) if args.watch else Progress
+    progress = shown(args.steps, args.batch * args.sequence, start=first, rank=mesh.rank)
     files = [WRITERS[name](args.out, first) for name in args.metrics] if mesh.rank == 0 else []
+    files += [report] if report is not None else []
     saving = checkpoint.Manager(args.out, keep=2, every=args.save_every, interrupt=True)
     notes = vars(curves) | {"model": {name: getattr(args, name) for name in model.SIZES}}
     with Log(progress, curves, *files) as log, saving as manager:
@@ -156,8 +211,12 @@ def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainStat
             mesh.traffic.reset()
             state, metrics = work.step(state)
             log.write(step, metrics)
+            log.write(step, reach(state))
             if step == first + 2:
-                progress.note(_measured(work, mesh, state))
+                rows = _measured(work, mesh, state)
+                progress.note("\n" + table(("rank 0", "predicted", "measured"), rows, right=2) + "\n")
+                if report is not None:
+                    report.compare(rows)
             if step % args.validate_every == 0 or step == args.steps:
                 scores = work.validate(state)
                 log.write(step, {"validation": scores})
@@ -172,8 +231,8 @@ def _train(args: argparse.Namespace, mesh: Mesh, work: job.Job, state: TrainStat
     return state
 
 
-def _measured(work: job.Job, mesh: Mesh, state: TrainState) -> str:
-    """A table of predicted and measured bytes of this rank, after the second step (the first one is traced). What is on disk
+def _measured(work: job.Job, mesh: Mesh, state: TrainState) -> list[tuple[str, str, str]]:
+    """Predicted and measured bytes of this rank, after the second step (the first one is traced). What is on disk
     is measured by its files, of which memory holds a window."""
     plan, traffic = work.plan, mesh.traffic
     on_disk = plan.bytes("optimizer", "disk")
@@ -184,8 +243,7 @@ def _measured(work: job.Job, mesh: Mesh, state: TrainState) -> str:
         else ("optimizer", plan.bytes("optimizer"), _held(state.opt)),
         *((f"sent on {axis}", sent, traffic.payload.get(axis, 0)) for axis, sent in plan.payload().items()),
     ]
-    cells = [(name, size(planned), size(measured)) for name, planned, measured in rows]
-    return "\n" + table(("rank 0", "predicted", "measured"), cells, right=2) + "\n"
+    return [(name, size(planned), size(measured)) for name, planned, measured in rows]
 
 
 def _held(tree: Any) -> int:

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.common.devices import default_device, with_index
+from shardlib.common.display.panels import Panel, Shown, Title
 from shardlib.errors import MeshError
 from shardlib.mesh.memories import MEMORIES, KeptMemory, Transfers
+from shardlib.mesh.picture import mesh_picture
 from shardlib.mesh.transport import EchoGroup, Group, ProcessGroup, SimulatedGroup, Simulation
 from shardlib.mesh.transport.process import limit_of, start_processes
 
@@ -61,7 +63,7 @@ class Traffic:
             table.clear()
 
 
-class Mesh:
+class Mesh(Shown):
     """Named axes and their sizes, this rank's coordinates, and a transport per axis.
 
     Build one with `make_mesh`, `abstract_mesh`, or let `launch` and `simulate` pass it to you.
@@ -167,6 +169,13 @@ class Mesh:
     def __repr__(self) -> str:
         kind = "abstract_mesh" if self.abstract else "mesh"
         return f"{kind}({', '.join(f'{axis}={size}' for axis, size in self.shape.items())})"
+
+    def shown(self) -> Iterator[Panel]:
+        """What a notebook and a terminal show: the ranks as a grid, this one marked."""
+        here = ", ".join(f"{axis}={place}" for axis, place in self.coords.items())
+        own = "no ranks, for plans" if self.abstract else f"this is rank {self.rank} ({here}) on {self.device}"
+        yield Title(f"{self!r}: {self.size:,} rank{'s' * (self.size != 1)}; {own}")
+        yield mesh_picture(self.shape, None if self.abstract else self.rank)
 
 
 def coordinates(shape: Mapping[str, int], rank: int) -> dict[str, int]:

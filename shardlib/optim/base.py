@@ -20,10 +20,12 @@ from shardlib.errors import IllegalComposition, TreeError, listing
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.mesh import Mesh
 from shardlib.mesh.transport import EchoGroup
+from shardlib.optim.code import Code
 from shardlib.optim.separate import separate_memory, turns
 from shardlib.optim.shards import WHOLE, Locality, MeshShards, Shards
 from shardlib.optim.storing import optimizer_shards, stored
 from shardlib.plan.claims import ROLES, AxisOwner, Claim, LeafInfo, Reduce
+from shardlib.plan.code import code_of
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Resolved, Transform
 from shardlib.plan.value import PlanValue
@@ -165,7 +167,12 @@ class GradientTransformation:
             then leaves it out.
         last: why no transformation may follow in a chain, for updates that state new values of parameters, not changes.
         rest: the locality of what is left after ``lead``; that of all by default.
+
+    Attributes:
+        code: returns the code that makes the transformation, which its repr is; None for those that no public function made.
     """
+
+    code: Code | None = None
 
     def __init__(
         self,
@@ -268,6 +275,12 @@ class GradientTransformation:
             params, updates, copies = map(trained_part, (params, updates, copies))
         scale = self.lead(updates, scale, shards)
         return self.body(params, updates, state, scale=scale, shards=shards, copies=copies)
+
+    def __repr__(self) -> str:
+        if self.code is not None:
+            return self.code()
+        locality = "" if self.locality is None else f", {code_of(self.locality)}"
+        return f"GradientTransformation({code_of(self._init)}, {code_of(self._update)}{locality})"
 
     @property
     def separable(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from shardlib.errors import IllegalComposition
 from shardlib.optim.base import GradientTransformation, Owned, scaled
+from shardlib.optim.code import coded
 from shardlib.optim.separate import separate_memory
 from shardlib.optim.shards import WHOLE, Locality, Shards, widest
 from shardlib.tree import Tree, leaves_of
@@ -77,6 +78,7 @@ def require_no_axis(what: str, *inner: GradientTransformation) -> None:
             )
 
 
+@coded
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Apply transformations in turn, each to the updates that the previous one returned.
 
@@ -96,6 +98,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     return OptimizerChain("chain", transformations, tuple, tuple)
 
 
+@coded
 def named_chain(*transformations: tuple[str, GradientTransformation]) -> GradientTransformation:
     """A `chain` of ``(name, transformation)`` whose state is a dictionary by name.
 

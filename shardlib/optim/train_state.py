@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import optree
@@ -12,6 +12,7 @@ import torch
 
 from shardlib.collectives.attempts import attempted, error_of
 from shardlib.common.devices import cloned
+from shardlib.common.display.panels import Grid, Panel, Shown, Title
 from shardlib.common.thresholds import chunks
 from shardlib.errors import DonatedStateError, IllegalComposition, TreeError
 from shardlib.mesh.mesh import Mesh
@@ -20,10 +21,11 @@ from shardlib.optim.on_disk import InPlace, OnDisk, PendingChange, in_files, res
 from shardlib.optim.storing import optimizer_shard
 from shardlib.plan.loss_scale import LossScale
 from shardlib.plan.plan import Plan
+from shardlib.plan.tables import size
 from shardlib.rng import Key
 from shardlib.sharded.shard import put_together, require_same_copies
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, register_node, tree_map
+from shardlib.tree import Tree, flatten, register_node, tree_map
 
 
 class Pending(NamedTuple):
@@ -54,7 +56,7 @@ class OptimizerState(NamedTuple):
     pending: Pending | tuple[()] = ()
 
 
-class TrainState:
+class TrainState(Shown):
     """Everything that a step reads and writes. A pytree.
 
     Attributes:
@@ -185,7 +187,7 @@ class TrainState:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if "_donated" in self.__dict__:
+        if "_donated" in self.__dict__ and name in (*TrainState.__annotations__, "_fits"):
             raise DonatedStateError(self.__dict__["_donated"])
         raise AttributeError(f"TrainState has no attribute {name!r}")
 
@@ -193,6 +195,26 @@ class TrainState:
         if "_donated" in self.__dict__:
             return "TrainState(donated)"
         return f"TrainState(step={self.step}, {self.params.plan.parameters} parameters on {self.params.mesh})"
+
+    def shown(self) -> Iterator[Panel]:
+        """What a notebook and a terminal show: bytes of this rank by field, then its parameters."""
+        yield Title(repr(self))
+        if "_donated" in self.__dict__:
+            return
+        rows = []
+        fields = {"masters": self.opt.masters, "optimizer": self.opt.inner, "pending": self.opt.pending}
+        for name, tree in {**fields, "residuals": self.comm, "buffers": self.buffers}.items():
+            leaves = flatten(tree)[1] if tree is not None else []
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            elsewhere = sum(isinstance(leaf, Packed) for leaf in leaves)
+            if tensors or elsewhere:
+                held = size(sum(leaf.nbytes for leaf in tensors)) + (f", {elsewhere:,} on disk" if elsewhere else "")
+                rows.append((name, f"{len(tensors) + elsewhere:,}", held))
+        if self.scale is not None:
+            rows.append(("loss scale", "", f"{float(self.scale.value):g}"))
+        rows.append(("random key", "", repr(self.rng)))
+        yield Grid(("of the state", "tensors", "this rank holds"), rows, 2)
+        yield from self.params.shown()
 
 
 def require_state(what: str, state: Any, batch: Any) -> TrainState:

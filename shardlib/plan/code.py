@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from abc import abstractmethod
@@ -26,7 +27,7 @@ class CodeCall(NamedTuple):
     """A call of a public function.
 
     Attributes:
-        function: found in the namespace ``sl`` by its name.
+        function: found in the namespace ``sl`` or ``sl.optim`` by its name.
         arguments: all of its arguments, by name.
     """
 
@@ -34,14 +35,17 @@ class CodeCall(NamedTuple):
     arguments: Mapping[str, Any]
 
     def __str__(self) -> str:
-        """The code, without ``sl.``: the first argument and required ones by position, the others by name."""
-        shown = []
+        """The code, without the namespace: the first argument and required ones by position, the others by name."""
+        shown: list[str] = []
         for number, (name, parameter) in enumerate(signature(self.function).parameters.items()):
             value, required = self.arguments[name], parameter.default is Parameter.empty
-            if not required and _equal(value, parameter.default):
-                continue
-            by_position = required or (number == 0 and parameter.kind is not Parameter.KEYWORD_ONLY)
-            shown.append(code_of(value) if by_position else f"{name}={code_of(value)}")
+            if parameter.kind is Parameter.VAR_POSITIONAL:
+                shown += map(code_of, value)
+            elif parameter.kind is Parameter.VAR_KEYWORD:
+                shown += (f"{option}={code_of(given)}" for option, given in value.items())
+            elif required or not _equal(value, parameter.default):
+                by_position = (required or number == 0) and parameter.kind is not Parameter.KEYWORD_ONLY
+                shown.append(code_of(value) if by_position else f"{name}={code_of(value)}")
         return f"{self.function.__name__}({', '.join(shown)})"
 
 
@@ -99,6 +103,8 @@ def code_of(value: Any) -> str:
         return f"re.compile({value.pattern!r}{f', {flags}' if flags else ''})"
     if isinstance(value, Path):
         return f"pathlib.Path({str(value)!r})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float('{value}')"
     if isinstance(value, LayerStyle):
         return value.rule
     if isinstance(value, partial):
@@ -128,18 +134,16 @@ def _made(cls: type, given: Mapping[str, Any]) -> Any:
 
 
 def _named(value: Any) -> str:
-    """A function or class, from the outermost package that shares it: ``sl.LossScale``, ``module.function``."""
+    """A function or class, from the outermost package that shares it: ``sl.LossScale``, ``torch.optim.NAdam``."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if name is None:
         return repr(value)
     if module in (None, "__main__", "builtins"):
         return name
     parts = module.split(".")
-    if parts[0] != "shardlib":
-        return f"{module}.{name}"
     packages = (parts[:length] for length in range(1, len(parts) + 1))
     found = next((p for p in packages if getattr(sys.modules.get(".".join(p)), name, None) is value), parts)
-    return ".".join(["sl", *found[1:], name])
+    return ".".join(["sl" if found[0] == "shardlib" else found[0], *found[1:], name])
 
 
 def _equal(value: Any, default: Any) -> bool:

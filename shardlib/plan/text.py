@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from shardlib.common.tensors import dtype_name
 from shardlib.mesh.memories import MEMORIES
-from shardlib.mesh.specs import Leaf
+from shardlib.plan.leaves import alike, leaf_cells
 from shardlib.plan.memory import ROLE_NAMES, held_bytes, live_bytes, memory_peaks
-from shardlib.plan.placement import Placement
 from shardlib.plan.program import messages, payload
 from shardlib.plan.tables import count, size, table
 from shardlib.plan.value import PlanValue
@@ -20,20 +17,17 @@ from shardlib.schedules import peak_in_flight, simulate
 
 def describe(plan: PlanValue) -> str:
     """The text `print(plan)` shows: leaves and specs, units, bytes per rank, payload per step and axis, the log."""
-    mesh = " × ".join(f"{axis}={size}" for axis, size in plan.sizes.items()) or "one device"
-    microbatches = plan.step.microbatches
-    reduced = f" (reduced at {'the last' if plan.step.sync == 'last' else 'each'})" if microbatches > 1 else ""
-    home, staged = plan.part and plan.part.home, plan.stages.axes
-    title = "Plan" if home is None else f"Plan of the ranks at {plan.stages.axis}={home}"
+    staged = plan.stages.axes
     untraced = " (messages between stages are not traced)" if staged and plan.traces is None else ""
     paragraphs = [
-        f"{title} on {mesh}: {count(plan.parameters)} parameters, {len(plan.units)} units, "
-        f"{microbatches} micro-batch{'es' * (microbatches > 1)} per step{reduced}",
-        table(("parameter", "shape", "dtype", "stored", "gradient", "optimizer"), _leaf_rows(plan.placements)),
+        summary(plan),
+        table(
+            ("parameter", "shape", "dtype", "stored", "gradient", "optimizer"), map(leaf_cells, alike(plan.placements))
+        ),
         table(("unit", "leaves", "elements", "param", "grad", "gathered"), _unit_rows(plan), right=5),
         *[_stages(plan, axis) for axis in staged],
         ("Per rank: " if len(plan.views) == 1 else "Per rank, at most: ") + _memory(plan, "device"),
-        *[f"In {memory} memory: {_memory(plan, memory)}" for memory in _elsewhere(plan)],
+        *[f"In {memory} memory: {_memory(plan, memory)}" for memory in memories_beside(plan)],
         *([_peaks(plan)] if live_bytes(plan) is not None else []),
         f"Payload per step{untraced}: " + _by_axis(payload(plan)),
     ]
@@ -59,13 +53,33 @@ def describe(plan: PlanValue) -> str:
     return "\n\n".join(paragraphs)
 
 
+def summary(plan: PlanValue) -> str:
+    """The mesh, and how much is planned on it, in a line."""
+    mesh = " × ".join(f"{axis}={size}" for axis, size in plan.sizes.items()) or "one device"
+    microbatches = plan.step.microbatches
+    reduced = f" (reduced at {'the last' if plan.step.sync == 'last' else 'each'})" if microbatches > 1 else ""
+    home = plan.part and plan.part.home
+    title = "Plan" if home is None else f"Plan of the ranks at {plan.stages.axis}={home}"
+    return (
+        f"{title} on {mesh}: {count(plan.parameters)} parameters, {len(plan.units)} units, "
+        f"{microbatches} micro-batch{'es' * (microbatches > 1)} per step{reduced}"
+    )
+
+
 def _by_axis(sent: Mapping[str, int]) -> str:
     return "   ".join(f"{axis} {size(count)}" for axis, count in sent.items()) or "none"
 
 
 def _messages(plan: PlanValue, moves: bool) -> Iterator[str]:
-    """A table of what a rank sends to others, or moves between memories, if there is any. A row has all messages of a kind;
-    with several stages, the numbers of the rank that sends most of that kind."""
+    """`message_rows` as a table, if there are any."""
+    header, rows = message_rows(plan, moves)
+    if rows:
+        yield table(header, rows, right=2)
+
+
+def message_rows(plan: PlanValue, moves: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """What a rank sends to others, or moves between memories: the header and the rows of a table. A row has all messages of a
+    kind; with several stages, the numbers of the rank that sends most of that kind."""
     most: dict[tuple[str, str, str, str], tuple[float, int]] = {}
     for view in plan.views:
         totals: dict[tuple[str, str, str, str], tuple[float, int]] = {}
@@ -76,13 +90,12 @@ def _messages(plan: PlanValue, moves: bool) -> Iterator[str]:
                 totals[key] = times + message.times * message.collectives, sent + message.bytes
         for key, numbers in totals.items():
             most[key] = max(most.get(key, (0, 0)), numbers, key=lambda pair: pair[1])
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (what, axis, form, when, str(round(times)), size(sent))
         for (what, axis, when, form), (times, sent) in most.items()
     ]
     header = ("moved", "way", "as", "when", "transfers") if moves else ("sent", "axis", "as", "when", "messages")
-    if rows:
-        yield table((*header, "bytes"), rows, right=2)
+    return (*header, "bytes"), rows
 
 
 def _unused(plan: PlanValue) -> Iterator[str]:
@@ -119,7 +132,7 @@ def _stages(plan: PlanValue, axis: str) -> str:
     return f"{table(header, rows, right=5)}\n\n{bubble}"
 
 
-def _elsewhere(plan: PlanValue) -> list[str]:
+def memories_beside(plan: PlanValue) -> list[str]:
     """The memories besides the device's in which something lives."""
     used = {memory for bucket in plan.everywhere.buckets for memory in bucket.memory}
     used |= {MEMORIES[memory].works for memory in used}
@@ -143,41 +156,6 @@ def _peaks(plan: PlanValue) -> str:
         max((view[m] for view in views if m in view), key=lambda peak: peak.bytes, default=None) for m in MEMORIES
     )
     return "\n".join(["At its peak a rank holds, without its batch,", *(f"  {peak}" for peak in highest if peak)])
-
-
-def _leaf_rows(placements: Sequence[Placement]) -> list[tuple[str, ...]]:
-    """One row per leaf; leaves that differ only in an index (layers) share a row."""
-    rows: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
-    for placement in placements:
-        pattern = re.sub(r"(?<=/)\d+(?=/|$)|^\d+(?=/)", "#", placement.path)
-        numbers = tuple(int(digits) for digits in re.findall(r"(?<=/)\d+(?=/|$)|^\d+(?=/)", placement.path))
-        shape = "×".join(map(str, placement.param.shape)) or "scalar"
-        tied = f" (tied: {', '.join(placement.aliases)})" if placement.aliases else ""
-        cells = (
-            pattern + tied,
-            shape,
-            dtype_name(placement.param.dtype),
-            _spec(placement.param),
-            _spec(placement.grad) if placement.grad else "frozen",
-            _spec(placement.optimizer) if placement.optimizer else "-",
-        )
-        rows.setdefault(cells, []).append(numbers)
-    return [(_merge(cells[0], numbers), *cells[1:]) for cells, numbers in rows.items()]
-
-
-def _spec(leaf: Leaf) -> str:
-    spec = "whole" if repr(leaf.spec) == "P()" else repr(leaf.spec)
-    return spec if leaf.memory == "device" else f"{spec} in {leaf.memory} memory"
-
-
-def _merge(pattern: str, numbers: list[tuple[int, ...]]) -> str:
-    """``blocks/#/weight`` with indices 0..7 -> ``blocks/0…7/weight``."""
-    for column in range(len(numbers[0])):
-        values = sorted({row[column] for row in numbers})
-        whole = values == list(range(values[0], values[-1] + 1))
-        shown = f"{values[0]}…{values[-1]}" if whole and len(values) > 1 else ",".join(map(str, values))
-        pattern = pattern.replace("#", shown, 1)
-    return pattern
 
 
 def _unit_rows(plan: PlanValue) -> list[tuple[str, ...]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shardlib.common.display.colours import BLUE, ORANGE, VERMILLION
 from shardlib.common.optional import new_figure, save_figure
 from shardlib.execute.graph.analysis import alive, kind_of
 from shardlib.execute.graph.nodes import BLOCK, FORWARD, PHASE
 from shardlib.execute.graph.runner import GraphPipe, GraphStage
 
-_OTHERS, _WHOLES = "#c9c9c9", "#3b6ea8"
-_EXCHANGES = {"gather": "#3b6ea8", "reduce-scatter": "#c8553d", "all-reduce": "#d9902f"}
+_OTHERS, _WHOLES = "#c9c9c9", BLUE
+_EXCHANGES = {"gather": BLUE, "reduce-scatter": VERMILLION, "all-reduce": ORANGE}
 
 
 def draw_graph(graph: GraphStage | GraphPipe, path: str | Path) -> None:

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shardlib.common.display.colours import BLUE, GREY, VERMILLION
 from shardlib.common.optional import new_figure, save_figure
 from shardlib.report.range_test import SMOOTHED_OVER, running_mean
 
 Curve = Sequence[tuple[int, float]]
 
-_TRAIN, _VALIDATION, _LEVEL = "#3b6ea8", "#c8553d", "#8a8a8a"
+_TRAIN, _VALIDATION, _LEVEL = BLUE, VERMILLION, GREY
 _LABEL: dict[str, Any] = {"textcoords": "offset points", "ha": "right"}
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn
+from rich.live import Live
+from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 _WINDOW = 10.0  # seconds over which the rate is averaged
@@ -41,17 +42,22 @@ class Progress:
         self._printed = clock()
         self._seen = deque([(self._printed, start)])
         self._loss: float | None = None
-        self._bar: Bar | None = None
-        self._task = TaskID(0)
+        self._redraw: Callable[[int], None]
+        self._screen: Bar | Live | None = None
         if not self._silent and self._stream.isatty():
-            console = Console(file=self._stream)
-            self._bar = Bar(BarColumn(bar_width=24), TextColumn("{task.description}"), console=console)
-            self._task = self._bar.add_task(f"step {start}/{steps}", total=steps, completed=start)
-            self._bar.start()
+            self._screen = self._opened(Console(file=self._stream), start)
+            self._screen.start()
+
+    def _opened(self, console: Console, start: int) -> Bar | Live:
+        """What is redrawn in place."""
+        bar = Bar(BarColumn(bar_width=24), TextColumn("{task.description}"), console=console)
+        task = bar.add_task(f"step {start}/{self._steps}", total=self._steps, completed=start)
+        self._redraw = lambda step: bar.update(task, completed=step, description=self._line(step))
+        return bar
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._screen is not None:
+            self._screen.stop()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Shows that ``step`` steps are done; ``values["loss"]``, if there, is the loss of the last one (nats per token)."""
@@ -61,16 +67,16 @@ class Progress:
             self._seen.popleft()
         if self._silent:
             return
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=self._line(step))
+        if self._screen is not None:
+            self._redraw(step)
         elif now - self._printed >= self._every or step == self._steps:
             self._printed = now
             print(self._line(step), file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         """Prints a line that stays above the progress line."""
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
+        if self._screen is not None:
+            self._screen.console.print(text, markup=False, highlight=False)
         elif not self._silent:
             print(text, file=self._stream, flush=True)
 

@@ -6,9 +6,10 @@ micro-batch)``, and its `Kind` a forward ``F``, a backward ``B``, or a backward 
 cannot run are refused when the plan is made, with all that is missing.
 """
 
-from shardlib.schedules.actions import Action, Kind, Schedule, check, from_orders
-from shardlib.schedules.clock import Costs, Event, Timeline, peak_in_flight, peak_of_stages, simulate
+from shardlib.schedules.actions import Schedule, check, from_orders
+from shardlib.schedules.clock import Costs, Timeline, peak_in_flight, peak_of_stages, simulate
 from shardlib.schedules.dualpipe import dualpipe_v
+from shardlib.schedules.events import Action, Event, Kind
 from shardlib.schedules.generators import (
     gpipe,
     interleaved_1f1b,

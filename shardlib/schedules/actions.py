@@ -1,47 +1,17 @@
-"""Actions, and the schedule: one order of actions per rank."""
+"""The schedule: one order of actions per rank; whether it can run, and when each action does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
+from shardlib.common.display.panels import Panel, Paragraph, Shown, Title
 from shardlib.errors import ScheduleError, listing
-
-
-class Kind(StrEnum):
-    """The kind of an action: computation or message of one stage for one micro-batch.
-
-    A backward is whole (``B``) or split: ``I`` computes the gradient of the stage's input, which the stage before
-    waits for, and ``W`` the gradients of its weights, which no stage waits for. The four kinds of message occur only in
-    orders that `lower` made; the stage of a message is the stage whose rank sends or receives it.
-    """
-
-    F = "F"
-    B = "B"
-    I = "I"  # noqa: E741  the papers' letter
-    W = "W"
-    SEND_F = "SEND_F"
-    RECV_F = "RECV_F"
-    SEND_B = "SEND_B"
-    RECV_B = "RECV_B"
-
-
-COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
-
-
-class Action(NamedTuple):
-    """One action, printed as ``2F3``: stage 2, forward, micro-batch 3 (messages: ``0SEND_F1``)."""
-
-    stage: int
-    kind: Kind
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
+from shardlib.schedules.events import COMPUTE, Action, Event, Kind
+from shardlib.schedules.picture import picture
 
 
 def gives(action: Action) -> Action | None:
@@ -67,7 +37,7 @@ def needs(action: Action, stages: int) -> Action | None:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Shown):
     """The actions of every rank, in order: a value, made by a pure function and interpreted by an executor.
 
     The constructor does not check that the orders can run; `check` does.
@@ -138,6 +108,23 @@ class Schedule:
             cells = [f"{a.kind}{a.microbatch}" if one_each and a.stage == rank else str(a) for a in order]
             rows.append(" ".join([f"r{rank}", *cells]))
         return "\n".join(rows)
+
+    def shown(self) -> Iterator[Panel]:
+        """Its timeline where F, I and W take equal times, or why it cannot run."""
+        yield Title(
+            f"Schedule {self.name}: {self.ranks} ranks, {self.stages} stages, {self.microbatches} micro-batches"
+        )
+        try:
+            check(self)
+        except ScheduleError as error:
+            yield Paragraph(str(error), code=True)
+        else:
+            yield picture(
+                f"schedule {self.name}", timed(self, _UNITS), self.stages > self.ranks, "in forwards of a stage"
+            )
+
+
+_UNITS: Mapping[str, float] = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2, "message": 0}
 
 
 def most_held(order: Iterable[Action]) -> int:
@@ -237,6 +224,34 @@ def run(schedule: Schedule, visit: Visit | None = None) -> list[int]:
                 made.add(result)
                 runnable += waiting.pop(result, ())
     return at
+
+
+def timed(schedule: Schedule, cost: Mapping[str, Any]) -> tuple[tuple[Event, ...], ...]:
+    """For each rank its actions with their times: each starts as soon as its rank is free and its inputs have arrived.
+
+    Args:
+        cost: kind of action, or "message" -> duration, of every stage or one for each.
+    """
+    now: list[float] = [0] * schedule.ranks
+    ready: dict[Action | None, float] = {None: 0}
+    events: list[list[Event]] = [[] for _ in range(schedule.ranks)]
+
+    def of(name: str, stage: int) -> float:
+        return cost[name][stage] if isinstance(cost[name], Sequence) else cost[name]
+
+    def visit(rank: int, action: Action, need: Action | None) -> None:
+        stage, kind, microbatch = action
+        arrival = ready[need]
+        if need is not None and schedule.rank_of[need.stage] != rank:
+            arrival += of("message", need.stage)
+        start = max(now[rank], arrival)
+        now[rank] = end = start + of(kind, stage)
+        events[rank].append(Event(action, start, end))
+        if kind is not Kind.W:
+            ready[action if kind is not Kind.I else Action(stage, Kind.B, microbatch)] = end
+
+    run(schedule, visit)
+    return tuple(map(tuple, events))
 
 
 Positions = dict[Action, list[tuple[int, int]]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
+from shardlib.common.display.panels import Panel, Shown, Title
 from shardlib.errors import ScheduleError, listing
-from shardlib.schedules.actions import Action, Kind, Schedule, check, most_held, run
+from shardlib.schedules.actions import Schedule, check, most_held, timed
+from shardlib.schedules.events import Event, Kind
+from shardlib.schedules.picture import picture
 
 Cost = float | Sequence[float]
 
@@ -27,16 +29,8 @@ class Costs:
     message: Cost = 0
 
 
-class Event(NamedTuple):
-    """An action with its start and end time."""
-
-    action: Action
-    start: float
-    end: float
-
-
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Shown):
     """The result of `simulate`: for each rank its events, in the order they ran. Time starts at 0."""
 
     schedule: Schedule
@@ -71,6 +65,22 @@ class Timeline:
         """Per rank, the most activations held at once: see `shardlib.schedules.peak_in_flight`."""
         return peak_in_flight(self.schedule)
 
+    @property
+    def summary(self) -> str:
+        """The schedule's name and sizes, how long it takes, what is idle and what is held."""
+        schedule, peak = self.schedule, max(self.peak_in_flight)
+        held = f"{peak} micro-batches" if schedule.stages == schedule.ranks else f"{peak} chunk activations"
+        return (
+            f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} micro-batches; "
+            f"makespan {float(self.makespan):g}, bubble {float(self.bubble):.1%}, at most {held} held"
+        )
+
+    def shown(self) -> Iterator[Panel]:
+        """What a notebook and a terminal show."""
+        yield Title(self.summary)
+        staged = self.schedule.stages > self.schedule.ranks
+        yield picture(self.summary, self.events, staged, "in the units of its costs")
+
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run a schedule on a virtual clock. Every action starts as soon as its rank is free and its inputs have arrived.
@@ -84,24 +94,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     15
     """
     check(schedule)
-    table = _per_stage(costs or Costs(), schedule.stages)
-    now: list[float] = [0] * schedule.ranks
-    ready: dict[Action | None, float] = {None: 0}
-    events: list[list[Event]] = [[] for _ in range(schedule.ranks)]
-
-    def visit(rank: int, action: Action, need: Action | None) -> None:
-        stage, kind, microbatch = action
-        arrival = ready[need]
-        if need is not None and schedule.rank_of[need.stage] != rank:
-            arrival += table["message"][need.stage]
-        start = max(now[rank], arrival)
-        now[rank] = end = start + table[kind][stage]
-        events[rank].append(Event(action, start, end))
-        if kind is not Kind.W:
-            ready[action if kind is not Kind.I else Action(stage, Kind.B, microbatch)] = end
-
-    run(schedule, visit)
-    return Timeline(schedule, tuple(map(tuple, events)))
+    return Timeline(schedule, timed(schedule, _per_stage(costs or Costs(), schedule.stages)))
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:

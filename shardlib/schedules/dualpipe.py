@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from shardlib.schedules.actions import Action, Kind, Schedule
+from shardlib.schedules.actions import Schedule
+from shardlib.schedules.events import Action, Kind
 from shardlib.schedules.generators import Step, at_least_one, schedule_of
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shardlib.errors import ScheduleError
-from shardlib.schedules.actions import Action, Kind, Schedule
+from shardlib.schedules.actions import Schedule
+from shardlib.schedules.events import Action, Kind
 
 Step = tuple[int, Kind]  # (chunk, what to do with the chunk's next micro-batch)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.errors import ScheduleError, listing
-from shardlib.schedules.actions import COMPUTE, Action, Kind, Schedule, check, from_orders
+from shardlib.schedules.actions import Schedule, check, from_orders
 from shardlib.schedules.dualpipe import dualpipe_v
+from shardlib.schedules.events import COMPUTE, Action, Kind
 from shardlib.schedules.generators import (
     gpipe,
     interleaved_1f1b,

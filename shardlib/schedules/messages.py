@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from shardlib.errors import ScheduleError
-from shardlib.schedules.actions import COMPUTE, Action, Kind, Schedule, check, gives, needs, run
+from shardlib.schedules.actions import Schedule, check, gives, needs, run
+from shardlib.schedules.events import COMPUTE, Action, Kind
 
 SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
 RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardlib.common.display.colours import BLUE
 from shardlib.common.optional import new_figure, save_figure
 from shardlib.plan.plan import Plan
 from shardlib.plan.tables import shortened, size, table
@@ -123,7 +124,7 @@ class Search:
         axes = figure.subplots()
         memory, seconds = [f.bytes / 1e9 for f in self.front], [f.seconds for f in self.front]
         axes.step(memory, seconds, where="post", color="#9db4cf", linewidth=1.5)
-        axes.plot(memory, seconds, "o", color="#3b6ea8")
+        axes.plot(memory, seconds, "o", color=BLUE)
         for number, found in enumerate(self.front, 1):
             axes.annotate(str(number), (memory[number - 1], seconds[number - 1]), (5, 5), textcoords="offset points")
             axes.plot([], [], " ", label=f"{number}: {found.choice}")

@@ -13,11 +13,14 @@ import torch.nn.functional as F
 
 from shardlib.common._compat import func_transform, of_func, storage_id, version_of, without_func
 from shardlib.common.devices import cloned
+from shardlib.common.display.panels import Panel, Paragraph, Shown, Title
 from shardlib.common.environment import environment
 from shardlib.errors import DonatedStateError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.plan import Plan
+from shardlib.plan.shown import leaf_folds
+from shardlib.plan.tables import count, size
 from shardlib.sharded.params_on_disk import BufferOnDisk, BuffersOnDisk
 from shardlib.tree import Tree, flatten, register_node, unflatten
 
@@ -36,7 +39,7 @@ class _Held:
         self.taken: str | None = None
 
 
-class Sharded:
+class Sharded(Shown):
     """This rank's shards of a parameter pytree (role "param") or of its gradients (role "grad").
 
     A pytree: ``tree_map`` over it returns another `Sharded`; indexing reads the tree. The shards lie in one flat buffer per
@@ -251,6 +254,17 @@ class Sharded:
 
     def __repr__(self) -> str:
         return f"Sharded {self.role} tree of rank {self.mesh.rank} on {self.mesh}\n{self.plan}"
+
+    def shown(self) -> Iterator[Panel]:
+        """What a notebook and a terminal show: this rank's shards. Nothing is read."""
+        what = "Sharded parameters" if self.role == "param" else "Sharded gradients"
+        buckets = self.buckets
+        held = sum(bucket.size(self.level(bucket)) * bucket.dtype.itemsize for bucket in buckets)
+        elements = count(self.plan.parameters)
+        yield Title(f"{what}: rank {self.mesh.rank} of {self.mesh!r} holds {size(held)} of {elements} elements")
+        if self._held.taken:
+            yield Paragraph(self._held.taken)
+        yield from leaf_folds(self.plan, self.role, local=True)
 
 
 def _children(node: Sharded) -> tuple[Iterable[Any], Any]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from shardlib.common.optional import new_figure, save_figure
+from shardlib.sparse.cells import cells_text, share_of_cells
 from shardlib.sparse.layout import Layout
 
-_SHADES = " ░▒▓█"
 _PIXELS = 1024
 
 
@@ -30,8 +30,7 @@ def draw(layout: Layout, head: int = 0, width: int = 64) -> str:
       ██  ████
       ██  ██████
     """
-    shades = (coverage(layout, head, width) * (len(_SHADES) - 1)).ceil().int()
-    return "\n".join("".join(2 * _SHADES[shade] for shade in row).rstrip() for row in shades.tolist())
+    return cells_text(coverage(layout, head, width))
 
 
 def plot(path: str | Path, layout: Layout, title: str | None = None) -> None:
@@ -57,10 +56,4 @@ def coverage(layout: Layout, head: int, width: int) -> torch.Tensor:
     """The share of computed blocks in each of at most ``width`` × ``width`` cells, fp32 ``[cells, cells]``."""
     if not 0 <= head < layout.heads or width < 1:
         raise ValueError(f"head={head} and width={width}: heads are 0 to {layout.heads - 1}, and a width is at least 1")
-    step = max(1, -(-layout.size // width))
-    cells = -(-layout.size // step)
-    rows, columns = layout.pairs(head)
-    counts = (rows // step * cells + columns // step).bincount(minlength=cells**2).view(cells, cells)
-    # The last cells of a row or column may hold fewer blocks.
-    sizes = (layout.size - step * torch.arange(cells)).clamp(max=step)
-    return (counts.cpu() / (sizes[:, None] * sizes)).float()
+    return share_of_cells(*layout.pairs(head), layout.size, width)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
+from shardlib.common.display.panels import Panel, Paragraph, Shown, Title
+from shardlib.sparse.cells import cells_picture, cells_text, share_of_cells
+
+_DRAWN, _CELLS, _TEXT = 3, 48, 36  # heads of different blocks; cells along a side, in a drawing and as text
+
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Layout(Shown):
     """The blocks of a ``[length, length]`` matrix of scores that are computed, for all heads or for each head.
 
     Memory is 4 bytes per computed block. Heads that have the same blocks share one list.
@@ -200,6 +205,24 @@ class Layout:
         heads = f"{self.heads} heads of " if self.heads > 1 else ""
         causal = ", causal" if self.causal else ""
         return f"Layout({heads}{self.size} × {self.size} blocks of {self.block}, density {self.density:.4f}{causal})"
+
+    def shown(self) -> Iterator[Panel]:
+        """What a notebook and a terminal show: the first heads that differ, a cell for one or several blocks."""
+        yield Title(repr(self))
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for head, offsets in enumerate(self.row_offsets.tolist()):
+            alike.setdefault(tuple(offsets), []).append(head)
+        drawn, lines = {}, []
+        for heads in list(alike.values())[:_DRAWN]:
+            more = f" and {len(heads) - 1} more alike" if len(heads) > 1 else ""
+            name = f"head {heads[0]}{more}" if self.heads > 1 else ""
+            pairs = self.pairs(heads[0])
+            drawn[name] = share_of_cells(*pairs, self.size, _CELLS)
+            lines += [*filter(None, [name]), cells_text(share_of_cells(*pairs, self.size, _TEXT))]
+        if self.size:
+            yield cells_picture(drawn, self.size * self.block, repr(self), "\n".join(lines))
+        if len(alike) > _DRAWN:
+            yield Paragraph(f"… and {len(alike) - _DRAWN} more kinds of heads")
 
 
 def offsets_of(counts: torch.Tensor) -> torch.Tensor:

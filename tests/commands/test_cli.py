@@ -18,6 +18,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.shown_pages import Page
 
 import shardlib as sl
 from shardlib import checkpoint
@@ -233,6 +234,25 @@ def test_plan_and_train_with_experts(text, tmp_path, capsys, monkeypatch):
         *_, last = csv.DictReader(file)
     assert sum(float(last[f"aux/experts/1/shares/{expert}"]) for expert in range(4)) == pytest.approx(1)
     assert float(last["loss"]) - float(last["validation/loss"]) == pytest.approx(5, abs=0.5)
+
+
+def test_a_training_is_watched_and_reported(text, tmp_path, capsys):
+    """Rates are among the metrics, lines stand in for the live view, and the page has the run, the plan and a profile."""
+    page, options = (
+        tmp_path / "run.html",
+        ["train", *SIZES, "--data", str(text), "--out", str(tmp_path), "--steps", "3"],
+    )
+    assert cli.main([*options, "--watch", "--peak", "1e12", "--report", str(page), "--price", "2"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"step 3/3  loss .* tokens/s  0:00 left  lr \S+  mfu \d+\.\d%  memory \d+", out)
+    with open(tmp_path / "metrics.csv") as file:
+        *_, last = csv.DictReader(file)
+    assert float(last["tokens_per_second"]) > 0 and 0 < float(last["mfu"]) < 1 and float(last["memory"]) > 5e7
+    read = Page(page.read_text())
+    assert {"seconds of a step", "parameters", "A step", "Predicted and measured", "nats per byte"} <= set(read.texts)
+    assert f"{3 * 4 * 32}" in read.texts and any("order 2: " in each for each in read.texts)
+    with pytest.raises(SystemExit, match="--price is for the cost in a report: give --report FILE"):
+        cli.main([*options, "--price", "2"])
 
 
 def test_tokens_beyond_the_bytes_have_no_text(text, tmp_path, capsys):

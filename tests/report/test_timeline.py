@@ -58,21 +58,21 @@ def shows(pixels: np.ndarray, colour: str, pale: float) -> bool:
 
 def test_a_picture_shows_kinds_and_chunks(tmp_path):
     pytest.importorskip("matplotlib")
-    from shardlib.report import timeline as drawn
+    from shardlib.schedules import picture as drawn
 
     one, several = tmp_path / "new" / "one.png", tmp_path / "several.png"
-    forward, backward, inputs, weights = (drawn._COLOURS[kind] for kind in "FBIW")
+    forward, backward, inputs, weights = (drawn.KINDS[kind] for kind in "FBIW")
     draw_timeline(simulate(interleaved_1f1b(2, 4)), one)
     picture = pixels_of(one)
-    for pale in (0, drawn._PALE):  # either chunk
+    for pale in (0, drawn.PALE):  # either chunk
         assert shows(picture, forward, pale) and shows(picture, backward, pale)
         assert not shows(picture, inputs, pale) and not shows(picture, weights, pale)  # nothing is split here
 
     draw_timeline([simulate(gpipe(2, 4)), simulate(zbv(2, 4))], several)
     both = pixels_of(several)
     for colour in (forward, inputs, weights):
-        assert shows(both, colour, 0) and shows(both, colour, drawn._PALE)
-    assert shows(both, backward, drawn._PALE)  # only GPipe has whole backwards, and one stage a rank
+        assert shows(both, colour, 0) and shows(both, colour, drawn.PALE)
+    assert shows(both, backward, drawn.PALE)  # only GPipe has whole backwards, and one stage a rank
     assert both.shape[0] > picture.shape[0] and both.shape[1] == picture.shape[1]
 
 

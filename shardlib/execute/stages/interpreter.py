@@ -28,7 +28,7 @@ from shardlib.execute.stages.messages import (
 from shardlib.execute.stages.runs import Grads, Run, fresh_leaf
 from shardlib.mesh.mesh import Mesh
 from shardlib.schedules import Action, Kind, Schedule, peer, tag
-from shardlib.schedules.actions import COMPUTE
+from shardlib.schedules.events import COMPUTE
 from shardlib.tree import tensors_of, tree_map
 
 

@@ -12,6 +12,7 @@ from shardlib.kernels.frozen_adam import local_momentum_
 from shardlib.optim.axis_owner.moments import adam_step, frozen_step
 from shardlib.optim.base import GradientTransformation, Owned
 from shardlib.optim.checks import check, check_adam, is_step
+from shardlib.optim.code import coded
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.optim.stepping import ParameterChange, each_tensor, stepping
@@ -35,6 +36,7 @@ class OneBitAdamState(NamedTuple):
     norm: torch.Tensor
 
 
+@coded
 def onebit_adam(
     lr: float | Schedule,
     freeze_step: int | str,

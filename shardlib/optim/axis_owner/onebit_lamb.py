@@ -14,6 +14,7 @@ from shardlib.kernels.frozen_adam import fresh_step_, local_momentum_
 from shardlib.optim.axis_owner.moments import root
 from shardlib.optim.base import GradientTransformation, Owned
 from shardlib.optim.checks import check, check_adam, is_positive, is_share, is_step
+from shardlib.optim.code import coded
 from shardlib.optim.optimizers.lamb import check_coeffs, coefficients
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards, device_of
@@ -41,6 +42,7 @@ class OneBitLambState(NamedTuple):
     factor: torch.Tensor
 
 
+@coded
 def onebit_lamb(
     lr: float | Schedule,
     freeze_step: int,

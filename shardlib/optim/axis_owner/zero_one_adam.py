@@ -15,6 +15,7 @@ from shardlib.kernels.frozen_adam import local_step_
 from shardlib.optim.axis_owner.moments import adam_step, frozen_step, mask, root
 from shardlib.optim.base import GradientTransformation, Owned
 from shardlib.optim.checks import check, check_adam, is_step
+from shardlib.optim.code import coded
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.optim.stepping import ParameterChange, each, each_tensor, stepping
@@ -120,6 +121,7 @@ class ZeroOneAdamState(NamedTuple):
         return ("anchor",) if self.frozen else ()
 
 
+@coded
 def zero_one_adam(
     lr: float | Schedule,
     var_freeze_step: int,

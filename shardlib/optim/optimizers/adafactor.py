@@ -17,6 +17,7 @@ from shardlib.collectives.summation import Summation, sum_of_squares
 from shardlib.mesh.specs import IndexMap
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.checks import check, is_integer, is_positive, is_share, is_size, is_step
+from shardlib.optim.code import coded
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards, device_of
 from shardlib.optim.stepping import ParameterChange, each, each_leaf, stepping
@@ -59,6 +60,7 @@ class Unfactored:
         return self.least is None or len(info.shape) < 2 or sorted(info.shape)[-2] < self.least
 
 
+@coded
 def adafactor(
     lr: float | Schedule | None = None,
     min_dim_size_to_factor: int = 128,

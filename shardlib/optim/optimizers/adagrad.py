@@ -8,6 +8,7 @@ import torch
 
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.checks import check, is_size
+from shardlib.optim.code import coded
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.optim.stepping import ParameterChange, each, stepping
@@ -21,6 +22,7 @@ class AdagradState(NamedTuple):
     sum_of_squares: Tree
 
 
+@coded
 def adagrad(lr: float | Schedule, initial_accumulator_value: float = 0.1, eps: float = 1e-7) -> GradientTransformation:
     """``s ← s + g²``; update ``−lr·g/√(s + eps)``, or 0 where s is 0. Defaults as optax.adagrad.
 

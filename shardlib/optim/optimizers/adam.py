@@ -10,6 +10,7 @@ import torch
 from shardlib.kernels.adamw import AdamWOld, adamw_, changes, factors_at
 from shardlib.optim.base import GradientTransformation, empty_init, require_params, separate_copy
 from shardlib.optim.checks import check, check_adam, is_size
+from shardlib.optim.code import coded
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, check_alike, leaves_of, tree_map, tree_unzip
@@ -23,6 +24,7 @@ class AdamState(NamedTuple):
     nu: Tree
 
 
+@coded
 def adamw(
     lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-4
 ) -> GradientTransformation:
@@ -46,6 +48,7 @@ def adamw(
     return _adam("adamw", lr, b1, b2, eps, weight_decay)
 
 
+@coded
 def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
     """Adam: update ``−lr·m̂/(√v̂ + eps)``.
 
@@ -111,6 +114,7 @@ def _adam(
 # Weight decay as a separate transformation, which can be masked.
 
 
+@coded
 def add_decayed_weights(weight_decay: float) -> GradientTransformation:
     """Add ``weight_decay·p`` to the updates; as optax.add_decayed_weights.
 

@@ -13,6 +13,7 @@ from shardlib.kernels.adamw import adamw_, factors_at
 from shardlib.kernels.adamw8 import BLOCK, SIGNED, UNSIGNED, DynamicMap, adamw8_
 from shardlib.optim.base import GradientTransformation, Packed, require_params, separate_copy
 from shardlib.optim.checks import check_adam
+from shardlib.optim.code import coded
 from shardlib.optim.optimizers.adam import AdamState
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
@@ -91,6 +92,7 @@ def _build(coding: DynamicMap, children: Any) -> CodedMoment:
 register_node(CodedMoment, lambda node: ((node.codes, node.scales), node.coding), _build)
 
 
+@coded
 def adamw8bit(
     lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-4
 ) -> GradientTransformation:

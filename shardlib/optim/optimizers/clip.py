@@ -11,11 +11,13 @@ from shardlib.collectives.summation import sum_of_squares
 from shardlib.mesh.specs import IndexMap
 from shardlib.optim.base import GradientTransformation, empty_init, require_params
 from shardlib.optim.checks import check, is_positive
+from shardlib.optim.code import coded
 from shardlib.optim.norms import is_order, norm_of
 from shardlib.optim.shards import Locality, Shards, device_of
 from shardlib.tree import Tree, tree_map
 
 
+@coded
 def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> GradientTransformation:
     """Multiply all updates by ``min(1, max_norm / norm)``, with the norm over all elements of all leaves.
 
@@ -53,6 +55,7 @@ def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> GradientTran
     return GradientTransformation(empty_init, update, Locality.GLOBAL, factor=factor)
 
 
+@coded
 def clip_by_value(max_delta: float) -> GradientTransformation:
     """Clamp every element to ``±max_delta``; as optax.clip and torch.nn.utils.clip_grad_value_.
 
@@ -75,6 +78,7 @@ def clip_by_value(max_delta: float) -> GradientTransformation:
     return GradientTransformation(empty_init, update, Locality.ELEMENTWISE)
 
 
+@coded
 def clip_by_block_norm(max_norm: float) -> GradientTransformation:
     """Multiply each parameter's update by ``min(1, max_norm/norm)``, with the norm of this update.
 
@@ -103,6 +107,7 @@ def clip_by_block_norm(max_norm: float) -> GradientTransformation:
     return GradientTransformation(empty_init, update, Locality.LEAF)
 
 
+@coded
 def adaptive_grad_clip(clipping: float, eps: float = 1e-3) -> GradientTransformation:
     """Clip each row of an update by the same row of the parameter: by ``min(1, clipping · max(‖w‖, eps) / ‖u‖)``.
 

@@ -10,6 +10,7 @@ from shardlib.collectives.summation import sum_of_squares
 from shardlib.kernels.adamw import adam_direction_, direction_at
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.checks import check, check_adam, is_positive
+from shardlib.optim.code import coded
 from shardlib.optim.optimizers.adam import AdamState
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
@@ -17,6 +18,7 @@ from shardlib.optim.stepping import ParameterChange, each_tensor, stepping
 from shardlib.tree import Tree, tree_map
 
 
+@coded
 def lamb(
     lr: float | Schedule,
     b1: float = 0.9,

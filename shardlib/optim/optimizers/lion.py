@@ -10,6 +10,7 @@ import torch
 from shardlib.kernels.lion import LionOld, changes, factors_at, lion_
 from shardlib.optim.base import GradientTransformation, require_params, separate_copy
 from shardlib.optim.checks import check, is_share, is_size
+from shardlib.optim.code import coded
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, check_alike, leaves_of, tree_map, tree_unzip
@@ -22,6 +23,7 @@ class LionState(NamedTuple):
     mu: Tree
 
 
+@coded
 def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 1e-3) -> GradientTransformation:
     """Sign descent with momentum: update ``−lr·(sgn(b1·m + (1−b1)·g) + weight_decay·p)``, then ``m ← b2·m + (1−b2)·g``.
 

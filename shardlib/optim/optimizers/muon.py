@@ -10,6 +10,7 @@ import torch
 from shardlib.errors import IllegalComposition, listing
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.checks import check, is_number, is_positive, is_share, is_size, is_step
+from shardlib.optim.code import coded
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.optim.stepping import ParameterChange, each, stepping
@@ -25,6 +26,7 @@ class MuonState(NamedTuple):
     mu: Tree
 
 
+@coded
 def muon(
     lr: float | Schedule,
     ns_coeffs: tuple[float, float, float] = NS_COEFFS,

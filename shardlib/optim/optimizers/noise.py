@@ -10,6 +10,7 @@ import torch
 from shardlib.init.draws import Draw
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.checks import check, is_integer, is_number, is_size
+from shardlib.optim.code import coded
 from shardlib.optim.shards import Locality, Shards
 from shardlib.rng import Key
 from shardlib.tree import Tree, tree_map
@@ -21,6 +22,7 @@ class NoiseState(NamedTuple):
     count: torch.Tensor  # type: ignore[assignment]  # optax's name, though tuples have a method of it
 
 
+@coded
 def add_noise(eta: float, gamma: float, key: Key | int) -> GradientTransformation:
     """Add normal noise of variance ``eta/(1 + t)^gamma`` at step t from 0; as optax.add_noise, with other random numbers.
 

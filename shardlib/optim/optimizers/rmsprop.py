@@ -8,6 +8,7 @@ import torch
 
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.checks import check, is_positive, is_share, is_size
+from shardlib.optim.code import coded
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.optim.stepping import ParameterChange, each, stepping
@@ -26,6 +27,7 @@ class RmspropState(NamedTuple):
     trace: Tree
 
 
+@coded
 def rmsprop(
     lr: float | Schedule,
     decay: float = 0.9,

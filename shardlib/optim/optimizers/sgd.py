@@ -8,6 +8,7 @@ import torch
 
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.checks import check, is_share
+from shardlib.optim.code import coded
 from shardlib.optim.schedules.base import Schedule, as_schedule
 from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, check_alike, tree_map
@@ -20,6 +21,7 @@ class SgdState(NamedTuple):
     trace: Tree
 
 
+@coded
 def sgd(lr: float | Schedule, momentum: float | None = 0.0, nesterov: bool = False) -> GradientTransformation:
     """``t ← momentum·t + g``; update ``−lr·t`` (nesterov: ``−lr·(g + momentum·t)``); as optax.sgd. No momentum: 0 or None.
 

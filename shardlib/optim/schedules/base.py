@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from shardlib.optim.checks import check, is_count, is_integer, is_number, is_positive, is_real, is_size, is_step
+from shardlib.optim.code import coded_schedule
 
 Schedule = Callable[[Any], Any]
 
@@ -87,6 +88,7 @@ def _described(value: Any) -> str:
     return f"{value!r}" if shape is None else f"a {type(value).__name__} of shape {tuple(shape)}"
 
 
+@coded_schedule
 def constant_schedule(value: float) -> Schedule:
     """``value`` at every step.
 
@@ -116,6 +118,7 @@ def as_schedule(value: float | Schedule, what: str = "as_schedule", name: str = 
     return constant_schedule(number.item())
 
 
+@coded_schedule
 def polynomial_schedule(
     init_value: float, end_value: float, power: float, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
@@ -146,6 +149,7 @@ def polynomial_schedule(
     return schedule
 
 
+@coded_schedule
 def linear_schedule(init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0) -> Schedule:
     """`polynomial_schedule` of power 1.
 
@@ -156,6 +160,7 @@ def linear_schedule(init_value: float, end_value: float, transition_steps: int, 
     return polynomial_schedule(init_value, end_value, 1.0, transition_steps, transition_begin)
 
 
+@coded_schedule
 def exponential_decay(
     init_value: float,
     transition_steps: int,
@@ -196,6 +201,7 @@ def exponential_decay(
     return schedule
 
 
+@coded_schedule
 def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0) -> Schedule:
     """``init·((1 − alpha)·(½ + ½cos πt)^exponent + alpha)``, with t from 0 to 1 in ``decay_steps`` (arXiv 1608.03983).
 
@@ -223,6 +229,7 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
     return schedule
 
 
+@coded_schedule
 def piecewise_constant_schedule(init_value: float, boundaries_and_scales: Mapping[int, float]) -> Schedule:
     """``init_value`` times the scales of all boundaries that the step has reached.
 
@@ -238,6 +245,7 @@ def piecewise_constant_schedule(init_value: float, boundaries_and_scales: Mappin
     return join_schedules([constant_schedule(value) for value in values], boundaries)
 
 
+@coded_schedule
 def piecewise_interpolate_schedule(
     interpolate_type: str, init_value: float, boundaries_and_scales: Mapping[int, float]
 ) -> Schedule:
@@ -268,6 +276,7 @@ def piecewise_interpolate_schedule(
     return join_schedules([*schedules, constant_schedule(values[-1])], boundaries)
 
 
+@coded_schedule
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Several schedules in turn, each of which counts steps from the boundary at which it begins.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from shardlib.optim.checks import check, is_number, is_positive, is_share, is_size, is_step
+from shardlib.optim.code import CodedSchedule, call_code, coded_schedule
 from shardlib.optim.schedules.base import (
     Schedule,
     constant_schedule,
@@ -17,6 +19,7 @@ from shardlib.optim.schedules.base import (
 )
 
 
+@coded_schedule
 def linear_onecycle_schedule(
     transition_steps: int,
     peak_value: float,
@@ -46,6 +49,7 @@ def linear_onecycle_schedule(
     return piecewise_interpolate_schedule("linear", peak_value / div_factor, boundaries)
 
 
+@coded_schedule
 def cosine_onecycle_schedule(
     transition_steps: int,
     peak_value: float,
@@ -147,11 +151,17 @@ def one_cycle(
     def decay(step: torch.Tensor) -> torch.Tensor:
         return min_value / (1 + decay_rate * step.to(torch.float64).clamp(min=0) / decay_steps)
 
-    return OneCycle(
-        cycle(min_value, max_value, decay), cycle(max_momentum, min_momentum, constant_schedule(max_momentum))
-    )
+    def code(part: str) -> str:
+        options = {"min_momentum": min_momentum, "max_momentum": max_momentum}
+        given = {"decay_rate": decay_rate, "decay_steps": decay_steps, **options}
+        return f"{call_code(one_cycle, min_value, max_value, first_steps, second_steps, **given)}.{part}"
+
+    rate = cycle(min_value, max_value, decay)
+    momentum = cycle(max_momentum, min_momentum, constant_schedule(max_momentum))
+    return OneCycle(CodedSchedule(rate, partial(code, "lr")), CodedSchedule(momentum, partial(code, "momentum")))
 
 
+@coded_schedule
 def lr_range_test_schedule(
     min_value: float = 1e-3, step_size: int = 2000, step_rate: float = 1.0, *, staircase: bool = False
 ) -> Schedule:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from shardlib.optim.checks import check, is_step
+from shardlib.optim.code import coded_schedule
 from shardlib.optim.schedules.base import Schedule, as_schedule, on_numbers
 
 _POWERS = {"linear": 1.0, "sqrt": 0.5}
@@ -40,6 +41,7 @@ def sqrt_scaling(lr: float, batch: int, reference_batch: int) -> float:
     return lr * math.sqrt(_ratio("sqrt_scaling", batch, reference_batch))
 
 
+@coded_schedule
 def batch_schedule(lr: float | Schedule, batch: Schedule, reference_batch: int, *, scaling: str = "sqrt") -> Schedule:
     """``lr`` at each step, scaled to the batch of that step as `linear_scaling` and `sqrt_scaling` do.
 
@@ -75,6 +77,7 @@ def batch_schedule(lr: float | Schedule, batch: Schedule, reference_batch: int, 
     return schedule
 
 
+@coded_schedule
 def token_schedule(schedule: Schedule, tokens: Schedule) -> Schedule:
     """A schedule of consumed tokens, as one of steps: ``schedule(tokens(step))``.
 

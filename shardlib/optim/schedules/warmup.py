@@ -11,6 +11,7 @@ import math
 import torch
 
 from shardlib.optim.checks import check, is_count, is_number
+from shardlib.optim.code import coded_schedule
 from shardlib.optim.schedules.base import (
     Schedule,
     constant_schedule,
@@ -23,6 +24,7 @@ from shardlib.optim.schedules.base import (
 )
 
 
+@coded_schedule
 def warmup_constant_schedule(
     init_value: float, peak_value: float, warmup_steps: int, *, warmup: str = "linear"
 ) -> Schedule:
@@ -40,6 +42,7 @@ def warmup_constant_schedule(
     )
 
 
+@coded_schedule
 def warmup_linear_decay_schedule(
     init_value: float,
     peak_value: float,
@@ -69,6 +72,7 @@ def warmup_linear_decay_schedule(
     )
 
 
+@coded_schedule
 def warmup_cosine_decay_schedule(
     init_value: float,
     peak_value: float,
@@ -97,6 +101,7 @@ def warmup_cosine_decay_schedule(
     return _warm("warmup_cosine_decay_schedule", init_value, peak_value, warmup_steps, warmup, decay)
 
 
+@coded_schedule
 def warmup_exponential_decay_schedule(
     init_value: float,
     peak_value: float,
@@ -122,6 +127,7 @@ def warmup_exponential_decay_schedule(
     return _warm("warmup_exponential_decay_schedule", init_value, peak_value, warmup_steps, warmup, decay)
 
 
+@coded_schedule
 def warmup_stable_decay_schedule(
     init_value: float,
     peak_value: float,

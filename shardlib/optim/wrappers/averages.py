@@ -8,6 +8,7 @@ import torch
 
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.checks import check, is_share
+from shardlib.optim.code import coded
 from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, check_alike, tree_map
 
@@ -26,6 +27,7 @@ class SwaState(NamedTuple):
     mean: Tree
 
 
+@coded
 def ema(decay: float, debias: bool = True) -> GradientTransformation:
     """``e ← decay·e + (1−decay)·u`` from 0; returns e, with ``debias`` divided by 1 − decayᵗ; as optax.ema.
 
@@ -62,6 +64,7 @@ def ema(decay: float, debias: bool = True) -> GradientTransformation:
     return GradientTransformation(init, update, Locality.ELEMENTWISE)
 
 
+@coded
 def swa() -> GradientTransformation:
     """The mean of all trees so far; of parameters, stochastic weight averaging (arXiv 1803.05407).
 

@@ -9,6 +9,7 @@ import torch
 
 from shardlib.errors import IllegalComposition
 from shardlib.optim.base import GradientTransformation, require_params, scaled, write_copies
+from shardlib.optim.code import coded
 from shardlib.optim.schedules.base import on_numbers
 from shardlib.optim.shards import Locality, Shards
 from shardlib.tree import Tree, flatten, leaves_of, tree_map, unflatten
@@ -39,6 +40,7 @@ class Kinds(NamedTuple):
     numbers: dict[str, Any]
 
 
+@coded
 def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransformation:
     """A ``torch.optim.Optimizer`` as a gradient transformation: ``from_torch(torch.optim.NAdam, lr=1e-3)``.
 

@@ -15,9 +15,11 @@ import torch
 
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.checks import is_integer, is_number
+from shardlib.optim.code import CodedSchedule, call_code
 from shardlib.optim.combine import require_no_axis
 from shardlib.optim.schedules.base import on_numbers
 from shardlib.optim.shards import WHOLE, Shards
+from shardlib.plan.code import code_of
 from shardlib.tree import Tree
 
 
@@ -123,9 +125,19 @@ def inject_hyperparams(
             )
             return InjectState(state.count + 1, hyperparams, after)
 
-        return GradientTransformation(init, update, first.locality, apply=apply, sends=first.sends, last=first.last)
+        made = GradientTransformation(init, update, first.locality, apply=apply, sends=first.sends, last=first.last)
+        made.code = partial(_code, inner_factory, static_args, args, kwargs)
+        return made
 
     return make
+
+
+def _code(factory: Callable[..., Any], static_args: str | tuple[str, ...], args: Any, kwargs: Any) -> str:
+    """The two calls that make a transformation: ``inject_hyperparams(adamw)(0.1)``."""
+    call = call_code(factory, *args, **kwargs)
+    name = factory.__name__ if factory.__module__.startswith("shardlib.optim.") else code_of(factory)
+    static = f", {code_of(static_args)}" if static_args else ""
+    return f"inject_hyperparams({name}{static})({call.partition('(')[2]}"
 
 
 def _is_number(value: Any, parameter: inspect.Parameter) -> bool:
@@ -199,7 +211,9 @@ def _contents(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, partial):
         yield from (("function", value.func), *enumerate(value.args), *value.keywords.items())
     elif isinstance(value, GradientTransformation):
-        yield from vars(value).items()
+        yield from ((name, held) for name, held in vars(value).items() if name != "code")
+    elif isinstance(value, CodedSchedule):
+        yield "schedule", value.schedule
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
     elif isinstance(value, Mapping):

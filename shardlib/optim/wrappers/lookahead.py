@@ -8,6 +8,7 @@ import torch
 
 from shardlib.optim.base import GradientTransformation, require_params, write_copies
 from shardlib.optim.checks import check, is_positive, is_step
+from shardlib.optim.code import coded
 from shardlib.optim.combine import require_no_axis
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.tree import Tree, leaves_of, tree_map
@@ -25,6 +26,7 @@ class LookaheadState(NamedTuple):
         return ("slow",)
 
 
+@coded
 def lookahead(
     fast_optimizer: GradientTransformation, sync_period: int, slow_step_size: float, reset_state: bool = False
 ) -> GradientTransformation:

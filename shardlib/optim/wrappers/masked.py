@@ -9,6 +9,7 @@ import torch
 
 from shardlib.errors import IllegalComposition, listing
 from shardlib.optim.base import GradientTransformation, scaled, write_copies
+from shardlib.optim.code import coded
 from shardlib.optim.combine import added, require_no_axis
 from shardlib.optim.shards import WHOLE, Selection, Shards, widest
 from shardlib.plan.claims import LeafInfo
@@ -46,6 +47,7 @@ class Labelled:
         return next((label for pattern, label in self.labels if info.matches(pattern)), None)
 
 
+@coded
 def masked(
     inner: GradientTransformation, globs: str | tuple[str, ...], *, exclude: str | tuple[str, ...] = ()
 ) -> GradientTransformation:
@@ -98,6 +100,7 @@ def masked(
     return GradientTransformation(init, update, inner.locality, apply=apply, sends=sends, last=inner.last)
 
 
+@coded
 def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) -> GradientTransformation:
     """Update each parameter by the transformation that its label names; as optax.partition.
 

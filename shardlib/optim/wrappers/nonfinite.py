@@ -9,6 +9,7 @@ import torch
 from shardlib.collectives.summation import SumOf
 from shardlib.optim.base import GradientTransformation, write_copies
 from shardlib.optim.checks import check, is_count
+from shardlib.optim.code import coded
 from shardlib.optim.combine import require_no_axis
 from shardlib.optim.shards import WHOLE, Locality, Shards, widest
 from shardlib.tree import Tree, tree_map
@@ -26,6 +27,7 @@ class SkipNonfiniteState(NamedTuple):
     inner_state: Tree
 
 
+@coded
 def skip_nonfinite(inner: GradientTransformation, max_consecutive_errors: int) -> GradientTransformation:
     """``inner``, except that updates with a NaN or infinity anywhere, on any rank, become zero and do not change its state.
 

@@ -16,6 +16,7 @@ import torch
 
 from shardlib.kernels.common.saved import round_to_bf16
 from shardlib.optim.base import GradientTransformation, require_params
+from shardlib.optim.code import coded
 from shardlib.optim.combine import require_no_axis
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.rng import Key, bits_at
@@ -32,6 +33,7 @@ class RoundedState(NamedTuple):
     inner: Tree
 
 
+@coded
 def stochastic_rounding(tx: GradientTransformation, seed: int = 0) -> GradientTransformation:
     """``tx`` with its state stored in bf16 by stochastic rounding; updates of bf16 parameters are rounded the same way.
 

@@ -11,6 +11,7 @@ import torch
 
 from shardlib.errors import IllegalComposition
 from shardlib.optim.base import GradientTransformation, write_copies
+from shardlib.optim.code import coded
 from shardlib.optim.combine import added, require_no_axis
 from shardlib.optim.schedules.base import later
 from shardlib.optim.shards import WHOLE, Locality, Selection, Shards, widest
@@ -36,6 +37,7 @@ class _Called:
         return info.path == self.path
 
 
+@coded
 def skip_unused(inner: GradientTransformation) -> GradientTransformation:
     """``inner``, except that a parameter which no rank uses in any micro-batch of a step keeps its value and its state.
 

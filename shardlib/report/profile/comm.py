@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shardlib.common.display.colours import PALETTE, mixed
+from shardlib.common.display.panels import Grid, Panel, Picture, Shown, Title
+from shardlib.common.display.svg import SpanChart, TimeSpan
 from shardlib.common.optional import new_figure, save_figure
 from shardlib.mesh.mesh import coordinates
 from shardlib.plan.tables import size, table
@@ -51,7 +54,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Comm(Recorded):
+class Comm(Recorded, Shown):
     """What `sl.report.comm` found: the exchanges of one step. Printing it shows a table."""
 
     @cached_property
@@ -97,8 +100,21 @@ class Comm(Recorded):
         """
         _draw(self, path)
 
+    @property
+    def colours(self) -> Mapping[str, str]:
+        """Axis -> its colour in pictures."""
+        return dict(zip(self.payload, PALETTE))
+
     def __str__(self) -> str:
+        grid = self._grid()
+        return f"{self._sent}\n\n{table(grid.header, grid.rows, grid.right)}"
+
+    @property
+    def _sent(self) -> str:
         sent = ", ".join(f"{size(count)} on {axis}" for axis, count in self.payload.items()) or "nothing"
+        return f"a rank sends {sent} in a step"
+
+    def _grid(self) -> Grid:
         rows = [
             (
                 line.name, line.op, line.axis, str(line.calls), size(line.payload), f"{1e3 * line.seconds:.2f}",
@@ -108,7 +124,13 @@ class Comm(Recorded):
             for line in self.lines
         ]  # fmt: skip
         header = ("exchange", "op", "axis", "calls", "bytes", "ms", "GB/s", "waited, ms", "last", "late, ms")
-        return f"a rank sends {sent} in a step\n\n{table(header, rows, right=7)}"
+        return Grid(header, rows, 7)
+
+    def shown(self) -> Iterator[Panel]:
+        """What a notebook and a terminal show: every rank's exchanges on one time axis, and their table."""
+        yield Title(f"Exchanges: {self._sent}")
+        yield _picture(self)
+        yield self._grid()
 
 
 def comm(train_step: TrainStep, state: Any, batch: Any, *, warm: int = 2) -> Comm:
@@ -132,29 +154,48 @@ def comm(train_step: TrainStep, state: Any, batch: Any, *, warm: int = 2) -> Com
     return Comm(recording, state)
 
 
+def _stretches(found: Comm) -> Iterator[tuple[int, str, str, tuple[float, float, float]]]:
+    """Of each exchange and rank: the rank, the axis, the name, and when it began there, when the last rank came, its end; in
+    seconds from the step's beginning."""
+    began = min(steps[-1].began for steps in found.recording.ranks)
+    for meeting in found.meetings:
+        last = meeting.of[meeting.last].start
+        for rank, exchange in meeting.of.items():
+            times = exchange.start - began, last - began, max(last, exchange.end or last) - began
+            yield rank, exchange.axis, meeting.name, times
+
+
+def _picture(found: Comm) -> Picture:
+    chart = SpanChart("exchanges of a step; pale until the last rank has come", "ms")
+    rows: list[list[TimeSpan]] = [[] for _ in found.recording.ranks]
+    for rank, axis, name, (start, last, end) in _stretches(found):
+        hint = (
+            f"rank {rank}, axis {axis}: {name}, waited {1e3 * (last - start):.3g} ms, then {1e3 * (end - last):.3g} ms"
+        )
+        rows[rank].append(TimeSpan(1e3 * start, 1e3 * last, mixed(found.colours[axis], 0.7), "", hint))
+        rows[rank].append(TimeSpan(1e3 * last, 1e3 * end, found.colours[axis], "", hint))
+    chart.rows += [(f"rank {rank}", spans) for rank, spans in enumerate(rows)]
+    return Picture(chart.svg(), chart.title, found.colours)
+
+
 def _draw(found: Comm, path: str | Path) -> None:
     ranks = len(found.recording.ranks)
     figure = new_figure(WIDTH, 1.7 + 0.5 * ranks)
     from matplotlib.patches import Patch
 
     axes = figure.subplots()
-    began = min(steps[-1].began for steps in found.recording.ranks)
-    colours = dict(zip(found.payload, ("#3b6ea8", "#c8553d", "#4f8a55", "#d9902f", "#8c6bb1", "#57a6a1")))
-    for meeting in found.meetings:
-        last = meeting.of[meeting.last].start
-        for rank, exchange in meeting.of.items():
-            end = max(last, exchange.end or last)
-            for left, right, alpha in ((exchange.start, last, 0.3), (last, end, 0.9)):
-                axes.barh(
-                    rank, 1e3 * (right - left), left=1e3 * (left - began), height=0.8, alpha=alpha,
-                    color=colours[exchange.axis], edgecolor="white", linewidth=0.3,
-                )  # fmt: skip
+    for rank, axis, _, (start, last, end) in _stretches(found):
+        for left, right, alpha in ((start, last, 0.3), (last, end, 0.9)):
+            axes.barh(
+                rank, 1e3 * (right - left), left=1e3 * left, height=0.8, alpha=alpha,
+                color=found.colours[axis], edgecolor="white", linewidth=0.3,
+            )  # fmt: skip
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=TEXT)
     axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_xlabel("ms", fontsize=TEXT)
     axes.set_title("exchanges of a step; pale until the last rank has come", fontsize=TEXT + 1, loc="left")
     plain(axes)
-    handles = [Patch(facecolor=colour, label=axis) for axis, colour in colours.items()]
+    handles = [Patch(facecolor=colour, label=axis) for axis, colour in found.colours.items()]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles) or 1, frameon=False, fontsize=TEXT)
     save_figure(figure, path)
 
@@ -181,7 +222,7 @@ class Lateness:
 
 
 @dataclass(frozen=True)
-class Stragglers(Recorded):
+class Stragglers(Recorded, Shown):
     """What `sl.report.stragglers` found. Printing it shows a table."""
 
     @cached_property
@@ -204,19 +245,30 @@ class Stragglers(Recorded):
         return worst if worst.behind > _NOISE * (worst.busy + worst.waited) else None
 
     def __str__(self) -> str:
-        steps = len(self.recording.steps)
+        grid = self._grid()
+        return f"{self._said}\n\n{table(grid.header, grid.rows)}"
+
+    @property
+    def _said(self) -> str:
         late = self.late
         said = (
             "no rank is late"
             if late is None
             else f"rank {late.rank} is late by {1e3 * late.behind:.2f} ms a step, most of it in {late.most}"
         )
+        return f"{said} (medians of {len(self.recording.steps)} steps)"
+
+    def _grid(self) -> Grid:
         rows = [
             (str(of.rank), f"{1e3 * of.busy:.2f}", f"{1e3 * of.waited:.2f}", f"{1e3 * of.behind:+.2f}", of.most)
             for of in self.ranks
         ]
-        header = ("rank", "busy, ms", "waited, ms", "behind, ms", "most in")
-        return f"{said} (medians of {steps} steps)\n\n{table(header, rows)}"
+        return Grid(("rank", "busy, ms", "waited, ms", "behind, ms", "most in"), rows)
+
+    def shown(self) -> Iterator[Panel]:
+        """What a notebook and a terminal show."""
+        yield Title(f"Stragglers: {self._said}")
+        yield self._grid()
 
 
 def stragglers(train_step: TrainStep, state: Any, batch: Any, *, steps: int = 10, warm: int = 2) -> Stragglers:

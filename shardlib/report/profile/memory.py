@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.common._compat import OperatorMode, storage_id
+from shardlib.common.display.colours import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, mixed
+from shardlib.common.display.panels import Fold, Grid, Panel, Picture, Shown, Title
+from shardlib.common.display.svg import area_chart
 from shardlib.common.environment import within
 from shardlib.common.optional import new_figure, save_figure
 from shardlib.execute.batches import as_tensors
@@ -29,19 +32,19 @@ from shardlib.report.profile.timeline import Part, StepTimeline
 from shardlib.tree import flatten, leaves_of
 
 KINDS = {  # in the order in which they are drawn, from the bottom up
-    "parameters": "#3b6ea8",
-    "optimizer": "#4f8a55",
-    "residuals": "#7a9a3a",
-    "buffers": "#2f4b6e",
-    "batch": "#6f6f6f",
-    "gathered": "#7fb0de",
-    "gradients": "#c8553d",
-    "activations": "#d9902f",
-    "computed again": "#e6bd7a",
-    "backward": "#dd8f7f",
-    "messages": "#8c6bb1",
-    "update": "#8fc08f",
-    "other": "#d0d0d0",
+    "parameters": BLUE,
+    "optimizer": GREEN,
+    "residuals": YELLOW,
+    "buffers": "#555555",
+    "batch": GREY,
+    "gathered": SKY,
+    "gradients": VERMILLION,
+    "activations": ORANGE,
+    "computed again": mixed(ORANGE, 0.5),
+    "backward": mixed(VERMILLION, 0.5),
+    "messages": PURPLE,
+    "update": mixed(GREEN, 0.5),
+    "other": "#cccccc",
 }
 _COMPUTED = ("activations", "computed again", "backward")
 _GRADIENT = "the gradient of "
@@ -219,7 +222,7 @@ class Names(OperatorMode):
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Shown):
     """What `sl.report.memory` found. Printing it shows the moment of the peak.
 
     Attributes:
@@ -289,16 +292,28 @@ class Memory:
         _draw(self, path)
 
     def __str__(self) -> str:
+        tables = [table(grid.header, grid.rows, grid.right) for grid in self._grids()]
+        more = f"\n… and {len(self.held) - _SHOWN} more" if len(self.held) > _SHOWN else ""
+        return "\n\n".join((self.summary, *tables)) + more
+
+    def _grids(self) -> Iterator[Grid]:
         kinds = [(kind, size(count), f"{count / self.peak:.1%}") for kind, count in self.by_kind.items()]
+        yield Grid(("kind", "bytes", ""), kinds, 2, "At the peak, by kind")
         names = [(name.kind, name.of, size(count), f"{count / self.peak:.1%}") for name, count in self.held.items()]
-        more = f"\n… and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return "\n\n".join(
-            (
-                self.summary,
-                table(("kind", "bytes", ""), kinds, right=2),
-                table(("kind", "of", "bytes", ""), names[:_SHOWN], right=2) + more,
-            )
-        )
+        yield Grid(("kind", "of", "bytes", ""), names[:_SHOWN], 2, "At the peak", more=max(len(names) - _SHOWN, 0))
+
+    def shown(self) -> Iterator[Panel]:
+        """What a notebook and a terminal show: bytes over the step, and what is held at the peak."""
+        yield Title(f"Memory of a step: {self.summary}")
+        layers = {kind: [float(level) for level in levels] for kind, levels in levels_of(self).items()}
+        planned = {"planned peak": float(self.planned[0])} if self.planned else None
+        names = ("allocations and frees in order", "bytes held")
+        title = f"memory of a step by what it holds, at most {size(self.peak)}"
+        svg = area_chart(layers, KINDS, names, title, y_format=lambda held: size(round(held)), levels=planned)
+        yield Picture(svg, self.summary, {kind: KINDS[kind] for kind in reversed(layers)})
+        by_kind, by_name = self._grids()
+        yield by_kind
+        yield Fold(f"By name ({len(self.held)})", [by_name])
 
 
 _SHOWN = 30
@@ -344,14 +359,24 @@ def _planned(plan: Plan | None, coords: Mapping[str, int], batch: Any) -> tuple[
     return peak.bytes, peak.when
 
 
+def levels_of(found: Memory) -> dict[str, list[int]]:
+    """Kind -> bytes held before the first change and after each one."""
+    levels: dict[str, list[int]] = {}
+    now = dict.fromkeys((kind for kind in KINDS if any(change.name.kind == kind for change in found.changes)), 0)
+    for kind in now:
+        levels[kind] = [0]
+    for change in found.changes:
+        now[change.name.kind] += change.bytes
+        for kind, held in now.items():
+            levels[kind].append(held)
+    return levels
+
+
 def _draw(found: Memory, path: str | Path) -> None:
     figure = new_figure(WIDTH, 4.0)
     axes = figure.subplots()
-    kinds = [kind for kind in KINDS if any(change.name.kind == kind for change in found.changes)]
-    levels = {kind: [0] for kind in kinds}
-    for change in found.changes:
-        for kind, of_kind in levels.items():
-            of_kind.append(of_kind[-1] + (change.bytes if change.name.kind == kind else 0))
+    levels = levels_of(found)
+    kinds = list(levels)
     moments = range(len(found.changes) + 1)  # in order; time would show the cost of looking at operators
     stacks = [[level / 1e6 for level in levels[kind]] for kind in kinds]
     axes.stackplot(moments, stacks, labels=kinds, colors=[KINDS[kind] for kind in kinds], step="post", linewidth=0)

@@ -7,27 +7,68 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardlib.common.display.colours import BLUE, PHASES
+from shardlib.common.display.panels import Picture
+from shardlib.common.display.svg import SpanChart, TimeSpan, bar_chart
 from shardlib.common.optional import new_figure, save_figure
 from shardlib.report.profile.recording import RecordedStep
 from shardlib.report.profile.timeline import Part, Span
 
 WIDTH = 10.0  # inches of a picture: where a page shows it, text of 9 points can be read
 TEXT = 9
-COLOURS = {
-    "forward": "#3b6ea8",
-    "backward": "#c8553d",
-    "recompute": "#d9902f",
-    "optimizer": "#4f8a55",
-    "communication": "#8c6bb1",
-    "wait": "#bdbdbd",
-    "offload": "#57a6a1",
-    "other": "#6f6f6f",
-}
 
 
 def colour_of(part: Part) -> str:
     """The colour of a part."""
-    return COLOURS[part.way if part.kind == "compute" else part.kind]
+    return PHASES[part.way if part.kind == "compute" else part.kind]
+
+
+def step_picture(ranks: Sequence[Sequence[Span]]) -> Picture:
+    """The parts of a step of each rank on one time axis; what a part is, and how long it took, at the mouse."""
+    chart = SpanChart("Parts of a step", "ms")
+    seen: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    for rank, spans in enumerate(ranks):
+        drawn = []
+        for part, start, end in _stretches(spans):
+            kind = part.way if part.kind == "compute" else part.kind
+            seen.setdefault(kind, colour_of(part))
+            seconds[kind] = seconds.get(kind, 0.0) + (end - start) * (rank == 0)
+            hint = f"rank {rank}: {name_of(part)}, {1e3 * (end - start):.3g} ms from {1e3 * start:.4g} ms on"
+            drawn.append(TimeSpan(1e3 * start, 1e3 * end, colour_of(part), "", hint))
+        chart.rows.append((f"rank {rank}", drawn))
+    text = "rank 0, ms: " + "   ".join(f"{kind} {1e3 * taken:.2f}" for kind, taken in seconds.items())
+    return Picture(chart.svg(), text, seen)
+
+
+def _stretches(spans: Sequence[Span]) -> Iterator[tuple[Part, float, float]]:
+    """Parts with start and end, none within another: a part that others interrupt comes several times."""
+    around: list[Span] = []
+    at = 0.0
+    for span in spans:
+        while len(around) > span.depth:
+            done = around.pop()
+            if done.end > at:
+                yield done.part, at, done.end
+            at = max(at, done.end)
+        if around and span.start > at:
+            yield around[-1].part, at, span.start
+        at = max(at, span.start)
+        around.append(span)
+    while around:
+        done = around.pop()
+        if done.end > at:
+            yield done.part, at, done.end
+        at = max(at, done.end)
+
+
+def seconds_picture(rows: Mapping[str, Mapping[str, float]], title: str) -> Picture:
+    """Seconds as bars, of the ways of a step, or of one kind each (under "")."""
+    ways = dict.fromkeys(way for parts in rows.values() for way, taken in parts.items() if way and taken)
+    colours = {"": BLUE, **PHASES}
+    svg = bar_chart(rows, colours, title, value_format=lambda taken: f"{1e3 * taken:.2f} ms")
+    lines = [title, *(f"{name}: {1e3 * sum(parts.values()):.2f} ms" for name, parts in rows.items())]
+    return Picture(svg, "\n".join(lines), {way: colours[way] for way in ways})
 
 
 def draw_profile(
@@ -45,8 +86,8 @@ def draw_profile(
     figure = new_figure(WIDTH, 4.6 + 0.3 * len(ranks))
     grid = figure.add_gridspec(2, 2, height_ratios=[0.8 + 0.3 * len(ranks), 3.2])
     _timelines(figure.add_subplot(grid[0, :]), ranks)
-    _bars(figure.add_subplot(grid[1, 0]), {kind: {"": seconds} for kind, seconds in by_kind.items()}, {"": "#3b6ea8"})
-    _bars(figure.add_subplot(grid[1, 1]), by_block, COLOURS)
+    _bars(figure.add_subplot(grid[1, 0]), {kind: {"": seconds} for kind, seconds in by_kind.items()}, {"": BLUE})
+    _bars(figure.add_subplot(grid[1, 1]), by_block, PHASES)
     figure.suptitle(title, fontsize=10)
     save_figure(figure, path)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardlib.common.display.panels import Fold, Grid, Panel, Shown, Title
 from shardlib.execute.counting import WorkCount, attends, flops_of
 from shardlib.mesh.mesh import coordinates
 from shardlib.plan.plan import Plan
@@ -22,7 +23,7 @@ from shardlib.report.measure import measure_peak
 from shardlib.report.profile.comm import Comm
 from shardlib.report.profile.exchanges import meetings
 from shardlib.report.profile.memory import Memory, memory
-from shardlib.report.profile.picture import draw_profile, write_trace
+from shardlib.report.profile.picture import draw_profile, seconds_picture, step_picture, write_trace
 from shardlib.report.profile.recording import (
     RecordedStep,
     Recording,
@@ -55,7 +56,7 @@ class AxisTraffic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Shown):
     """What `sl.profile` found. Printing it shows the tables.
 
     Times are those of this rank in the recorded step of median length. They add up to its wall time.
@@ -169,55 +170,62 @@ class Profile:
             MissingPackage: matplotlib is not installed; the message says what to install.
         """
         spans = [steps[self.recording.median].spans for steps in self.recording.ranks]
-        draw_profile(spans, self.by_kind, self.by_block, next(self._sections()), path)
+        draw_profile(spans, self.by_kind, self.by_block, self.summary, path)
 
     def __str__(self) -> str:
-        return "\n\n".join(section for section in self._sections() if section)
+        grids = [table(grid.header, grid.rows, grid.right) for grid in self._grids()]
+        return "\n\n".join([self.summary, *grids[:3], self.memory.summary, *grids[3:]])
 
-    def _sections(self) -> Iterator[str]:
-        yield (
+    @property
+    def summary(self) -> str:
+        """How long the step took, what it computed, and the share of the peak that this is."""
+        return (
             f"step {_ms(self.seconds)} ms on rank {self.recording.rank} (median of {len(self.recording.steps)}): "
             f"{sum(self.flops.values()) / 1e9:.4g} GFLOP, {self.mfu:.1%} of the peak of {self.peak / 1e9:.4g} GFLOP/s "
             f"({self.hfu:.1%} with what is computed again)"
         )
-        rows = [(way, f"{count / 1e9:.4g}") for way, count in self.flops.items() if count]
-        yield table(("GFLOP", ""), rows, right=1)
-        yield table(("time", "ms", ""), _shares(self.by_kind), right=2)
-        yield table(
-            ("block, ms", *WAYS, "all", "at the peak"),
-            [
-                (name, *map(_ms, ways.values()), _ms(sum(ways.values())), size(self.memory.by_block.get(name, 0)))
-                for name, ways in self.by_block.items()
-            ],
-            right=5,
-        )
-        yield self.memory.summary
+
+    def shown(self) -> Iterator[Panel]:
+        """What a notebook and a terminal show: the step's parts on a time axis, bars of its time, tables, and memory."""
+        yield Title(f"Profile: {self.summary}")
+        yield step_picture([steps[self.recording.median].spans for steps in self.recording.ranks])
+        yield seconds_picture({kind: {"": taken} for kind, taken in self.by_kind.items()}, "Time of a step by kind")
+        yield seconds_picture(self.by_block, "Time of computation by block")
+        _, _, _, *rest = self._grids()
+        yield from rest
+        yield Fold("Memory", list(self.memory.shown()))
         if self.by_axis:
-            yield table(
-                ("axis", "exchanges", "sent", "waited, ms", "starting, ms"),
-                [
-                    (axis, str(of.calls), size(of.payload), _ms(of.waited), _ms(of.starting))
-                    for axis, of in self.by_axis.items()
-                ],
-                right=4,
-            )
+            yield Fold("Exchanges", list(self.comm.shown()))
+
+    def _grids(self) -> Iterator[Grid]:
+        """The tables; the first three are always there."""
+        flops = [(way, f"{count / 1e9:.4g}") for way, count in self.flops.items() if count]
+        yield Grid(("GFLOP", ""), flops, 1, "Operations of a step")
+        yield Grid(("time", "ms", ""), _shares(self.by_kind), 2, "Time of a step")
+        blocks = [
+            (name, *map(_ms, ways.values()), _ms(sum(ways.values())), size(self.memory.by_block.get(name, 0)))
+            for name, ways in self.by_block.items()
+        ]
+        yield Grid(("block, ms", *WAYS, "all", "at the peak"), blocks, 5, "Time of computation")
+        if self.by_axis:
+            axes = [
+                (axis, str(of.calls), size(of.payload), _ms(of.waited), _ms(of.starting))
+                for axis, of in self.by_axis.items()
+            ]
+            yield Grid(("axis", "exchanges", "sent", "waited, ms", "starting, ms"), axes, 4, "Exchanges of a step")
         compute, rest = self.predicted.compute, self.predicted.exposed
         mine = self.seconds - sum(seconds for part, seconds in self._own.items() if part.kind == "wait")
-        yield table(
-            ("ms", "predicted", "measured"),
-            [
-                ("step", _ms(self.predicted.total), _ms(self.seconds)),
-                ("busy", _ms(compute), _ms(mine)),
-                ("waiting", _ms(rest), _ms(self.seconds - mine)),
-            ],
-            right=2,
-        )
+        times = [
+            ("step", _ms(self.predicted.total), _ms(self.seconds)),
+            ("busy", _ms(compute), _ms(mine)),
+            ("waiting", _ms(rest), _ms(self.seconds - mine)),
+        ]
+        yield Grid(("ms", "predicted", "measured"), times, 2, "Predicted and measured")
         if len(self.recording.ranks) > 1:
-            yield table(
-                ("rank", "step, ms", "waiting, ms"),
-                [(str(rank), _ms(total), _ms(waits)) for rank, (total, waits) in enumerate(_of_ranks(self.recording))],
-                right=2,
-            )
+            ranks = [
+                (str(rank), _ms(total), _ms(waits)) for rank, (total, waits) in enumerate(_of_ranks(self.recording))
+            ]
+            yield Grid(("rank", "step, ms", "waiting, ms"), ranks, 2, "Ranks")
 
 
 def _of_ranks(recording: Recording) -> Sequence[tuple[float, float]]:

@@ -378,8 +378,8 @@ DEFECTS = (
         "choice",
         "plan/code.py",
         "the code of a transform lacks options that are given by name alone",
-        "if not required and _equal(value, parameter.default):",
-        "if not required and (_equal(value, parameter.default) or parameter.kind is Parameter.KEYWORD_ONLY):",
+        "elif required or not _equal(value, parameter.default):",
+        "elif required or not (_equal(value, parameter.default) or parameter.kind is Parameter.KEYWORD_ONLY):",
         ("tests/transforms/test_code.py::test_code_has_what_differs_from_the_defaults",),
     ),
     Defect(
