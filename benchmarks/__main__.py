@@ -3,6 +3,7 @@
     python -m benchmarks                                          lists cases and tables
     python -m benchmarks run [names …] [--device cpu|cuda] …      measures some, or all of a kind of device
     python -m benchmarks soak [--seconds 3600]                    kills ranks of a supervised run at random times
+    python -m benchmarks versions                                 tries the wheel under each Python and torch that is here
     python -m benchmarks collect FOLDER                           writes learning_experts from the runs finished there
 
 On a GPU everything is checked before anything is measured; all of it takes eight to nine minutes. A table in
@@ -24,6 +25,7 @@ from benchmarks.harness.run import chosen, run
 from benchmarks.learning import experts
 from benchmarks.soak.run import soak, write
 from benchmarks.tables import tables
+from benchmarks.versions import PYTHONS, TORCHES, text, versions
 
 
 def main(arguments: list[str]) -> int:
@@ -50,6 +52,10 @@ def main(arguments: list[str]) -> int:
     survives.add_argument("--seconds", type=float, default=3600.0, help="how long; an uninterrupted run follows")
     survives.add_argument("--seed", type=int, default=0)
     survives.add_argument("--out", type=Path, default=results.FOLDER, help="where the table is written")
+    tries = commands.add_parser("versions", help="the wheel under each Python and torch (results/versions.md)")
+    tries.add_argument("--pythons", nargs="*", default=PYTHONS)
+    tries.add_argument("--torches", nargs="*", default=TORCHES, help="versions, of which CPU builds are taken")
+    tries.add_argument("--out", type=Path, default=results.FOLDER, help="where the table is written")
     collects = commands.add_parser("collect", help="write learning_experts from the runs that are finished")
     collects.add_argument("folder", type=Path, help="what --work was given")
     collects.add_argument("--out", type=Path, default=results.FOLDER, help="where the table is written")
@@ -59,6 +65,11 @@ def main(arguments: list[str]) -> int:
         soaked = soak(given.seconds, given.seed)
         write(soaked, source, given.out / "soak.md")
         return 0 if soaked.one_curve else 1
+    if given.command == "versions":
+        source = provenance(arguments, torch.device(CPU))
+        outcomes = versions(given.pythons, given.torches)
+        (given.out / "versions.md").write_text(text(outcomes, source))
+        return 1 if any("failed" in each for each in outcomes.values()) else 0
     if given.command == "collect":
         table = next(table for table in tables(CPU) if experts.CASE in table.cases)
         found = experts.result(experts.TASK, given.folder)

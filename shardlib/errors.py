@@ -67,6 +67,10 @@ class StorageError(ShardlibError, RuntimeError):
     """Buffers on disk that cannot be written or read; names the file and the buffer, and the remedy."""
 
 
+class UnsupportedError(ShardlibError, NotImplementedError):
+    """Something that this operating system has no calls for; names both, and the remedy."""
+
+
 class RankFailure(ShardlibError, RuntimeError):
     """A rank that died or stopped answering while others waited for it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import optree
 import torch
@@ -20,14 +20,17 @@ from shardlib.execute.losses import Results, is_mean, means, quotients, require_
 from shardlib.execute.stages.pipe import runner_of
 from shardlib.execute.values.around import Around
 from shardlib.nn.blocks import evaluating
+from shardlib.nn.functional import Mean
 from shardlib.sharded.given import given_params, require_order
 from shardlib.sharded.params_on_disk import Reads
 from shardlib.sharded.tree import Sharded
 from shardlib.sharding import Lifting
 from shardlib.tree import path_name
 
+R = TypeVar("R", covariant=True)  # what the function returns, with numbers for means
 
-class EvalStep:
+
+class EvalStep(Generic[R]):
     """A function bound to a plan and a mesh; see `make_eval_step`."""
 
     def __init__(self, fn: Callable[..., Any], params: Any) -> None:
@@ -51,7 +54,7 @@ class EvalStep:
             return Around(self._fn, params.plan, params.mesh, "an eval step", trained=False).evaluate(params, args)
 
     @untransformed("an eval step", _around)
-    def __call__(self, params: Any, *args: Any) -> Any:
+    def __call__(self, params: Any, *args: Any) -> R:
         """The function's result for one batch, with each `Mean` as a number over all ranks' batches.
 
         Raises:
@@ -66,7 +69,7 @@ class EvalStep:
         return self._reduced(results, reads)
 
     @untransformed("an eval step's over()")
-    def over(self, params: Any, batches: Iterable[Any]) -> Any:
+    def over(self, params: Any, batches: Iterable[Any]) -> R:
         """The function's means over several batches. Totals and weights are summed over batches first, then over ranks once.
 
         Each batch is the function's second argument. Ranks that communicate inside the function (parameters are gathered,
@@ -179,7 +182,13 @@ class EvalStep:
 _NONE = object()  # stands for "no batch"; None may be a batch
 
 
-def make_eval_step(fn: Callable[..., Any], params: Any) -> EvalStep:
+@overload
+def make_eval_step(fn: Callable[..., Mean], params: Any) -> EvalStep[torch.Tensor]: ...
+@overload
+def make_eval_step(fn: Callable[..., dict[str, Mean]], params: Any) -> EvalStep[dict[str, torch.Tensor]]: ...
+@overload
+def make_eval_step(fn: Callable[..., R], params: Any) -> EvalStep[R]: ...
+def make_eval_step(fn: Callable[..., Any], params: Any) -> EvalStep[Any]:
     """Make ``eval_step(params, *args)``, which runs ``fn`` on sharded parameters without gradients.
 
     Modules of `from_module` run in eval mode (without dropout, say), unless ``fn`` calls ``apply(..., training=True)``.

@@ -12,7 +12,9 @@ import torch
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.buffers import BufferKinds, buffer_sizes
 from shardlib.execute.stages.tracing import Tracing, traced_once
-from shardlib.mesh.mesh import as_mesh
+from shardlib.mesh.mesh import AnyMesh, as_mesh
+from shardlib.nn.functional import LossResult
+from shardlib.optim.base import GradientTransformation
 from shardlib.optim.checks import check, is_count
 from shardlib.optim.combine import require_transformations
 from shardlib.optim.state_storage import fault_on_disk
@@ -29,12 +31,12 @@ from shardlib.tree import Tree, tensors_of
 
 def make_plan(
     params: Tree | Callable[[], Tree],
-    mesh: Any,
+    mesh: AnyMesh,
     transform: Transform | None = None,
     *,
     stage: int | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    optimizer: Any = None,
+    loss_fn: Callable[..., LossResult] | None = None,
+    optimizer: GradientTransformation | None = None,
     batch: Any = None,
     buffers: Any = None,
     buffer_kinds: Mapping[str, str] | None = None,
@@ -110,7 +112,7 @@ def make_plan(
             plan.step.remat.require_decided()
         return plan
     known = traced_once(Tracing(loss_fn, batch, buffers, mesh.device, step, key))
-    if limits is None:
+    if limits is None or optimizer is None:
         if plan.step.remat:
             plan.step.remat.require_decided()
         return known(plan)

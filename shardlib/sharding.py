@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from shardlib.errors import IllegalComposition, TreeError
-from shardlib.mesh.mesh import Mesh, as_mesh
+from shardlib.mesh.mesh import AnyMesh, Mesh, as_mesh
 from shardlib.mesh.transport import EchoGroup
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform, chain, require_transform
@@ -16,7 +16,7 @@ from shardlib.sharded.shard import shard_alike, shard_by
 from shardlib.sharded.tree import Sharded, require_no_shards
 from shardlib.sharded.unshard import Resharded
 from shardlib.transforms.zero import zero
-from shardlib.tree import Tree, check_tensors, flatten, leaves_of, ties
+from shardlib.tree import T, check_tensors, flatten, leaves_of, ties
 
 
 def default_transform(transform: Transform | None, stage: int | None) -> Transform:
@@ -26,9 +26,17 @@ def default_transform(transform: Transform | None, stage: int | None) -> Transfo
     return zero(stage) if transform is None else chain(transform, zero(stage))
 
 
+@overload
 def shard(
-    params: Tree | Callable[[], Tree], mesh: Any, transform: Transform | None = None, *, stage: int | None = None
-) -> Sharded:
+    params: Sharded[T], mesh: AnyMesh, transform: Transform | None = None, *, stage: int | None = None
+) -> Sharded[T]: ...
+@overload
+def shard(
+    params: Callable[[], T], mesh: AnyMesh, transform: Transform | None = None, *, stage: int | None = None
+) -> Sharded[T]: ...
+@overload
+def shard(params: T, mesh: AnyMesh, transform: Transform | None = None, *, stage: int | None = None) -> Sharded[T]: ...
+def shard(params: Any, mesh: AnyMesh, transform: Transform | None = None, *, stage: int | None = None) -> Sharded:
     """Split a parameter pytree over a mesh; returns this rank's shards, with their specs.
 
     Integer and boolean leaves are held and not trained. Complex leaves and 8-bit floats are refused unless `freeze` covers
@@ -62,7 +70,7 @@ def shard(
     return shard_by(given, mesh, default_transform(transform, stage))
 
 
-def mesh_of_ranks(mesh: Any) -> Mesh:
+def mesh_of_ranks(mesh: AnyMesh) -> Mesh:
     """A `Mesh`, or a torch DeviceMesh as one. Raises `IllegalComposition` for a mesh without ranks."""
     mesh = as_mesh(mesh)
     if mesh.abstract:

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar, cast, overload
 
 import torch
 
@@ -19,12 +19,13 @@ from shardlib.execute.stages.pipe import runner_of
 from shardlib.execute.step import LossStep, require_usable
 from shardlib.execute.values.around import Around, plain_value_and_grad
 from shardlib.mesh.transport.activity import in_step
+from shardlib.nn.functional import Loss, LossResult
 from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
 from shardlib.optim.base import GradientTransformation, require_unpacked
 from shardlib.optim.combine import require_transformations
 from shardlib.optim.shards import MeshShards
 from shardlib.optim.state_storage import restore_on_failure
-from shardlib.optim.train_state import TrainState, copied, rescaled
+from shardlib.optim.train_state import Metrics, TrainState, TrainStep, copied, rescaled
 from shardlib.optim.updates import Updates
 from shardlib.optim.wrappers.inject import injected, settings
 from shardlib.optim.wrappers.unused import skips_unused
@@ -36,12 +37,39 @@ from shardlib.sharded.given import given_params, require_no_graph, require_order
 from shardlib.sharded.shard import at_rest
 from shardlib.sharded.tree import Sharded
 from shardlib.sharding import Lifting, lift
-from shardlib.tree import Tree, tree_map
+from shardlib.tree import T, tree_map
+
+A = TypeVar("A")  # what a loss function returns beside the loss
+B = TypeVar("B")  # its buffers
+V = TypeVar("V", covariant=True)  # the value of a loss function
 
 
+class GradFunction(Protocol[V]):
+    """``grad_fn(params, batch) -> (loss, grads)``, as `value_and_grad` makes it."""
+
+    @overload
+    def __call__(
+        self, params: Sharded[T], batch: Any, *, buffers: Any = None, rng: Key | None = None, step: int | None = None
+    ) -> tuple[V, Sharded[T]]: ...
+    @overload
+    def __call__(
+        self, params: T, batch: Any, *, buffers: Any = None, rng: Key | None = None, step: int | None = None
+    ) -> tuple[V, T]: ...
+
+
+@overload
 def value_and_grad(
-    loss_fn: Callable[..., Any], *, buffer_kinds: Mapping[str, str] | None = None
-) -> Callable[..., tuple[Any, Tree]]:
+    loss_fn: Callable[..., Loss], *, buffer_kinds: Mapping[str, str] | None = None
+) -> GradFunction[torch.Tensor]: ...
+@overload
+def value_and_grad(
+    loss_fn: Callable[..., tuple[Loss, A]], *, buffer_kinds: Mapping[str, str] | None = None
+) -> GradFunction[tuple[torch.Tensor, A]]: ...
+@overload
+def value_and_grad(
+    loss_fn: Callable[..., tuple[tuple[Loss, A], B]], *, buffer_kinds: Mapping[str, str] | None = None
+) -> GradFunction[tuple[tuple[torch.Tensor, A], B]]: ...
+def value_and_grad(loss_fn: Callable[..., Any], *, buffer_kinds: Mapping[str, str] | None = None) -> Any:
     """Make ``grad_fn(params, batch, *, buffers=None, rng=None, step=None) -> (loss, grads)``.
 
     ``params`` is `Sharded`, or a plain pytree (one device). ``loss`` has the form that the loss function returns: the mean
@@ -81,7 +109,7 @@ def value_and_grad(
     @untransformed(what, around)
     def grad_fn(
         params: Any, batch: Any, *, buffers: Any = None, rng: Key | None = None, step: int | None = None
-    ) -> tuple[Any, Tree]:
+    ) -> tuple[Any, Any]:
         require_order(what, "params, batch", params, batch)
         params = given_params(what, params)
         if not isinstance(params, Sharded):
@@ -146,8 +174,34 @@ def _times(grad: torch.Tensor, factor: float) -> torch.Tensor:
     return (grad.float() if grad.dtype is torch.float16 else grad).mul_(factor)
 
 
+@overload
 def make_train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., LossResult],
+    params: Sharded[T],
+    optimizer: GradientTransformation,
+    *,
+    buffers: Any = None,
+    buffer_kinds: Mapping[str, str] | None = None,
+    rng: Key | int = 0,
+    donate: bool = True,
+    nonfinite: Literal["raise", "skip"] | None = None,
+    compile: bool | Literal["inductor"] = False,
+) -> tuple[TrainState[T], TrainStep[T]]: ...
+@overload
+def make_train_step(
+    loss_fn: Callable[..., LossResult],
+    params: T,
+    optimizer: GradientTransformation,
+    *,
+    buffers: Any = None,
+    buffer_kinds: Mapping[str, str] | None = None,
+    rng: Key | int = 0,
+    donate: bool = True,
+    nonfinite: Literal["raise", "skip"] | None = None,
+    compile: bool | Literal["inductor"] = False,
+) -> tuple[TrainState[T], TrainStep[T]]: ...
+def make_train_step(
+    loss_fn: Callable[..., LossResult],
     params: Any,
     optimizer: GradientTransformation,
     *,
@@ -155,9 +209,9 @@ def make_train_step(
     buffer_kinds: Mapping[str, str] | None = None,
     rng: Key | int = 0,
     donate: bool = True,
-    nonfinite: str | None = None,
+    nonfinite: Literal["raise", "skip"] | None = None,
     compile: bool | Literal["inductor"] = False,
-) -> tuple[TrainState, Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]]:
+) -> tuple[TrainState, TrainStep]:
     """Make the initial state, and ``train_step(state, batch) -> (state, metrics)``.
 
     ``metrics`` holds ``loss`` (mean over the global batch), ``grad_norm`` (global, before clipping; if the optimizer takes
@@ -248,13 +302,13 @@ def make_train_step(
     @untransformed("a train step")
     @in_step
     @restore_on_failure
-    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         try:
             return stepped(state, batch)
         finally:
             updates.end()
 
-    def stepped(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def stepped(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         opt, params = state.settled().opt, state.params
         if params.plan is not plan and params.plan != plan:
             raise TreeError(
@@ -277,7 +331,7 @@ def make_train_step(
             equal=injected(opt) | {"step": state.step, "rng": state.rng, "loss scale": repr(state.scale)},
             land=lambda: updates.landing(unreduced, follower),
         )
-        metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
+        metrics: Metrics = {"loss": evaluation.loss, "grad_norm": evaluation.norm, "finite": evaluation.finite}
         if evaluation.layer_tokens is not None:
             metrics["layer_tokens"] = evaluation.layer_tokens
         if evaluation.aux is not None:
@@ -332,11 +386,11 @@ def make_train_step(
         rng=key,
     )
     train_step.graph = loss_step.runner if compile else None  # type: ignore[attr-defined]
-    return state.fitting(), train_step
+    return state.fitting(), cast(TrainStep, train_step)
 
 
 def unused_params(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., LossResult],
     params: Any,
     batch: Any,
     *,

@@ -9,11 +9,14 @@ from typing import Any
 
 import optree
 import torch
+from typing_extensions import TypeVar
 
 from shardlib.common._compat import FakeTensor, pytree, torch_nodes
 from shardlib.errors import TreeError, listing
 
 Tree = Any
+T = TypeVar("T", default=Any)  # a user's pytree, such as dict[str, torch.Tensor]
+T_co = TypeVar("T_co", default=Any, covariant=True)
 TreeDef = optree.PyTreeSpec
 _adopted: set[type] = set()
 _adopting = Lock()  # simulated ranks are threads

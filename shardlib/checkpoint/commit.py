@@ -24,6 +24,7 @@ from shardlib.checkpoint import manifest, writing
 from shardlib.checkpoint.fragments import Fragment
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.common.disk import locked, make_folder, sync_folder
+from shardlib.common.systems import LINUX, MACOS, require_system
 from shardlib.errors import CheckpointError, RankFailure, listing
 
 _NAMED = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -80,8 +81,9 @@ class Commit:
     """
 
     def __init__(self, folder: Path, facts: Manifest, rank: int, ranks: int, keep: int) -> None:
+        require_system("saving a checkpoint", LINUX, MACOS)
         self._folder, self._facts, self._rank, self._ranks, self._keep = folder, facts, rank, ranks, keep
-        self.step = facts.step
+        self.step: int = facts.step
 
     def prepare(self) -> str:
         """Make the empty folder to write into, and return the attempt's token. For rank 0. Raises `CheckpointError` if

@@ -26,6 +26,7 @@ from shardlib.mesh.transport.activity import naming
 from shardlib.optim.checks import is_step
 from shardlib.optim.on_disk import in_files
 from shardlib.optim.train_state import TrainState
+from shardlib.tree import T
 
 _ALIGNMENT = 64  # bytes
 _PATIENCE = 60.0  # seconds that the last save waits for other ranks when the program has come to its end
@@ -67,6 +68,8 @@ class Manager:
     >>> manager.latest().name
     'step-00000000'
     """
+
+    folder: Path
 
     def __init__(
         self,
@@ -164,8 +167,8 @@ class Manager:
         return latest(self.folder)
 
     def restore(
-        self, like: TrainState, *, partial: Sequence[str] = (), also: Mapping[str, Any] | None = None
-    ) -> TrainState:
+        self, like: TrainState[T], *, partial: Sequence[str] = (), also: Mapping[str, Any] | None = None
+    ) -> TrainState[T]:
         """The newest checkpoint in the layout of ``like``: see `shardlib.checkpoint.restore`."""
         self.wait()
         state = restore(self.folder, like, partial=partial, also=also)
@@ -230,12 +233,16 @@ class Snapshot:
 class BackgroundSave:
     """A checkpoint that a thread of this rank writes while training goes on; ``problem`` says why it failed."""
 
+    problem: str
+    mesh: Mesh
+    step: int
+
     def __init__(self, commit: Commit, mesh: Mesh, fragments: Sequence[Fragment], copied: torch.Event | None) -> None:
         self.mesh, self.step, self.problem = mesh, commit.step, ""
         self._failed: set[int] = set()  # other ranks, as far as is known
         self._commit, self._fragments, self._copied = commit, fragments, copied
         self._patience: float | None = None
-        self.thread = threading.Thread(target=self._run, name=f"checkpoint of step {commit.step}")
+        self.thread: threading.Thread = threading.Thread(target=self._run, name=f"checkpoint of step {commit.step}")
         self.thread.start()
 
     def wait(self) -> None:

@@ -22,6 +22,7 @@ from shardlib.checkpoint.fragments import Fragment, runs
 from shardlib.checkpoint.manifest import Chunk, Entry, Manifest
 from shardlib.checkpoint.writing import bytes_of
 from shardlib.common._compat import storage_id
+from shardlib.common.systems import LINUX, MACOS, require_system
 from shardlib.common.thresholds import Threshold
 from shardlib.errors import CheckpointError
 from shardlib.mesh.specs import Window
@@ -66,6 +67,9 @@ def open_checkpoint(folder: Path) -> TensorsOnDisk:
 
 class TensorsOnDisk:
     """Tensors in the files of a ``folder``, which hold what the ``manifest`` says."""
+
+    folder: Path
+    manifest: Manifest
 
     def __init__(self, folder: Path, held: Manifest) -> None:
         self.folder, self.manifest = folder, held
@@ -150,6 +154,7 @@ class TensorsOnDisk:
 
     def _open(self, file: str) -> int:
         if file not in self._files:
+            require_system("reading a checkpoint", LINUX, MACOS)
             if len(self._files) == _OPEN:
                 os.close(self._files.pop(next(iter(self._files))))
             self._files[file] = os.open(self.folder / file, os.O_RDONLY)

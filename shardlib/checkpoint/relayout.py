@@ -22,6 +22,7 @@ from shardlib.nn.moe.placement import NONE, balanced_replicas
 from shardlib.optim.train_state import TrainState, copied
 from shardlib.plan.plan import Plan
 from shardlib.sharded.tree import Sharded
+from shardlib.tree import T
 
 _SEATS, _REPLICAS, _EXPERTS = "router/seats", "router/replicas", "experts/"
 
@@ -29,14 +30,14 @@ Given = Mapping[str, Any] | None  # layer -> a number for each expert
 
 
 def relayout(
-    state: TrainState,
+    state: TrainState[T],
     seats: Given = None,
     *,
     replicas: Given = None,
     counts: Given = None,
     also: Mapping[str, Any] | None = None,
     donate: bool = True,
-) -> TrainState:
+) -> TrainState[T]:
     """Move experts between the ranks over which `experts` deals them out, and give hot ones second copies, so that ranks have
     equal loads. Collective.
 

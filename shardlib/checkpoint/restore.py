@@ -46,7 +46,7 @@ from shardlib.optim.train_state import Pending, TrainState, rescaled
 from shardlib.plan.loss_scale import LossScale
 from shardlib.rng import Key
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import matches
+from shardlib.tree import T, matches
 
 
 def latest(folder: str | Path) -> Path | None:
@@ -80,8 +80,8 @@ def read_notes(checkpoint: str | Path) -> dict[str, Any]:
 
 @naming("the checkpoint")
 def restore(
-    checkpoint: str | Path, state: TrainState, *, partial: Sequence[str] = (), also: Mapping[str, Any] | None = None
-) -> TrainState:
+    checkpoint: str | Path, state: TrainState[T], *, partial: Sequence[str] = (), also: Mapping[str, Any] | None = None
+) -> TrainState[T]:
     """Load a checkpoint in the layout of ``state`` (a fresh one from `make_train_step`, whose memory is reused). Every rank
     must call it.
 

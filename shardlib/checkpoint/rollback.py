@@ -11,21 +11,20 @@ from shardlib.checkpoint.manager import Manager
 from shardlib.collectives import primitives
 from shardlib.errors import NonFiniteError, listing
 from shardlib.mesh.mesh import Mesh
-from shardlib.optim.train_state import TrainState
+from shardlib.optim.train_state import Metrics, TrainState, TrainStep
+from shardlib.tree import T
 
 _log = logging.getLogger("shardlib.checkpoint")
 
-TrainStep = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
-
 
 def with_rollback(
-    train_step: TrainStep,
+    train_step: TrainStep[T],
     manager: Manager,
     rollback: int = 1,
     *,
     limit: int = 3,
     ids: Callable[[Any], Iterable[Any]] | None = None,
-) -> TrainStep:
+) -> TrainStep[T]:
     """``train_step`` that returns the state of the last checkpoint when steps are not finite, and goes on with later data::
 
         state, train_step = sl.make_train_step(loss_fn, params, optimizer, nonfinite="skip")
@@ -83,13 +82,14 @@ class _Guarded:
         ids: Callable[[Any], Iterable[Any]] | None,
     ) -> None:
         self._train_step, self._manager, self._ids = train_step, manager, ids
+        self.graph = train_step.graph
         self._rollback, self._limit = rollback, limit
         self._started = False
         self._bad: list[dict[str, Any]] = []  # the steps in a row, up to the last one, that were not finite
         self._to: int | None = None  # the step of the checkpoint of the last roll-back
         self._reasons: list[str] = []  # of the roll-backs to it
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState, batch: Any, /) -> tuple[TrainState, Metrics]:
         mesh = state.params.mesh
         if not self._started:
             if _gathered(mesh, self._manager.latest() is None)[0]:

@@ -48,10 +48,16 @@ class AxisLink:
         number: stands for the link among an operator's arguments, as long as the link lives.
     """
 
+    mesh: Mesh
+    axis: str
+    label: str
+    stays: bool
+    tile: bool
+
     def __init__(self, mesh: Mesh, axis: str, label: str, stays: bool = False, tile: bool = False) -> None:
         self.mesh, self.axis, self.label, self.stays, self.tile = mesh, axis, label, stays, tile
         with _registering:
-            self.number = next(_numbers)
+            self.number: int = next(_numbers)
             _links[self.number] = self
 
     @property
@@ -66,6 +72,8 @@ class PendingExchange:
     Attributes:
         link: along which.
     """
+
+    link: AxisLink
 
     def __init__(self, link: AxisLink, work: Work, out: torch.Tensor, kept: torch.Tensor, batch: Sequence[int]) -> None:
         self.link, self._work, self._out, self._kept, self._batch = link, work, out, kept, tuple(batch)

@@ -251,11 +251,17 @@ def _same(x: torch.Tensor, ranks: int, *_: int) -> Sequence[int]:
     return x.shape
 
 
-all_reduce = ExchangeFunction("all_reduce", _all_reduce, _same)
-all_gather = ExchangeFunction("all_gather", _all_gather, lambda x, ranks: (ranks, *x.shape))  # by rank
-reduce_scatter = ExchangeFunction("reduce_scatter", _reduce_scatter, lambda x, ranks: x.shape[1:])  # of chunks by rank
+all_reduce: ExchangeFunction = ExchangeFunction("all_reduce", _all_reduce, _same)
+all_gather: ExchangeFunction = ExchangeFunction(
+    "all_gather", _all_gather, lambda x, ranks: (ranks, *x.shape)
+)  # by rank
+reduce_scatter: ExchangeFunction = ExchangeFunction(
+    "reduce_scatter", _reduce_scatter, lambda x, ranks: x.shape[1:]
+)  # of chunks by rank
 # Of chunks by rank, of rows of the first dimension. Option: none, or how many arrive. ``sizes``: none where all chunks are
 # equal; else int64 in host memory, how many rows go to each rank, and how many come from each.
-all_to_all = ExchangeFunction("all_to_all", _all_to_all, _exchanged)
-permute = ExchangeFunction("permute", _permute, _same)  # options: source, destination, source, destination …
-broadcast = ExchangeFunction("broadcast", _broadcast, _same)  # option: the source
+all_to_all: ExchangeFunction = ExchangeFunction("all_to_all", _all_to_all, _exchanged)
+permute: ExchangeFunction = ExchangeFunction(
+    "permute", _permute, _same
+)  # options: source, destination, source, destination …
+broadcast: ExchangeFunction = ExchangeFunction("broadcast", _broadcast, _same)  # option: the source

@@ -49,7 +49,7 @@ class SumOf:
         return SumOf(lambda *tensors: self.terms(tensors[position]), chosen(self.fused), chosen(self.exact))
 
 
-sum_of_squares = SumOf(lambda x: x.double().square(), global_norm.sum_of_squares, exact_sum.digits_of_squares)
+sum_of_squares: SumOf = SumOf(lambda x: x.double().square(), global_norm.sum_of_squares, exact_sum.digits_of_squares)
 
 
 class Summation(ABC):

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from shardlib import optim
@@ -20,7 +21,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.models import gpt
 from shardlib.nn.blocks import Sequential, sequential
 from shardlib.nn.functional import Mean
-from shardlib.optim.train_state import TrainState
+from shardlib.optim.train_state import Metrics, TrainState, TrainStep
 from shardlib.plan.plan import Plan
 from shardlib.planning import make_plan
 from shardlib.report.ngram import byte_scores
@@ -51,14 +52,26 @@ class Job:
         train_step: as `make_train_step` makes it.
     """
 
+    state: TrainState
+    train_step: TrainStep
+    train: np.ndarray
+    validation: np.ndarray
+
     def __init__(
-        self, args: argparse.Namespace, mesh: Mesh, rate: optim.Schedule, *, nonfinite: str | None = None
+        self,
+        args: argparse.Namespace,
+        mesh: Mesh,
+        rate: optim.Schedule,
+        *,
+        nonfinite: Literal["raise", "skip"] | None = None,
     ) -> None:
         self._args, self._mesh = args, mesh
         self._share, self._shares = mesh.coords["data"], mesh.shape["data"]
         config = model.config(args)
         # Evaluation has no dropout and no routers' losses, so its configuration differs from that of training.
-        self.config = replace(config, dropout=0.0, moe=config.moe and replace(config.moe, load=0.0, z=0.0))
+        self.config: gpt.GPTConfig = replace(
+            config, dropout=0.0, moe=config.moe and replace(config.moe, load=0.0, z=0.0)
+        )
         if args.remat == "auto":
             raise WrongArguments("--remat auto is for shardlib plan, with --device-memory: give --remat device or host")
         if args.vocab < 256:
@@ -85,7 +98,7 @@ class Job:
         self.state, self.train_step = make_train_step(loss_fn, params, optimizer, rng=args.seed, nonfinite=nonfinite)
         self._evaluate = make_eval_step(_scored(model.loss(self.config, mesh.shape)), params)
 
-    def step(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    def step(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Trains on the batch of the step ``state.step``."""
         return self.train_step(state, self.batch(state.step))
 

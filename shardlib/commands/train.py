@@ -125,6 +125,9 @@ def _again(ranks: int, words: Sequence[str], steps: int) -> str:
 class Curves:
     """A writer that collects losses as (step, nats per byte), for the plot and for checkpoints."""
 
+    train: list[tuple[int, float]]
+    validation: list[tuple[int, float]]
+
     def __init__(self, train: list[tuple[int, float]], validation: list[tuple[int, float]]) -> None:
         self.train, self.validation = train, validation
 

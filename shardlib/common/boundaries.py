@@ -36,9 +36,9 @@ class DifferentiatedOnce(torch.autograd.Function):
                 f"{cls.remedy}"
             )
 
-        if cls.backward is torch.autograd.Function.backward:
-            cls.backward = staticmethod(refuse)  # type: ignore[method-assign]
-        cls.jvp = staticmethod(refuse)  # type: ignore[method-assign]
+        inherited = cls.backward is torch.autograd.Function.backward
+        for name in ("backward", "jvp") if inherited else ("jvp",):
+            setattr(cls, name, staticmethod(refuse))
 
 
 def untransformed(what: str, around: Callable[..., Any] | None = None) -> Callable[[F], F]:

@@ -1,13 +1,19 @@
 """Waiting for the disk and not waiting for it; folders and locks on it."""
 
 import ctypes
-import fcntl
 import os
+import sys
 import weakref
 from pathlib import Path
 
+from shardlib.common.systems import LINUX, MACOS, require_system
+
+if sys.platform != "win32":
+    import fcntl
+
 BLOCK = 4096  # offsets and lengths of direct I/O are multiples of a disk's block, which is this at most
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux's; Python has no name for it
+# Linux's; Python has no name for it.
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == LINUX else None
 _BEGIN = 2  # SYNC_FILE_RANGE_WRITE
 
 
@@ -65,7 +71,8 @@ def _let_go() -> None:
         lock.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_let_go)
 
 
 def locked(path: Path, flags: int) -> Lock | None:
@@ -73,7 +80,11 @@ def locked(path: Path, flags: int) -> Lock | None:
 
     Args:
         flags: of the call that opens it.
+
+    Raises:
+        UnsupportedError: on Windows.
     """
+    require_system(f"a lock on {path}", LINUX, MACOS)
     fd = os.open(path, flags, 0o666)
     lock = Lock(fd)
     try:

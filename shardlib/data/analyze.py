@@ -348,6 +348,9 @@ class _Writing(pickle.Pickler):
 class Watched:
     """A dataset, with a checksum ``contents`` of the samples that are read of it."""
 
+    contents: Contents
+    rows_at: Callable[[Any], Any]
+
     def __init__(self, dataset: Any) -> None:
         self._dataset, self.contents = dataset, Contents()
         if hasattr(dataset, "rows_at"):

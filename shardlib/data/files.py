@@ -58,6 +58,8 @@ def kind_of(start: bytes) -> FileKind | None:
 class MappedFile:
     """A file of one kind, mapped into memory."""
 
+    path: Path
+
     _kind: ClassVar[FileKind]
 
     def __init__(self, path: str | Path) -> None:
@@ -239,6 +241,8 @@ class TokenFile(MappedFile):
         FileNotFoundError: there is no such file.
     """
 
+    tokens: np.ndarray
+    ends: np.ndarray
     _kind = _TOKENS
 
     def __init__(self, path: str | Path) -> None:
@@ -274,7 +278,7 @@ class Index:
     """
 
     def __init__(self, values: Any, samples: np.ndarray | None = None) -> None:
-        self.values = as_array(values)
+        self.values: np.ndarray = as_array(values)
         if self.values.ndim != 1 or self.values.dtype.kind not in "iuf" or not len(self.values):
             raise BatchError(
                 f"Index: values of {self.values.dtype} and shape {self.values.shape}: give one number for each sample"

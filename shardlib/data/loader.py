@@ -237,7 +237,7 @@ class Loader:
         return most if until is None else min(most, -(-(until - start) // batch))
 
 
-class _Rows(Dataset):
+class _Rows(Dataset[Any]):
     """This rank's rows of a batch, from what `Loader._shares` says of it. Workers have a copy."""
 
     def __init__(self, fetch: Fetch, plan: Curriculum, change: Callable[[Any, int], Any] | None) -> None:

@@ -66,7 +66,7 @@ class Mixture:
     def __init__(self, sources: Sequence[Any], shares: tuple[int, ...]) -> None:
         self._sources, self._shares = sources, shares
         self._starts = np.cumsum([0, *map(len, sources)])
-        self.weights = tuple(Fraction(share, sum(shares)) for share in shares)
+        self.weights: tuple[Fraction, ...] = tuple(Fraction(share, sum(shares)) for share in shares)
 
     def __len__(self) -> int:
         return int(self._starts[-1])

@@ -92,6 +92,8 @@ class Streams:
         samples: the number of samples consumed, over all ranks.
     """
 
+    samples: Any
+
     def __init__(
         self,
         datasets: Sequence[Iterable[Any]],

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shardlib.data.files import TokenFile, checksum_of, tokens_in
 from shardlib.data.rows import RowsDataset
@@ -114,8 +115,10 @@ class _Listed:
             raise BatchError(
                 f"packed: documents are sequences of integers:\n{listing(wrong)}\nGive tokens, or a file's path."
             )
-        self.tokens = np.concatenate([np.empty(0, np.int64), *(array.astype(np.int64) for array, _ in found)])
-        self.ends = np.cumsum([len(array) for array, _ in found], dtype=np.uint64)
+        self.tokens: NDArray[np.int64] = np.concatenate(
+            [np.empty(0, np.int64), *(array.astype(np.int64) for array, _ in found)]
+        )
+        self.ends: NDArray[np.uint64] = np.cumsum([len(array) for array, _ in found], dtype=np.uint64)
 
     @property
     def header(self) -> dict[str, str]:
@@ -155,7 +158,7 @@ class PackedDataset(RowsDataset):
         order = np.argsort(row_of, kind="stable")
         self._starts, self._lengths, self._last = starts[order], lengths[order], last[order]
         self._rows = np.searchsorted(row_of[order], np.arange(row_of.max() + 2))
-        self.filled = len(source.tokens) / (len(self) * sequence)
+        self.filled: float = len(source.tokens) / (len(self) * sequence)
 
     @property
     def identity(self) -> str:

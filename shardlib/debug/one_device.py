@@ -55,6 +55,9 @@ class OneDevice:
         state: the optimizer's.
     """
 
+    leaves: dict[str, Any]
+    state: Tree
+
     def __init__(
         self, plan: Plan, loss_fn: Callable[..., Any], params: Tree, optimizer: GradientTransformation, rng: Key
     ) -> None:

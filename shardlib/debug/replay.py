@@ -150,7 +150,7 @@ class RankStep:
     inner: Any = None
     params: Buffers = field(default_factory=dict)
     comm: tuple[Buffers, Buffers] = field(default_factory=lambda: ({}, {}))
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     payload: dict[str, int] = field(default_factory=dict)
 
 

@@ -51,6 +51,8 @@ class HostBuffers:
         held: bytes of all buffers.
     """
 
+    held: int
+
     def __init__(self, link: HostLink) -> None:
         self.link = link
         self.down = self.up = self.held = 0

@@ -100,7 +100,7 @@ class Inputs:
     def __init__(self, plan: Plan, mesh: Mesh, together: tuple[str, ...] | None = None) -> None:
         self._plan, self._mesh = plan, mesh
         self._together = tuple(mesh.shape) if together is None else together
-        self.axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in plan.batch_axes]
+        self.axes: list[str] = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in plan.batch_axes]
         self._calls = 0
         self._batch: dict[str, str] = {}
         self._equal: dict[str, str] = {}

@@ -38,6 +38,8 @@ class Blocks:
         count: how many blocks have begun, recomputed or not; those within blocks are not counted.
     """
 
+    count: int
+
     def __init__(
         self,
         plan: Plan,
@@ -50,7 +52,7 @@ class Blocks:
         self._how, self._trained, self._surroundings, self._record = plan.step.remat, trained, surroundings, record
         self._slices = slices
         self._draws = Draws(device)
-        self.layers = Layers(plan, device)
+        self.layers: Layers = Layers(plan, device)
         self._refuses = (
             bool(plan.styles) or surroundings.scaled is not None or any(bucket.tiles > 1 for bucket in plan.buckets)
         )

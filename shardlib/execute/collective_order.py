@@ -46,6 +46,8 @@ class Record:
             `torch.func`, whose transforms allow no hooks on saved tensors. Else backward gathers it again.
     """
 
+    strayed: bool
+
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         self._plan, self._mesh = plan.tiled, mesh
         self.trace: list[Visit] | None = None

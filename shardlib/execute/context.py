@@ -99,6 +99,10 @@ class Meeting:
     a gather.
     """
 
+    axes: tuple[str, ...]
+    padded: bool
+    spare: int
+
     def __init__(self, exchange: TokenExchange, meet: Callable[[], None]) -> None:
         self._exchange, self._meet = exchange, meet
         self.axes, self.padded, self.spare = exchange.axes, exchange.padded, exchange.spare
@@ -164,7 +168,7 @@ class WholeBatch:
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, trained: bool, meet: Callable[[], None]) -> None:
-        self.axes = plan.batch_axes
+        self.axes: tuple[str, ...] = plan.batch_axes
         self._mesh, self._meet = mesh, meet
         self._microbatches = (plan.step.total_microbatches or plan.step.microbatches) if trained else 1
 

@@ -22,7 +22,7 @@ from shardlib.tree import leaves_of, tensors_of
 # they are defined (`shardlib.kernels.common.flops.counted`). Causal attention counts in full, as is the convention.
 
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 class Flops(NamedTuple):

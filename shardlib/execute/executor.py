@@ -68,6 +68,9 @@ class Executor:
         blocks: of the micro-batch.
     """
 
+    plan: Plan
+    mesh: Mesh
+
     def __init__(
         self, plan: Plan, mesh: Mesh, trained: bool, record: Record | None = None, host: HostBuffers | None = None
     ) -> None:
@@ -80,7 +83,7 @@ class Executor:
             ]
             for unit, buckets in run.buckets_of.items()
         }
-        self.record = Record(plan, mesh) if record is None else record
+        self.record: Record = Record(plan, mesh) if record is None else record
         parts = SequenceParts(plan.step.sequence, mesh, self.record.done) if plan.step.sequence else None
         self._slices = Slices(mesh, plan.step.sequence)
         self._scaled = frozenset(leaf.path for leaf in plan.placements if leaf.scaled)
@@ -116,10 +119,10 @@ class Executor:
         self._handles: dict[str, dict[str, Handle]] = {}
         self._trained_handles: list[Handle] = []
         self._saved = SavedTensors(self._touch)
-        self.host = host_memory(plan.step.remat, mesh) if trained and host is None else host
+        self.host: HostBuffers | None = host_memory(plan.step.remat, mesh) if trained and host is None else host
         store = store_of(plan.step.remat, mesh, self.host, lambda: self.record.order is None)
         self._keeper = ActivationKeeper(plan.step.remat, store, self.in_parameters, self._saved.innermost)
-        self.blocks = Blocks(plan, trained, self._surroundings, self.record, self._slices, mesh.device)
+        self.blocks: Blocks = Blocks(plan, trained, self._surroundings, self.record, self._slices, mesh.device)
         self._first = FirstRun(self._buckets, plan.styles, self._slices, parts, self.record.updates)
         self._halves: Halves | None = None
         self._phases: Phases | None = None  # of the micro-batch, where somebody follows it

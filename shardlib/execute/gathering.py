@@ -101,6 +101,9 @@ class Gathering:
         strayed: whether this rank has left the trace since `begin`.
     """
 
+    record: Record
+    strayed: bool
+
     def __init__(
         self, units: dict[str, Gatherable], record: Record, prefetch: bool, kept: Collection[str] = ()
     ) -> None:

@@ -43,6 +43,8 @@ class Phases:
         recomputing: whether a checkpoint computes again what it did not keep.
     """
 
+    recomputing: bool
+
     def __init__(self, first: int = 0) -> None:
         self._first = first
         self.begin()

@@ -28,6 +28,10 @@ class SequenceParts:
         busy: whether one of these functions runs, which know that a part is one.
     """
 
+    busy: bool
+    kind: SequenceKind
+    size: int
+
     def __init__(self, kind: SequenceKind, mesh: Mesh, done: set[str]) -> None:
         self.kind, self._mesh = kind, mesh
         self._axis, self.size, self._rank = kind.axis, mesh.shape[kind.axis], mesh.coords[kind.axis]

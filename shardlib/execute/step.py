@@ -117,7 +117,7 @@ class LossStep:
             )
         self._loss_fn, self._plan, self._mesh, self._kinds = loss_fn, plan, mesh, BufferKinds(kinds)
         self._codecs = BoundCodecs(mesh)
-        self.runner = run_by(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
+        self.runner: Runner = run_by(loss_fn, plan, mesh, trained=True, with_buffers=with_buffers)
         self._inputs = Inputs(plan, mesh)
         self._shares = Shares(plan, mesh, draws=plan.step.has_drops or wants(loss_fn, "rng"))
         self._weight: float | None = None  # of the last batch, if losses had weights

@@ -43,6 +43,11 @@ class TiledLeaf:
         rows: number of the leaf's rows (of its slice, under tensor slicing).
     """
 
+    bucket: Bucket
+    path: str
+    count: int
+    rows: int
+
     def __init__(
         self, bucket: Bucket, tiles: Sequence[Source], placement: Placement, slices: Slices, trained: bool
     ) -> None:

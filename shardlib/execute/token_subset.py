@@ -39,6 +39,8 @@ class Subset:
         length: the number of tokens of a sequence.
     """
 
+    index: Any
+
     def __init__(self, index: torch.Tensor, length: int) -> None:
         self.index, self._length = index, length
         self._shape = (len(index), length)

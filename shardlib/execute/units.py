@@ -125,6 +125,12 @@ class BucketState:
         written: whether the function is known to have written to the parameters in place.
     """
 
+    written: bool
+    like: torch.Tensor
+    bucket: Bucket
+    gathers: bool
+    first: int
+
     def __init__(
         self,
         bucket: Bucket,
@@ -134,7 +140,7 @@ class BucketState:
         each_use: bool = False,
     ) -> None:
         self.bucket, self.gathers, self.first = bucket, bucket.fetched, 0
-        self.each_use = each_use and self.gathers
+        self.each_use: bool = each_use and self.gathers
         self._stand_ins: tuple[torch.Tensor, ...] = ()
         self._mesh, self._routes, self._separate = mesh, routes, separate
         self._keeps_second = len(routes.again) < len(routes.gather)
@@ -288,6 +294,10 @@ class UnitState:
         notes: what stands for each leaf where autograd saves it while it is gathered.
     """
 
+    name: str
+    label: str
+    home: str | None
+
     def __init__(
         self,
         name: str,
@@ -302,9 +312,9 @@ class UnitState:
         self._positions = [(state, position) for state in buckets for position in range(len(state.bucket.paths))]
         for state, following in pairwise(buckets):
             following.first = state.first + len(state.bucket.paths)
-        self.notes = [(self, index) for index in range(len(self._positions))]
+        self.notes: list[tuple[UnitState, int]] = [(self, index) for index in range(len(self._positions))]
         self._leaves: list[torch.Tensor] | None = None
-        self.gathers = any(state.gathers for state in buckets)
+        self.gathers: bool = any(state.gathers for state in buckets)
 
     @property
     def paths(self) -> list[str]:

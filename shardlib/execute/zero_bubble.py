@@ -248,7 +248,7 @@ class Halves:
         finally:
             for hook in hooks:  # a hook and its node keep each other alive
                 hook.remove()
-        self.inputs = grads[: len(inputs)]
+        self.inputs: tuple[Any | None, ...] = grads[: len(inputs)]
         for leaf, value in zip(now, grads[len(inputs) :], strict=True):
             if value is not None and (handle := handle_of(leaf)) is not None:
                 self.reached[handle._path] = value

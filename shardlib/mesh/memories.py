@@ -59,7 +59,7 @@ class Transfers:
 
     def __init__(self, device: torch.device, abstract: bool = False) -> None:
         self._device = device
-        self.apart = pins(device) and not abstract
+        self.apart: bool = pins(device) and not abstract
         self._abstract = abstract
         self._streams: dict[str, torch.Stream] = {}
         self._lines: dict[str, _Line] = {}
@@ -205,6 +205,10 @@ class MemoryKind(Protocol):
 class DeviceMemory:
     """The memory of the device that a rank computes on."""
 
+    works: str
+    rests: bool
+    slots: int
+
     works, rests, slots = "device", False, 1
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -219,6 +223,10 @@ class DeviceMemory:
 
 class HostMemory:
     """The host's memory, pinned where the device has a memory of its own. Elsewhere both are one memory."""
+
+    works: str
+    rests: bool
+    slots: int
 
     works, rests, slots = "host", False, 1
 
@@ -236,6 +244,9 @@ class HostMemory:
 
 class Disk(HostMemory):
     """Files, whose buffers are worked on in the host's memory. A buffer takes two slots of whole blocks."""
+
+    rests: bool
+    slots: int
 
     rests, slots = True, 2
 

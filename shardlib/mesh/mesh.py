@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,12 @@ class Traffic:
         calls: axis -> number of exchanges.
         activation_calls: axis -> number of those that the loss function made.
     """
+
+    payload: dict[str, int]
+    scalars: dict[str, int]
+    activations: dict[str, int]
+    calls: dict[str, int]
+    activation_calls: dict[str, int]
 
     def __init__(self) -> None:
         self.payload, self.scalars, self.activations = dict[str, int](), dict[str, int](), dict[str, int]()
@@ -86,14 +92,14 @@ class Mesh(Shown):
         device: torch.device,
         abstract: bool = False,
     ) -> None:
-        self.shape = dict(shape)
+        self.shape: dict[str, int] = dict(shape)
         self.rank = rank
-        self.coords = coordinates(self.shape, rank)
-        self.device = with_index(device)
+        self.coords: dict[str, int] = coordinates(self.shape, rank)
+        self.device: torch.device = with_index(device)
         self.abstract = abstract
-        self.traffic = Traffic()
-        self.transfers = Transfers(device, abstract)
-        self.kept = KeptMemory(self.transfers)
+        self.traffic: Traffic = Traffic()
+        self.transfers: Transfers = Transfers(device, abstract)
+        self.kept: KeptMemory = KeptMemory(self.transfers)
         self._groups = dict(groups)
 
     @property
@@ -279,7 +285,10 @@ def _require_device(device: Any) -> None:
         )
 
 
-def as_mesh(mesh: Any) -> Mesh:
+AnyMesh: TypeAlias = Mesh | DeviceMesh
+
+
+def as_mesh(mesh: AnyMesh) -> Mesh:
     """A `Mesh`, from itself or from a torch `DeviceMesh` with named dimensions.
 
     Raises:

@@ -123,7 +123,7 @@ def _block(
     return _norm(params["ln2"], x + think(x))
 
 
-block = mark_block(_block)
+block: Callable[..., torch.Tensor] = mark_block(_block)
 
 
 def hidden(config: BERTConfig, params: Params, batch: dict[str, Tensor], rng: Key | None = None) -> Tensor:

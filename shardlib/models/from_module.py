@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Protocol, overload
 
 import torch
 from torch import nn
@@ -25,6 +25,53 @@ from shardlib.sharded.unshard import unshard
 from shardlib.tree import Tree
 
 
+class ModuleParams(Protocol):
+    """A module's parameters: a dictionary of trees, or a list of them. Of a module on the meta device, a function that
+    makes one."""
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+class Apply(Protocol):
+    """``apply(params, *args, **kwargs)``: see `from_module`."""
+
+    def __call__(self, params: Any, /, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class ApplyWithBuffers(Protocol):
+    """``apply(params, buffers, *args, **kwargs) -> (output, buffers)``: see `from_module`."""
+
+    def __call__(self, params: Any, buffers: Buffers, /, *args: Any, **kwargs: Any) -> tuple[Any, Buffers]: ...
+
+
+@overload
+def from_module(
+    module: nn.Module, buffers: Literal[False] = False, blocks: None = None, frozen: Literal[False] = False
+) -> tuple[Apply, ModuleParams]: ...
+@overload
+def from_module(
+    module: nn.Module, buffers: Literal[False] = False, blocks: None = None, *, frozen: Literal[True]
+) -> tuple[Apply, ModuleParams, list[str]]: ...
+@overload
+def from_module(
+    module: nn.Module, buffers: Literal[True], blocks: None = None, frozen: Literal[False] = False
+) -> tuple[ApplyWithBuffers, ModuleParams, Buffers]: ...
+@overload
+def from_module(
+    module: nn.Module, buffers: Literal[True], blocks: None = None, *, frozen: Literal[True]
+) -> tuple[ApplyWithBuffers, ModuleParams, Buffers, list[str]]: ...
+@overload
+def from_module(
+    module: nn.Module, buffers: Literal[False] = False, *, blocks: Sequence[nn.Module], frozen: Literal[False] = False
+) -> tuple[Sequential, list[ModuleParams]]: ...
+@overload
+def from_module(
+    module: nn.Module, buffers: Literal[False] = False, *, blocks: Sequence[nn.Module], frozen: Literal[True]
+) -> tuple[Sequential, list[ModuleParams], list[str]]: ...
+@overload
+def from_module(
+    module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Module] | None = None, frozen: bool = False
+) -> tuple[Any, ...]: ...
 def from_module(
     module: nn.Module, buffers: bool = False, blocks: Sequence[nn.Module] | None = None, frozen: bool = False
 ) -> tuple[Any, ...]:

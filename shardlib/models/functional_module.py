@@ -46,6 +46,9 @@ class FunctionalModule:
         first: looks at the first calls.
     """
 
+    module: Any
+    hooks: ParameterHooks
+
     def __init__(
         self,
         module: nn.Module,
@@ -57,7 +60,7 @@ class FunctionalModule:
         self.module, self.hooks = module, hooks or ParameterHooks({})
         self._buffers, self._original = dict(buffers), original
         self._modules = dict(module.named_modules(remove_duplicate=False))
-        self.first = FirstCalls(list(self._modules.values()), original.names if original else {})
+        self.first: FirstCalls = FirstCalls(list(self._modules.values()), original.names if original else {})
         self._parameters = {
             joined(prefix, leaf): (owner, leaf)
             for prefix, owner in self._modules.items()
@@ -68,8 +71,8 @@ class FunctionalModule:
         def path(inside: str) -> str:
             return f"{name}.{inside}".strip(".").replace(".", "/")
 
-        self.by_path = {path(inside): submodule for inside, submodule in module.named_modules()}
-        self.paths = tuple(map(path, self._parameters))
+        self.by_path: dict[str, Any] = {path(inside): submodule for inside, submodule in module.named_modules()}
+        self.paths: tuple[str, ...] = tuple(map(path, self._parameters))
         self._renew()
 
     def part(self, name: str) -> FunctionalModule:

@@ -134,7 +134,7 @@ def _mlp(params: Params, x: Tensor) -> Tensor:
     return linear(params["down"], F.gelu(hidden, approximate="tanh"))
 
 
-block = mark_block(_block)
+block: Callable[..., tuple[Tensor, Routed | None]] = mark_block(_block)
 
 
 def embed(

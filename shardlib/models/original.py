@@ -49,6 +49,9 @@ class Original:
         calls: see `CopiedModule`.
     """
 
+    calls: int
+    names: Names
+
     def __init__(self, module: nn.Module, copied: Copied) -> None:
         self.calls = 0
         register(self)

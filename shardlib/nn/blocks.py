@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,10 @@ from shardlib.rng import Key
 Runner = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-def block(fn: Callable[..., Any]) -> Callable[..., Any]:
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def block(fn: F) -> F:
     """Mark ``fn`` as a block: ``fn(params, *inputs) -> outputs`` over pytrees of tensors.
 
     Under `remat` a block's activations are recomputed in backward. Under ZeRO-3 its parameters are gathered once, before it
@@ -39,7 +42,7 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     def marked(*args: Any, **kwargs: Any) -> Any:
         return _call(fn, args, kwargs)
 
-    return marked
+    return cast(F, marked)
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,8 +60,8 @@ class Sequential:
     """
 
     def __init__(self, blocks: Sequence[Callable[..., Any]]) -> None:
-        self.functions = list(blocks)
-        self.blocks = [block(fn) for fn in blocks]
+        self.functions: list[Callable[..., Any]] = list(blocks)
+        self.blocks: list[Callable[..., Any]] = [block(fn) for fn in blocks]
         rngs = [_rng_of(fn) for fn in blocks]
         self._wants_rng = [rng is not None for rng in rngs]
         names = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("params", "batch")]
@@ -67,7 +70,7 @@ class Sequential:
             required = any(rng is not None and rng.default is inspect.Parameter.empty for rng in rngs)
             default = inspect.Parameter.empty if required else None
             names.append(inspect.Parameter("rng", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default))
-        self.__signature__ = inspect.Signature(names)
+        self.__signature__: inspect.Signature = inspect.Signature(names)
 
     def __len__(self) -> int:
         return len(self.blocks)

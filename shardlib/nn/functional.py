@@ -4,7 +4,7 @@ returned, with its arithmetic."""
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,34 +17,13 @@ from shardlib.kernels.linear_cross_entropy import check_layer, check_options, ch
 from shardlib.kernels.linear_cross_entropy import linear_cross_entropy as chunked_cross_entropy
 from shardlib.nn.sequence import shard_sequence, sum_sequence
 
-T = TypeVar("T")
+Scalar: TypeAlias = torch.Tensor | float
 
 # The number of logits from which they are computed in chunks and not kept. Below it plain operations are as fast, and their
 # backward can be split for zero-bubble schedules.
 _MANY = Threshold(1 << 24)
 
 
-def _with_arithmetic(means: type[T]) -> type[T]:
-    """Give a class of means its operators, in place of those of tuples."""
-    for name, operator in _OPERATORS.items():
-        setattr(means, name, operator)
-    return means
-
-
-_OPERATORS = {
-    "__add__": lambda mean, other: _added(mean, other),
-    "__radd__": lambda mean, other: _added(other, mean),
-    "__sub__": lambda mean, other: _added(mean, _scaled(other, -1)),
-    "__rsub__": lambda mean, other: _added(other, _scaled(mean, -1)),
-    "__neg__": lambda mean: _scaled(mean, -1),
-    "__mul__": lambda mean, factor: _scaled(mean, _number(factor)),
-    "__rmul__": lambda mean, factor: _scaled(mean, _number(factor)),
-    "__truediv__": lambda mean, divisor: _scaled(mean, 1 / _number(divisor)),
-    "__array_ufunc__": None,  # NumPy's scalars would take a mean for a tuple
-}
-
-
-@_with_arithmetic
 class Mean(NamedTuple):
     """A mean as a total and a weight, both scalars. Totals and weights are summed over micro-batches and ranks.
 
@@ -68,8 +47,31 @@ class Mean(NamedTuple):
     total: Any
     weight: Any
 
+    def __add__(self, other: Addend) -> Mean | Means:  # type: ignore[override]
+        return _added(self, other)
 
-@_with_arithmetic
+    def __radd__(self, other: Addend) -> Mean | Means:
+        return _added(other, self)
+
+    def __sub__(self, other: Addend) -> Mean | Means:
+        return _added(self, _scaled(other, -1))
+
+    def __rsub__(self, other: Addend) -> Mean | Means:
+        return _added(other, _scaled(self, -1))
+
+    def __neg__(self) -> Mean:
+        return _scaled(self, -1)
+
+    def __mul__(self, factor: Scalar) -> Mean:  # type: ignore[override]
+        return _scaled(self, _number(factor))
+
+    def __rmul__(self, factor: Scalar) -> Mean:  # type: ignore[override]
+        return _scaled(self, _number(factor))
+
+    def __truediv__(self, divisor: Scalar) -> Mean:
+        return _scaled(self, 1 / _number(divisor))
+
+
 class Means(NamedTuple):
     """A sum of means: the sum of its terms' quotients, in each of which total and weight are summed over micro-batches and
     ranks first. A term of weight 0 adds nothing.
@@ -79,6 +81,39 @@ class Means(NamedTuple):
     """
 
     terms: tuple[Mean, ...]
+
+    def __add__(self, other: Addend) -> Mean | Means:  # type: ignore[override]
+        return _added(self, other)
+
+    def __radd__(self, other: Addend) -> Mean | Means:
+        return _added(other, self)
+
+    def __sub__(self, other: Addend) -> Mean | Means:
+        return _added(self, _scaled(other, -1))
+
+    def __rsub__(self, other: Addend) -> Mean | Means:
+        return _added(other, _scaled(self, -1))
+
+    def __neg__(self) -> Mean | Means:
+        return _scaled(self, -1)
+
+    def __mul__(self, factor: Scalar) -> Mean | Means:  # type: ignore[override]
+        return _scaled(self, _number(factor))
+
+    def __rmul__(self, factor: Scalar) -> Mean | Means:  # type: ignore[override]
+        return _scaled(self, _number(factor))
+
+    def __truediv__(self, divisor: Scalar) -> Mean | Means:
+        return _scaled(self, 1 / _number(divisor))
+
+
+for _means in (Mean, Means):
+    setattr(_means, "__array_ufunc__", None)  # noqa: B010  # NumPy's scalars would take a mean for a tuple
+
+Addend: TypeAlias = Mean | Means | Scalar
+Loss: TypeAlias = torch.Tensor | Mean | Means
+# What a loss function may return: a loss, also with aux; with buffers either of these comes first.
+LossResult: TypeAlias = Loss | tuple[Loss, Any] | tuple[tuple[Loss, Any], Any]
 
 
 def _terms(value: Any) -> tuple[Mean, ...]:

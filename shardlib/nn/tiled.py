@@ -102,6 +102,9 @@ class Join:
     """A tensor that is made of tiles, each of which can be freed when it is in its place. ``out``: memory for the whole
     tensor."""
 
+    out: Any
+    view: View
+
     def __init__(self, out: torch.Tensor, view: View) -> None:
         self.out, self.view = out, view
         self._stand_ins: list[torch.Tensor] = []

@@ -10,7 +10,7 @@ import abc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, overload
 
 import optree
 import torch
@@ -31,6 +31,7 @@ from shardlib.plan.transform import Resolved, Transform
 from shardlib.plan.value import PlanValue
 from shardlib.sharded.tree import Sharded, require_no_shards
 from shardlib.tree import (
+    T,
     Tree,
     check_alike,
     check_trained,
@@ -41,6 +42,8 @@ from shardlib.tree import (
     trained_part,
     tree_map,
 )
+
+S = TypeVar("S")  # an optimizer's state
 
 
 class StateMethods(Protocol):
@@ -172,6 +175,13 @@ class GradientTransformation:
         code: returns the code that makes the transformation, which its repr is; None for those that no public function made.
     """
 
+    reads_old: bool
+
+    owns: Owned | None
+    last: str | None
+    locality: Locality | None
+    factor: Callable[[Tree, torch.Tensor | None, Shards], torch.Tensor] | None
+    rest: Locality | None
     code: Code | None = None
 
     def __init__(
@@ -218,7 +228,13 @@ class GradientTransformation:
             sent.update(self.sends(part))
         return self.init(flat, shards=shards), dict(sent)
 
-    def update(self, updates: Tree, state: Tree, params: Tree = None, *, shards: Shards = WHOLE) -> tuple[Tree, Tree]:
+    @overload
+    def update(
+        self, updates: Sharded[T], state: S, params: Sharded[T] | None = None, *, shards: Shards = WHOLE
+    ) -> tuple[Sharded[T], S]: ...
+    @overload
+    def update(self, updates: T, state: S, params: T | None = None, *, shards: Shards = WHOLE) -> tuple[T, S]: ...
+    def update(self, updates: Any, state: Any, params: Any = None, *, shards: Shards = WHOLE) -> tuple[Any, Any]:
         """The transformed ``updates`` (at first gradients) and the new state. Changes nothing in place.
 
         ``updates`` may also be `Sharded` parameters, to average them; the result is then `Sharded` parameters.
@@ -236,6 +252,7 @@ class GradientTransformation:
             )
         if isinstance(updates, Sharded):
             shards = MeshShards(updates.plan, updates.mesh)
+            flat: Any
             flat, state = self.update(self._lower(updates), state, self._lower(params), shards=shards)
             if updates.role == "param":
                 return stored(updates, flat), state

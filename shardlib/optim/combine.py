@@ -133,6 +133,8 @@ def named_chain(*transformations: tuple[str, GradientTransformation]) -> Gradien
 class OptimizerChain(GradientTransformation):
     """The chain of ``transformations``. ``pack`` makes one state of their states, and ``unpack`` is its inverse."""
 
+    transformations: tuple[GradientTransformation, ...]
+
     def __init__(
         self,
         what: str,

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Generic, NamedTuple, NoReturn
 
 import optree
 import torch
@@ -22,7 +22,7 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.optim.on_disk import OnDisk, buckets_on_disk
 from shardlib.optim.train_state import TrainState
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import path_name
+from shardlib.tree import T_co, path_name
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ class StateSkeleton:
         on_disk: path -> a tensor that lies in files of its own.
         mesh: of the state's sharded parts; None if it has none.
     """
+
+    state: Any
+    what: str
 
     def __init__(self, state: Any, what: str) -> None:
         self.state, self.what = state, what
@@ -204,13 +207,16 @@ class Parked(NamedTuple):
     move: str
 
 
-class Moved:
+class Moved(Generic[T_co]):
     """A state that lies in host memory or on disk. `to_device` brings it back; until then nothing else can be done with it.
 
     Attributes:
         skeleton: the state, in which views stand for tensors.
         where: "host memory", or the folders.
     """
+
+    skeleton: StateSkeleton
+    where: str
 
     def __init__(self, skeleton: StateSkeleton, where: str, held: dict[str, torch.Tensor] | Parked) -> None:
         self.skeleton, self.where = skeleton, where

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, overload
 
 import torch
 
@@ -25,11 +25,15 @@ from shardlib.optim.train_state import TrainState
 from shardlib.plan.loss_scale import LossScale
 from shardlib.rng import Key
 from shardlib.sharded.disk import Flat, Store, open_on_all_ranks
+from shardlib.tree import T
 
-_T = TypeVar("_T")
 Folders = str | Path | Sequence[str | Path]
 
 
+@overload
+def to_host(state: Moved[T]) -> Moved[T]: ...
+@overload
+def to_host(state: T) -> Moved[T]: ...
 def to_host(state: Any) -> Moved:
     """Move a state to host memory (pinned, where there is an accelerator), so that its device memory is free.
 
@@ -62,6 +66,10 @@ def to_host(state: Any) -> Moved:
     return Moved(skeleton, "host memory", storages)
 
 
+@overload
+def to_disk(state: Moved[T], folder: Folders) -> Moved[T]: ...
+@overload
+def to_disk(state: T, folder: Folders) -> Moved[T]: ...
 def to_disk(state: Any, folder: Folders) -> Moved:
     """Move a state into files, so that its memory is free. When this returns, the state is on the disk, whole.
 
@@ -107,6 +115,10 @@ def to_disk(state: Any, folder: Folders) -> Moved:
     return Moved(skeleton, where, Parked(folders, move))
 
 
+@overload
+def to_device(moved: Moved[T]) -> T: ...
+@overload
+def to_device(moved: Folders, like: T) -> T: ...
 def to_device(moved: Moved | Folders, like: Any = None) -> Any:
     """Bring a state back to where it was before `to_host` or `to_disk`: the same values, to the bit.
 
@@ -186,7 +198,7 @@ class MovedFiles:
     def __init__(self, skeleton: StateSkeleton, folders: Sequence[str | Path], problem: str) -> None:
         _require_mesh(skeleton)
         self._skeleton, self._problem = skeleton, problem
-        self.where = ", ".join(map(str, folders))
+        self.where: str = ", ".join(map(str, folders))
         self._store = store = _opened(skeleton, folders, problem)
 
         def look() -> tuple[str, dict[int, dict[str, Any]]]:
@@ -203,8 +215,8 @@ class MovedFiles:
         self._number = common[-1][0] if common else None
         self._next = 1 + max((number for found in ranks for number in found), default=0)
         newest = [found[self._number] for found in ranks] if self._number is not None else []
-        self.notes = newest[skeleton.mesh.rank if skeleton.mesh else 0] if newest else None
-        self.taken = all(notes["taken"] for notes in newest)
+        self.notes: dict[str, Any] | None = newest[skeleton.mesh.rank if skeleton.mesh else 0] if newest else None
+        self.taken: bool = all(notes["taken"] for notes in newest)
 
     def __enter__(self) -> MovedFiles:
         return self
@@ -318,7 +330,7 @@ class MovedFiles:
 
         self._together(on_rank)
 
-    def _together(self, work: Callable[[], _T]) -> list[_T]:
+    def _together(self, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank that holds a part of the state; a tree without a mesh is one rank's."""
         mesh = self._skeleton.mesh
         return [work()] if mesh is None else on_all_ranks(mesh, work, self._problem)

@@ -24,6 +24,10 @@ class OnDisk(Packed):
         version: the number of the states that it belongs to.
     """
 
+    files: TieredBuffers
+    name: str
+    shape: tuple[int, ...]
+
     rounds = False
 
     def __init__(
@@ -89,6 +93,8 @@ class PendingChange(Packed):
         leaf: what lies on disk.
     """
 
+    leaf: OnDisk
+
     rounds = False
 
     def __init__(self, leaf: OnDisk, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -141,7 +147,7 @@ class InPlace:
 
     def __init__(self, trees: Iterable[Any]) -> None:
         found = [leaf.files for tree in trees for leaf in leaves_of(tree) if isinstance(leaf, OnDisk)]
-        self.files = list({id(files): files for files in found}.values())
+        self.files: list[TieredBuffers] = list({id(files): files for files in found}.values())
         self._begun: list[TieredBuffers] = []
 
     def begin(self) -> None:

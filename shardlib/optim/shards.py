@@ -246,7 +246,7 @@ class MeshShards(Shards):
         self._counting = Counting(plan, mesh, unreduced)
         self._known: list[tuple[Any, Any, torch.Tensor]] = []
         self._partial = False
-        self.exchanges = Exchanges()
+        self.exchanges: Exchanges = Exchanges()
 
     def compressed_mean(
         self, tree: dict[str, torch.Tensor], out: dict[str, torch.Tensor] | None = None

@@ -40,6 +40,9 @@ class RolledBack(Exception):
         fits: whether this rank's copies of parameters follow the parameters of the step's state now.
     """
 
+    error: Exception
+    fits: bool
+
     def __init__(self, error: Exception, fits: bool = False) -> None:
         super().__init__(str(error))
         error.add_note("The state that the step was given is as it was: it can be saved, and used again")
@@ -81,6 +84,8 @@ class StateStorage:
     Raises:
         StorageError: the folders are in use, hold another plan's states, or have too little space.
     """
+
+    in_place: str
 
     def __init__(self, plan: Plan, mesh: Mesh, planned: OptimizerState | None = None) -> None:
         self._mesh = mesh

@@ -44,6 +44,8 @@ class Storing:
         params: the stored parameters.
     """
 
+    params: Sharded
+
     def __init__(self, params: Sharded) -> None:
         self.params, self._mesh = params, params.mesh
         self._arriving: dict[str, tuple[torch.Tensor, Transfer]] = {}

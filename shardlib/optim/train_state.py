@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Generic, NamedTuple, NoReturn, NotRequired, Protocol, TypedDict
 
 import optree
 import torch
@@ -25,7 +25,7 @@ from shardlib.plan.tables import size
 from shardlib.rng import Key
 from shardlib.sharded.shard import put_together, require_same_copies
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, flatten, register_node, tree_map
+from shardlib.tree import T, T_co, Tree, flatten, register_node, tree_map
 
 
 class Pending(NamedTuple):
@@ -56,7 +56,7 @@ class OptimizerState(NamedTuple):
     pending: Pending | tuple[()] = ()
 
 
-class TrainState(Shown):
+class TrainState(Shown, Generic[T_co]):
     """Everything that a step reads and writes. A pytree.
 
     Attributes:
@@ -72,7 +72,7 @@ class TrainState(Shown):
 
     step: int
     in_batch = False
-    params: Sharded
+    params: Sharded[T_co]
     opt: OptimizerState
     comm: dict[str, torch.Tensor]
     buffers: Any
@@ -82,7 +82,7 @@ class TrainState(Shown):
     def __init__(
         self,
         step: int,
-        params: Sharded,
+        params: Sharded[T_co],
         opt: OptimizerState,
         comm: dict[str, torch.Tensor],
         buffers: Any,
@@ -93,7 +93,7 @@ class TrainState(Shown):
         self.comm, self.buffers, self.scale, self.rng = comm, buffers, scale, rng
         self._fits: tuple[Sharded, dict[str, int]] | None = None
 
-    def fitting(self) -> TrainState:
+    def fitting(self) -> TrainState[T_co]:
         """This state, with a record that the optimizer's copies of parameters fit the parameters' present values."""
         self._fits = self.params, self.params.versions()
         return self
@@ -217,6 +217,33 @@ class TrainState(Shown):
         yield from self.params.shown()
 
 
+class Metrics(TypedDict):
+    """What a train step returns beside the state: see `shardlib.make_train_step`.
+
+    Attributes:
+        layer_tokens, undone, aux: there for the plans and loss functions that have them.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    finite: bool
+    layer_tokens: NotRequired[int]
+    undone: NotRequired[int]
+    aux: NotRequired[Any]
+
+
+class TrainStep(Protocol[T]):
+    """``train_step(state, batch) -> (state, metrics)``, as `shardlib.make_train_step` makes it.
+
+    Attributes:
+        graph: the step as one graph, which prints itself; None without ``compile``.
+    """
+
+    graph: Any
+
+    def __call__(self, state: TrainState[T], batch: Any, /) -> tuple[TrainState[T], Metrics]: ...
+
+
 def require_state(what: str, state: Any, batch: Any) -> TrainState:
     """``state``, if it is one. ``what`` is the function that was given both, for the message.
 
@@ -253,7 +280,7 @@ def _rebuild(static: Any, children: Iterable[Any]) -> TrainState:
 register_node(TrainState, _children, _rebuild)
 
 
-def replace_params(state: TrainState, params: Any, *, donate: bool = True) -> TrainState:
+def replace_params(state: TrainState[T], params: Sharded[T] | T, *, donate: bool = True) -> TrainState[T]:
     """``state`` with other parameters, such as an average, or parameters from a file::
 
         averaged, kept = average.update(state.params, kept)

@@ -66,7 +66,7 @@ class Updates:
         self._optimizer, self._plan, self._mesh, self._donates = optimizer, plan, mesh, donates
         self._separation = Separation(plan)
         self._groups = update_groups(optimizer, plan)
-        self.alone = in_files(plan)
+        self.alone: bool = in_files(plan)
         if self.alone and not donates:
             raise IllegalComposition(
                 "donate=False keeps the old state of every step, and what is on disk is there once: leave donate=True, or "

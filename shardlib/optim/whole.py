@@ -85,6 +85,8 @@ class Exchanges:
         repeated: whether the update is made once more, for the exchanges that were left out: what it computes is nobody's.
     """
 
+    repeated: bool
+
     def __init__(self) -> None:
         self._made = self._left_out = 0
         self.repeated = False

@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any, Self
 
 from shardlib.common.display.panels import Panel, Shown
-from shardlib.plan import memory, program, shown, text
-from shardlib.plan.program import Program
+from shardlib.plan import program, shown, text
+from shardlib.plan.memory import held_bytes, live_bytes, peak_bytes
+from shardlib.plan.program import Message, Program
 from shardlib.plan.value import PlanValue
 
 
@@ -20,13 +21,36 @@ class Plan(PlanValue, Shown):
     Its fields are those of `shardlib.plan.value.PlanValue`.
     """
 
-    bytes = memory.held_bytes
-    live_bytes = cached_property(memory.live_bytes)
-    peak_bytes = cached_property(memory.peak_bytes)
-    payload = program.payload
-    transfers = program.transfers
-    messages = program.messages
-    __str__ = __repr__ = text.describe
+    def bytes(self, role: str, memory: str | None = None) -> int:
+        """Bytes that one rank holds of a role, or of "total": see `shardlib.plan.memory.held_bytes`."""
+        return held_bytes(self, role, memory)
+
+    @cached_property
+    def live_bytes(self) -> int | None:
+        """Peak bytes of a micro-batch beside the state, None without a trace: see `shardlib.plan.memory.live_bytes`."""
+        return live_bytes(self)
+
+    @cached_property
+    def peak_bytes(self) -> int | None:
+        """Peak bytes of the device's memory in a step, None without a trace: see `shardlib.plan.memory.peak_bytes`."""
+        return peak_bytes(self)
+
+    def payload(self, *, owned: bool = False) -> dict[str, int]:
+        """Axis -> bytes that one rank sends in a step: see `shardlib.plan.program.payload`."""
+        return program.payload(self, owned=owned)
+
+    def transfers(self) -> dict[str, int]:
+        """Bytes copied between memories in a step: see `shardlib.plan.program.transfers`."""
+        return program.transfers(self)
+
+    def messages(self, *, owned: bool = False, moves: bool = False) -> Iterator[Message]:
+        """The messages of a step, in order: see `shardlib.plan.program.messages`."""
+        return program.messages(self, owned=owned, moves=moves)
+
+    def __str__(self) -> str:
+        return text.describe(self)
+
+    __repr__ = __str__
 
     def shown(self) -> Iterator[Panel]:
         """What a notebook and a terminal show."""

@@ -151,8 +151,8 @@ class Model:
         self._batch = tree_map(_shape, batch)
         self._blocks: dict[Choice, BlockCosts | ShardlibError] = {}
         self._known: dict[int, TraceCache] = {}  # rows of a rank -> the traces of plans
-        self.cuts = isinstance(loss_fn, Sequential) and isinstance(params, (list, tuple))
-        self.count = len(params) if self.cuts else 1
+        self.cuts: bool = isinstance(loss_fn, Sequential) and isinstance(params, (list, tuple))
+        self.count: int = len(params) if self.cuts else 1
 
     @property
     def rows(self) -> int:

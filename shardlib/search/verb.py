@@ -14,6 +14,8 @@ from shardlib.common.thresholds import Threshold
 from shardlib.errors import BatchError, IllegalComposition, MeshError, ShardlibError, listing
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.losses import require_no_buffers
+from shardlib.nn.functional import LossResult
+from shardlib.optim.base import GradientTransformation
 from shardlib.optim.checks import check, is_share, is_step
 from shardlib.optim.combine import require_transformations
 from shardlib.plan.limits import Limits
@@ -200,12 +202,12 @@ def _followers(values: Iterable[str | None]) -> dict[str | None, str | None]:
 
 
 def search_plan(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., LossResult],
     params: Tree | Callable[[], Tree],
     machine: Machine,
     batch: Any,
     *,
-    optimizer: Any,
+    optimizer: GradientTransformation,
     ranks: int,
     rules: Mapping[str, Any] | None = None,
     space: Space | None = None,

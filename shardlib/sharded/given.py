@@ -24,6 +24,10 @@ class Local:
         tree: the nested tree of leaves, whose slices have no padding.
     """
 
+    plan: Plan
+    mesh: Mesh
+    tree: Tree
+
     def __init__(self, plan: Plan, mesh: Mesh, tree: Tree) -> None:
         self.plan, self.mesh, self.tree = plan, mesh, tree
 

@@ -34,6 +34,9 @@ class ParamsOnDisk(TieredBuffers):
         unread: the first error of a `gather`; see `Reads`.
     """
 
+    given: int
+    writes: int
+
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
         flats = {
             part.name: Flat(part.size(part.param_level), part.dtype) for bucket in plan.buckets for part in bucket.cut
@@ -148,6 +151,8 @@ class ParamsOnDisk(TieredBuffers):
 class BufferOnDisk:
     """The buffer of a bucket or a tile, which is read for each use."""
 
+    dtype: torch.dtype
+
     def __init__(self, files: ParamsOnDisk, bucket: Bucket) -> None:
         self._files, self._bucket, self.dtype = files, bucket, bucket.dtype
 
@@ -165,6 +170,8 @@ class BuffersOnDisk(Mapping[str, torch.Tensor]):
         files: shared with the trees before this one and after it.
         version: the number of the commit that makes these buffers the files' content.
     """
+
+    version: int
 
     def __init__(self, files: ParamsOnDisk, version: int) -> None:
         self._files, self.version = files, version

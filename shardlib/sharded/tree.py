@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from shardlib.plan.plan import Plan
 from shardlib.plan.shown import leaf_folds
 from shardlib.plan.tables import count, size
 from shardlib.sharded.params_on_disk import BufferOnDisk, BuffersOnDisk
-from shardlib.tree import Tree, flatten, register_node, unflatten
+from shardlib.tree import T_co, Tree, flatten, register_node, unflatten
 
 
 class _Held:
@@ -39,7 +39,7 @@ class _Held:
         self.taken: str | None = None
 
 
-class Sharded(Shown):
+class Sharded(Shown, Generic[T_co]):
     """This rank's shards of a parameter pytree (role "param") or of its gradients (role "grad").
 
     A pytree: ``tree_map`` over it returns another `Sharded`; indexing reads the tree. The shards lie in one flat buffer per
@@ -58,6 +58,10 @@ class Sharded(Shown):
         in_batch: whether the tree is part of a batch, in which it has no leaves, so that nothing cuts or compares it.
     """
 
+    plan: Plan
+    mesh: Mesh
+    role: str
+
     in_batch = False
 
     def __init__(
@@ -67,10 +71,10 @@ class Sharded(Shown):
         self._held = _Held(buffers, tree)
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> T_co:
         self._check()
         read: Callable[[Sharded], Tree] | None = environment().reads
-        return self.shards if read is None else read(self)
+        return cast(T_co, self.shards if read is None else read(self))
 
     @property
     def shards(self) -> Tree:
@@ -244,13 +248,16 @@ class Sharded(Shown):
         )
 
     def __getitem__(self, key: Any) -> Any:
-        return self.tree[key]
+        tree: Any = self.tree
+        return tree[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.tree)
+        tree: Any = self.tree
+        return iter(tree)
 
     def __len__(self) -> int:
-        return len(self.tree)
+        tree: Any = self.tree
+        return len(tree)
 
     def __repr__(self) -> str:
         return f"Sharded {self.role} tree of rank {self.mesh.rank} on {self.mesh}\n{self.plan}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, Protocol, overload
 
 import torch
 
@@ -18,10 +18,21 @@ from shardlib.plan.exchanges import gathers
 from shardlib.sharded.gather import Gather
 from shardlib.sharded.given import sharded_params
 from shardlib.sharded.tree import Sharded
-from shardlib.tree import Tree, matches, unflatten
+from shardlib.tree import T, T_co, matches, unflatten
 
 
-def unshard(params: Any) -> Tree:
+class HoldsParams(Protocol[T_co]):
+    """A train state, to what needs its parameters alone."""
+
+    @property
+    def params(self) -> Sharded[T_co]: ...
+
+
+@overload
+def unshard(params: Sharded[T]) -> T: ...
+@overload
+def unshard(params: HoldsParams[T]) -> T: ...
+def unshard(params: Any) -> Any:
     """Gather the full pytree on every rank, in the memory that the shards lie in. Tied leaves come back as one tensor;
     gradients of frozen leaves as None.
 
@@ -137,7 +148,7 @@ class Resharded:
         like = {
             leaf.path: torch.empty(leaf.compute.shape, dtype=leaf.compute.dtype, device="meta") for leaf in plan.leaves
         }
-        self.tree = unflatten(plan.shape.treedef, [like[leaf.path] for leaf in plan.leaves])  # tied leaves are one
+        self.tree: Any = unflatten(plan.shape.treedef, [like[leaf.path] for leaf in plan.leaves])  # tied leaves are one
 
     def replay(self, paths: Mapping[int, str], take: Callable[[str, torch.Tensor], None]) -> None:
         """Give each leaf's path and value to ``take``."""

@@ -127,6 +127,8 @@ class Residuals:
         after: name -> flat tensor, after the exchanges so far.
     """
 
+    after: dict[str, Any]
+
     def __init__(self, before: dict[str, torch.Tensor]) -> None:
         self._before = before
         self.after = dict(before)

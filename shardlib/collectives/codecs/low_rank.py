@@ -67,6 +67,8 @@ class BoundLowRank:
         elements: lengths of the two messages, padding included.
     """
 
+    rows: Rows
+
     def __init__(self, rows: Rows, rank: int) -> None:
         self.rows, self._rank = rows, rank
         self._matrices: list[_Matrix] = []
@@ -81,7 +83,7 @@ class BoundLowRank:
                 )  # with the padding, so that all slices are equally long
         self._factors = sum(matrix.m for matrix in self._matrices) * rank
         second = self._factors + sum(stop - start for start, stop in self._spans)
-        self.elements = (
+        self.elements: tuple[int, int] = (
             self._padded(sum(matrix.n for matrix in self._matrices) * rank),
             self._padded(second),
         )

@@ -43,12 +43,15 @@ class BoundTwoPhase(ABC):
         widths: bytes of a message to one rank (first phase), and of a message to all ranks (second phase).
     """
 
+    rows: Rows
+    row: int
+
     averages: ClassVar[bool] = False  # whether `_sum` and `_sum_encode` return means of what they are given
 
     def __init__(self, rows: Rows, feedback: bool, grain: int, scales: tuple[int, torch.dtype], values: int) -> None:
         self.rows, self.row, self._feedback, self._grain, self._scales = rows, rows.row(grain), feedback, grain, scales
         width = scales[0] * scales[1].itemsize + values
-        self.widths = (width, width)
+        self.widths: tuple[int, int] = (width, width)
 
     @abstractmethod
     def _encode(self, residual: torch.Tensor, x: torch.Tensor) -> Coded:

@@ -31,6 +31,8 @@ class Slices:
         sequence: the kind by which sequences are cut; None if they are not.
     """
 
+    mesh: Mesh
+
     def __init__(self, mesh: Mesh, sequence: SequenceKind | None) -> None:
         self.mesh, self._sequence = mesh, sequence
         # Axis -> the input that `enter` was last called with, its version and whether it had a gradient, and the result.

@@ -27,11 +27,11 @@ class FetchHop:
 
     def __init__(self, held: Mapping[Place, Sequence[int]], targets: Sequence[Place], k: int, size: int) -> None:
         others = range(size)
-        self.leaving = {
+        self.leaving: dict[Place, list[list[int]]] = {
             place: [[slot for slot in slots if targets[slot][k] == other] for other in others]
             for place, slots in held.items()
         }
-        self.arriving = {
+        self.arriving: dict[Place, list[list[int]]] = {
             place: [self.leaving[*place[:k], other, *place[k + 1 :]][place[k]] for other in others] for place in held
         }
 

@@ -231,6 +231,8 @@ class RowTransfer:
         tangents: the transfer of the rows' tangents, in forward mode.
     """
 
+    route: Route
+
     def __init__(self, mesh: Mesh, route: Route, dispatches: bool, packings: Packings, about: str) -> None:
         self._mesh, self.route, self._dispatches, self._packings, self._about = mesh, route, dispatches, packings, about
         self._packing = packings[0] if dispatches else packings[1]

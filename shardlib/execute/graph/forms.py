@@ -152,6 +152,9 @@ class Trial:
         ended: whether the first step is over.
     """
 
+    passed: bool
+    ended: bool
+
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self.passed, self.ended = mesh, True, False
         self._first: Sequence[Tree] = ()  # the micro-batches of the first step, which may be taken again

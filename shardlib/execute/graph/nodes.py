@@ -26,7 +26,7 @@ GATHERS, REDUCTIONS = (GATHER, FETCH), (SCATTER, SUM, REDUCE)
 EXCHANGES = (*GATHERS, *REDUCTIONS)
 _aten = torch.ops.aten
 # Operators whose results are views, copies or casts of what they are given: cheap, and with no other input.
-RELAID = {
+RELAID: set[Callable[..., Any]] = {
     operator.getitem, _aten.view.default, _aten.split_with_sizes.default, _aten.split_with_sizes_copy.default,
     _aten.split.Tensor, _aten.slice.Tensor, _aten.select.int, _aten.t.default, _aten.transpose.int, _aten.permute.default,
     _aten.expand.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.clone.default, _aten.detach.default,

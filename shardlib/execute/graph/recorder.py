@@ -61,11 +61,11 @@ class Lengths:
     """
 
     def __init__(self, known: Sequence[tuple[InputLayout, ...]]) -> None:
-        self.mode = fakes_of_unknown_sizes()
+        self.mode: Any = fakes_of_unknown_sizes()
         self._symbols: dict[tuple[int, ...], Any] = {}  # by what each was in the batches so far
         self._values: dict[tuple[int, ...], dict[Any, int] | None] = {}  # by the numbers of a batch
         self._made = [self._of_tensor(layouts) for layouts in zip(*known)]
-        self.vary = bool(self._symbols)
+        self.vary: bool = bool(self._symbols)
 
     def _of_tensor(self, layouts: Sequence[InputLayout]) -> InputLayout:
         sizes = tuple(map(self._number, zip(*(layout.sizes for layout in layouts))))
@@ -138,6 +138,9 @@ class TensorForm(NamedTuple):
 
 class Fakes:
     """The fake tensors of a trace of batches with ``lengths``, and what operators are known to return."""
+
+    lengths: Lengths
+    mode: Any
 
     def __init__(self, lengths: Lengths) -> None:
         self.lengths, self.mode = lengths, lengths.mode
@@ -227,6 +230,9 @@ class Recorder(OperatorMode):
         graph: of the operations.
         constants: tensors that operations read and that are no inputs, by the names that the graph has for them.
     """
+
+    graph: Graph
+    constants: dict[str, Any]
 
     records = True
 

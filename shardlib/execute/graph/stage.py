@@ -66,6 +66,8 @@ class StagePart:
         computes: whether there is anything in it.
     """
 
+    graph: Graph
+
     def __init__(
         self,
         whole: Traced,
@@ -78,10 +80,10 @@ class StagePart:
     ) -> None:
         own = {*members, *inputs}
         used = [each for node in members for each in node.all_input_nodes]
-        self.takes = list(dict.fromkeys(node for node in (*used, *results) if node not in own))
+        self.takes: list[Node] = list(dict.fromkeys(node for node in (*used, *results) if node not in own))
         self._makes = [node for node in members if node in taken]
         self._stays = {node for node in self.takes if node in taken}
-        self.computes = bool(members)
+        self.computes: bool = bool(members)
         self.graph = graph = Graph()
         given = graph.placeholder("given")
         known = {node: graph.node_copy(node) for node in inputs}
@@ -201,6 +203,11 @@ class GraphedStage:
         last: whether what it returns is the loss.
     """
 
+    plan: Plan
+    mesh: Mesh
+    number: int | None
+    between: Between
+
     def __init__(
         self,
         fn: Any,
@@ -214,8 +221,8 @@ class GraphedStage:
     ) -> None:
         self._fn, self._reads, self.plan, self.mesh, self.number, self._last = fn, reads, plan, mesh, number, last
         self.between, self._options = between, options
-        self.function = Function(fn, plan, mesh, True)
-        self.graphs = Graphs[StageGraph](StageGraph.order, options.inductor is None)
+        self.function: Function = Function(fn, plan, mesh, True)
+        self.graphs: Graphs[StageGraph] = Graphs[StageGraph](StageGraph.order, options.inductor is None)
 
     def named(self) -> dict[str, Graph]:
         """The graphs that there are, each with a name."""
@@ -245,6 +252,9 @@ class GraphRun(Run):
     Attributes:
         outcome: of the loss, in the last stage.
     """
+
+    inputs: list[Any]
+    outputs: list[Any]
 
     outcome: Outcome
 

@@ -149,14 +149,14 @@ class GivenInputs:
 
     def __init__(self, of: MicroBatch, inputs: Sequence[torch.Tensor], stands: Stands) -> None:
         rest = iter(inputs)
-        self.stored = {name: next(rest) for name in of.stored}
+        self.stored: dict[str, Any] = {name: next(rest) for name in of.stored}
         self.trees: list[Tree] = []
         for tree in of.trees:
             _, leaves, treedef = flatten(tree)
             filled = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             self.trees.append(unflatten(treedef, filled))
-        self.key = None if of.key is None else stands.key(of.key.slot)
-        self.more = list(rest)
+        self.key: Key | None = None if of.key is None else stands.key(of.key.slot)
+        self.more: list[Any] = list(rest)
 
 
 class TraceRecorder(Recorder):

@@ -12,6 +12,7 @@ import torch
 from shardlib.common._compat import is_compiled
 from shardlib.errors import HandleError
 from shardlib.execute.batches import batch_index, rows_of
+from shardlib.execute.collective_order import Record
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
 from shardlib.execute.losses import Outcome, read_loss, require_gradient, wants
@@ -107,8 +108,8 @@ class OneStage:
     ) -> None:
         self._fn, self._plan, self._mesh, self._with_buffers = fn, plan, mesh, with_buffers
         self._wants_rng = wants(fn, "rng")
-        self.executor = Executor(plan, mesh, trained)
-        self.records = [self.executor.record]
+        self.executor: Executor = Executor(plan, mesh, trained)
+        self.records: list[Record] = [self.executor.record]
         if trained and is_compiled(fn) and (self.executor.gathers or plan.styles):
             what = "ZeRO stage 3 gathers parameters" if self.executor.gathers else "tensor slicing sends messages"
             raise HandleError(

@@ -11,6 +11,7 @@ import torch
 from shardlib.collectives import primitives
 from shardlib.errors import BatchError, IllegalComposition, TreeError
 from shardlib.execute.batches import rows_of
+from shardlib.execute.collective_order import Record
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, ReductionOptions
 from shardlib.execute.losses import Outcome, read_loss, require_gradient
@@ -84,7 +85,7 @@ class Pipe:
         own = schedule.stages_of(self._home)
         self._stages = {number: Stage(plan.of_stage(number), mesh, trained, number, self._order) for number in own}
         self._position = Position(self._axis, mesh, schedule, own, acknowledged(schedule, orders, self._home))
-        self.records = [record for stage in self._stages.values() for record in stage.records]
+        self.records: list[Record] = [record for stage in self._stages.values() for record in stage.records]
 
     def _computed(self, stage: int, tree: Tree, carry: Any, batch: Tree, key: Key | None) -> Any:
         """What the blocks of a stage return."""

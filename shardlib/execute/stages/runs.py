@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.execute.activation_stores import host_memory
+from shardlib.execute.activation_stores import HostBuffers, host_memory
 from shardlib.execute.collective_order import Record
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, Turn
@@ -32,6 +32,8 @@ class Run(ABC):
         outputs: differentiable tensors of the result, for as long as backward needs them.
         halved: whether the first half of a split backward is done.
     """
+
+    halved: bool
 
     def __init__(self) -> None:
         self.inputs: list[torch.Tensor] = []
@@ -87,6 +89,8 @@ class EagerRun(Run):
         idle: where the executor goes in the end.
     """
 
+    executor: Executor
+
     def __init__(
         self,
         executor: Executor,
@@ -129,7 +133,7 @@ class EagerRun(Run):
         result = self.executor.open(
             self._params, self._gradients, lambda tree: self._computed(tree, carry), self._drops
         )
-        self.outputs = differentiable(result)
+        self.outputs: list[Any] = differentiable(result)
         if self.executor.record.order is None:
             for output in self.outputs:
                 refuse_reentrant_checkpoints(output)
@@ -174,13 +178,18 @@ class Stage:
         host: where inputs of blocks are kept, for all of its executors.
     """
 
+    plan: Plan
+
     def __init__(self, plan: Plan, mesh: Mesh, trained: bool, number: int, order: Iterable[Action]) -> None:
         self.plan, self._mesh, self._trained = plan, mesh, trained
         own = [action for action in order if action.stage == number]
         self._halved = {action.microbatch for action in own if action.kind is Kind.I}
         self._last = [action.microbatch for action in own if action.kind in (Kind.B, Kind.W)][-1]
-        self.records = Record(plan, mesh), Record(plan, mesh)  # of whole backwards, and of split ones
-        self.host = host_memory(plan.step.remat, mesh) if trained else None
+        self.records: tuple[Record, Record] = (
+            Record(plan, mesh),
+            Record(plan, mesh),
+        )  # of whole backwards, and of split ones
+        self.host: HostBuffers | None = host_memory(plan.step.remat, mesh) if trained else None
         self._idle: tuple[list[Executor], list[Executor]] = [], []
 
     def begin(

@@ -34,6 +34,8 @@ class Values(OperatorMode):
         bounded: operators whose results have the largest size that they can have.
     """
 
+    read: bool
+
     def __init__(self) -> None:
         super().__init__()
         self.read = False

@@ -104,7 +104,7 @@ class Around:
     def __init__(self, fn: Callable[..., Any], plan: Plan, mesh: Mesh, what: str, trained: bool) -> None:
         require_values(plan, f"torch.func, or forward mode, around {what}", _WITHOUT)
         self._plan, self._mesh, self._what = plan, mesh, what
-        self.function = Function(fn, plan, mesh, trained, recomputed(plan) if trained else None)
+        self.function: Function = Function(fn, plan, mesh, trained, recomputed(plan) if trained else None)
         self._batch = [AxisLink(mesh, axis, "losses") for axis in plan.batch_axes if mesh.shape[axis] > 1]
 
     def value_and_grad(self, params: Sharded, batch: Any, buffers: Any, rng: Key | None) -> tuple[Any, Any, Sharded]:

@@ -48,6 +48,11 @@ class Function:
         layer_tokens: tokens that layers saw in the last call, where the plan leaves out some.
     """
 
+    layer_tokens: int
+    fn: Callable[..., Any]
+    plan: Plan
+    mesh: Mesh
+
     def __init__(
         self,
         fn: Callable[..., Any],
@@ -58,8 +63,8 @@ class Function:
     ) -> None:
         self.fn, self.plan, self.mesh = fn, plan, mesh
         run = plan.tiled
-        self.wholes = [Wholes(b, run.routes[b.name], mesh, b.unit in plan.kept) for b in run.buckets]
-        self.trained = [whole for whole in self.wholes if whole.bucket.trainable]
+        self.wholes: list[Wholes] = [Wholes(b, run.routes[b.name], mesh, b.unit in plan.kept) for b in run.buckets]
+        self.trained: list[Wholes] = [whole for whole in self.wholes if whole.bucket.trainable]
         codecs, routes = BoundCodecs(mesh), run.routes
         coded = {whole.bucket: routes[whole.bucket.name].each for whole in self.trained if whole.coded}
         self._each = unit_sums(coded, mesh, codecs)

@@ -37,9 +37,14 @@ class Between:
         there: what is in the store.
     """
 
+    how: Recompute | None
+    mesh: Mesh
+    host: bool
+
     def __init__(self, how: Recompute | None, mesh: Mesh, host: HostBuffers | None) -> None:
         self.how, self.mesh, self.host = how, mesh, host is not None
-        self.store = store_of(how, mesh, host, lambda: False)  # the first step has compared what ranks divide
+        # The first step has compared what ranks divide.
+        self.store: ActivationStore | None = store_of(how, mesh, host, lambda: False)
         self.there: set[StoredActivation] = set()
 
     def close(self) -> None:
@@ -61,6 +66,12 @@ class Keeping(AxisLink):
         late: whether shares are gathered when the tensor is waited for, as they are yet to come from the host.
     """
 
+    share: torch.Tensor | None
+    store: ActivationStore
+    there: set[StoredActivation]
+    host: bool
+    late: bool
+
     def __init__(self, between: Between, store: ActivationStore, label: str, value: torch.Tensor) -> None:
         axis = between.how.axis if between.how else None
         super().__init__(between.mesh, axis or "", label)
@@ -70,7 +81,7 @@ class Keeping(AxisLink):
         if axis is not None:
             numel = -(-numel // self.ways)
             self.share = torch.empty(numel, dtype=value.dtype, device="meta")
-        self.bytes = numel * value.itemsize
+        self.bytes: Any = numel * value.itemsize
 
     def __str__(self) -> str:
         """Where and how much a rank keeps."""

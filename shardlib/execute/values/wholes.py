@@ -40,9 +40,9 @@ class Fetching(AxisLink):
 
     def __init__(self, mesh: Mesh, bucket: Bucket, exchange: Exchange | None, first: bool, stays: bool) -> None:
         super().__init__(mesh, exchange.axis if exchange else "", bucket.label, stays, bucket.home is not None)
-        self.route = [exchange] if exchange else []
-        self.elements = bucket.size(exchange.target if exchange else 0)
-        self.announced = first and MEMORIES[bucket.memory.param].rests
+        self.route: list[Exchange] = [exchange] if exchange else []
+        self.elements: int = bucket.size(exchange.target if exchange else 0)
+        self.announced: bool = first and MEMORIES[bucket.memory.param].rests
 
 
 class CodedSums(AxisLink):
@@ -53,11 +53,13 @@ class CodedSums(AxisLink):
         kept: the names of what the codec keeps.
     """
 
+    exchanges: Sequence[Exchange]
+
     def __init__(self, mesh: Mesh, exchanges: Sequence[Exchange], codecs: BoundCodecs) -> None:
         first = exchanges[0]
         super().__init__(mesh, first.axis, f"the gradient of {first.bucket.label}")
         self.exchanges, self._codecs = exchanges, codecs
-        self.kept = [name for each in exchanges if each.channel for name in each.channel.keeps]
+        self.kept: list[str] = [name for each in exchanges if each.channel for name in each.channel.keeps]
 
     def started(self, buffers: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> Reducing:
         residuals = Residuals(dict(zip(self.kept, kept, strict=True)))
@@ -129,7 +131,7 @@ class UnitSums:
     """
 
     def __init__(self, buckets: Sequence[Bucket], routes: Sequence[Route], mesh: Mesh, codecs: BoundCodecs) -> None:
-        self.names = [bucket.name for bucket in buckets]
+        self.names: list[str] = [bucket.name for bucket in buckets]
         self._steps = [
             (each[0].op, each[0].axis, CodedSums(mesh, each, codecs) if each[0].channel else bound(each, mesh))
             for each in zip(*routes, strict=True)
@@ -187,6 +189,9 @@ class Wholes:
         reached: the paths of leaves that had a gradient in a backward, if only zeros.
     """
 
+    bucket: Bucket
+    mesh: Mesh
+
     def __init__(self, bucket: Bucket, routes: Routes, mesh: Mesh, kept: bool) -> None:
         self.bucket, self.mesh = bucket, mesh
         self.reached: set[str] = set()
@@ -201,7 +206,7 @@ class Wholes:
             for number, exchange in enumerate(ways)
         ]
         # A codec keeps residuals, for which autograd's backward has no place.
-        self.coded = any(exchange.channel for exchange in routes.each)
+        self.coded: bool = any(exchange.channel for exchange in routes.each)
         self._each = [] if self.coded else bound(routes.each, mesh)
         # From a whole gradient to the layout of the parameters.
         self._to_stored = bound(routes.reductions[: bucket.param_level], mesh)

@@ -30,7 +30,7 @@ from shardlib.kernels.common.flat import CompiledSteps, run
 
 __all__ = ["AdamWOld", "adam_direction_", "adamw_", "changes", "direction_at", "factors_at"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
 class AdamWFactors(NamedTuple):

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from shardlib.kernels.common import tiles
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 @triton.jit
@@ -47,5 +47,5 @@ def _direction(
     tl.store(grad + at, tl.div_rn(m * size, tl.sqrt_rn(v) * root + eps) + decay, mask=valid)
 
 
-adamw_ = tiles.by(_adamw)
-adam_direction_ = tiles.by(_direction)
+adamw_: tiles.Step = tiles.by(_adamw)
+adam_direction_: tiles.Step = tiles.by(_direction)

@@ -32,7 +32,7 @@ from shardlib.kernels.common.flat import FLOATS, check, serving
 
 __all__ = ["BLOCK", "SIGNED", "UNSIGNED", "DynamicMap", "adamw8_"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 
 BLOCK = 256  # elements that share a scale

@@ -12,7 +12,7 @@ BLOCKS = 4  # of a program
 _ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it rounds to an integer
 _NORMAL = tl.constexpr(2.0**-126)
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def adamw8_(step: CodedStep) -> None:

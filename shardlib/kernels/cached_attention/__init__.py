@@ -25,7 +25,7 @@ from shardlib.kernels.common.dispatch import Plain, on, serving
 
 __all__ = ["cached_attention"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",)}
 
 
 class CachedAttention(NamedTuple):

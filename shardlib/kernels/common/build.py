@@ -9,7 +9,6 @@ once, one builds, and an interrupted build leaves nothing that looks finished.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import logging
@@ -23,6 +22,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
 
 _log = logging.getLogger("shardlib.kernels")
 _SECONDS = 600  # a compiler that takes longer hangs
@@ -113,8 +115,10 @@ def find_compiler(program: str) -> str:
     """The path of a `Recipe`'s compiler, or of the one that CXX or NVCC names.
 
     Raises:
-        BuildError: the compiler is missing.
+        BuildError: the compiler is missing, or this is Windows.
     """
+    if sys.platform == "win32":
+        raise BuildError("kernels are not compiled on Windows; WSL compiles them")
     variable = {"g++": "CXX", "nvcc": "NVCC"}[program]
     path = shutil.which(os.environ.get(variable) or program)
     if path is None:

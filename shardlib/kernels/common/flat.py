@@ -137,6 +137,8 @@ class CompiledSteps(native.Compiled):
     grad of a mixed step, are followed by their dtype's number. A mixed step in C++ first takes the states as they were.
     """
 
+    signatures: dict[str, str]
+
     READS_OLD = False  # whether steps read states elsewhere than they write them
     _mixed: tuple[str, ...] = ()
     _records: Mapping[str, Any] = MappingProxyType({})

@@ -141,6 +141,8 @@ class Compiled:
     are the same, but for the last argument.
     """
 
+    of_gpus: bool
+
     of_gpus = False
     operation: str
     signatures: Mapping[str, str] = MappingProxyType({})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -14,6 +14,8 @@ from shardlib.kernels.common.flat import factors_of, fields_of
 
 TILE = 1024  # elements of a program that computes element by element
 # Products are rounded before they are added, as in the other implementations.
+Loader: TypeAlias = Callable[[torch.device], str]
+Step: TypeAlias = Callable[[Any], None]
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 

@@ -20,7 +20,7 @@ from shardlib.kernels.common.operators import opaque
 
 __all__ = ["random_bits", "signed", "spread"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",)}
 _MASK = 2**64 - 1
 _LOW = 0xFFFFFFFF
 

@@ -10,7 +10,7 @@ from shardlib.kernels.common import tiles
 
 TILE = 1024
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def random_bits(seed: int, index: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from shardlib.kernels.thin_matmul import FEW, DecoderWeights, Linear
 
 __all__ = ["Heads", "Seats", "decoder_attention"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,7 @@ from shardlib.kernels.thin_matmul import FEW, DecoderWeights, Linear
 
 __all__ = ["MLP", "ChosenExperts", "decoder_mlp"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",)}
 
 
 class ChosenExperts(NamedTuple):

@@ -24,7 +24,7 @@ from shardlib.kernels.common.operators import differentiable
 
 __all__ = ["Draw", "dropout"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 
 class DropoutDraw(NamedTuple):

@@ -14,7 +14,7 @@ from shardlib.kernels.dropout import DropoutDraw
 
 TILE = {"ROWS": 16, "COLUMNS": 128}
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def forward(

@@ -19,7 +19,7 @@ from shardlib.kernels.exact_sum import digits
 
 __all__ = ["digits_of_squares"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",)}
 _CHUNK = 1 << 16  # elements that plain torch sums at a time, so that intermediate results stay small
 _SPAN = 1 << 18  # elements, as in exact_sum.cpp
 

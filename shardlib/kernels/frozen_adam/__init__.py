@@ -27,7 +27,7 @@ from shardlib.kernels.common.flat import CompiledSteps, run
 
 __all__ = ["fresh_step_", "frozen_move", "frozen_step_", "local_momentum_", "local_step_"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
 class LocalMomentum(NamedTuple):

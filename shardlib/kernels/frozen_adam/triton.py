@@ -7,7 +7,7 @@ import triton.language as tl
 
 from shardlib.kernels.common import tiles
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _fresh_step(mu, before, nu, fresh, spread, count, b1, rest1, b2, rest2, eps,
     tl.store(before + at, tl.div_rn(m, tl.sqrt_rn(v) + eps), mask=valid)
 
 
-local_momentum_ = tiles.by(_local_momentum)
-frozen_step_ = tiles.by(_frozen_step)
-local_step_ = tiles.by(_local_step)
-fresh_step_ = tiles.by(_fresh_step)
+local_momentum_: tiles.Step = tiles.by(_local_momentum)
+frozen_step_: tiles.Step = tiles.by(_frozen_step)
+local_step_: tiles.Step = tiles.by(_local_step)
+fresh_step_: tiles.Step = tiles.by(_fresh_step)

@@ -26,7 +26,7 @@ from shardlib.kernels.common.operators import differentiable
 
 __all__ = ["gelu"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 
 def gelu(

@@ -10,7 +10,7 @@ from shardlib.kernels.common import rows, tiles
 
 TILE = {"ROWS": 32, "COLUMNS": 128}
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def forward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:

@@ -21,7 +21,7 @@ from shardlib.kernels.common.flat import FLOATS, serving
 
 __all__ = ["sum_of_squares"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
 def sum_of_squares(x: torch.Tensor, *, using: str | None = None) -> torch.Tensor:

@@ -10,7 +10,7 @@ from shardlib.kernels.common import tiles
 
 TILE = 4096
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from shardlib.kernels.common.operators import autocast_as_a_product, differentia
 
 __all__ = ["grouped_matmul"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("cuda",)}
 _MATRICES, _SIZES = "plli", "pllll"  # of signatures: what `_matrices` and `_sizes` return
 _BYTES = 16  # of which rows must be multiples for ``F.grouped_mm``
 _OLDEST = (8, 0)  # compute capability that it supports

@@ -33,7 +33,7 @@ from shardlib.kernels.common.operators import autocast_as_a_product, differentia
 
 __all__ = ["linear_cross_entropy"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",)}
 _CHUNK = {"cpu": Threshold(1 << 24), "cuda": Threshold(1 << 27)}  # logits; every chunk adds a pass over dW
 
 

@@ -11,7 +11,7 @@ from shardlib.kernels.linear_cross_entropy import Aim
 
 BLOCK = 4096
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def losses_(logits: torch.Tensor, aim: Aim, gradients: bool) -> torch.Tensor:

@@ -23,7 +23,7 @@ from shardlib.kernels.common.flat import CompiledSteps, run
 
 __all__ = ["LionOld", "changes", "factors_at", "lion_"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 
 
 class LionFactors(NamedTuple):

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from shardlib.kernels.common import tiles
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 @triton.jit
@@ -27,4 +27,4 @@ def _lion(param, grad, mu, copy, scale, count, b1, rest1, b2, rest2, decay, size
         tl.store(copy + at, p, mask=valid)
 
 
-lion_ = tiles.by(_lion)
+lion_: tiles.Step = tiles.by(_lion)

@@ -28,7 +28,7 @@ from shardlib.kernels.common.operators import differentiable
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 
 class Norm(NamedTuple):

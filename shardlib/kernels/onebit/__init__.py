@@ -32,7 +32,11 @@ from shardlib.kernels.onebit.segments import Segments
 
 __all__ = ["Segments", "average", "average_compress", "compress", "decompress"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}  # Triton's were the faster ones on an H100
+# Triton's were the faster ones on an H100.
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
+    "cpu": ("cpu",),
+    "cuda": ("triton", "cuda"),
+}
 _WIDE = (torch.float32, torch.float64)
 
 

@@ -22,6 +22,11 @@ class Segments:
         ValueError: offsets do not ascend from 0, or ``length`` is too small.
     """
 
+    elements: int
+    length: int
+    count: int
+    block: int | None
+
     def __init__(self, offsets: Sequence[int] | torch.Tensor, length: int | None = None) -> None:
         table = torch.as_tensor(offsets, dtype=torch.int64, device="cpu").contiguous()
         if table.dim() != 1 or len(table) == 0 or table[0] != 0 or bool((table.diff() < 0).any()):

@@ -15,7 +15,7 @@ from shardlib.kernels.onebit.segments import Segments
 
 TILE = 2048
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def compress(x: torch.Tensor, residual: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:

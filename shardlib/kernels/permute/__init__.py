@@ -25,7 +25,7 @@ from shardlib.kernels.common.operators import differentiable
 
 __all__ = ["permute", "unpermute"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 
 def permute(

@@ -12,7 +12,7 @@ from shardlib.kernels.common import tiles
 WIDEST_BLOCK = 2048  # columns at once
 STEP = 256  # assignments of a program
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def permute(x: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:

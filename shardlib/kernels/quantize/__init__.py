@@ -31,7 +31,11 @@ from shardlib.kernels.common.flat import FLOATS
 
 __all__ = ["Blockwise", "dequantize", "dequantize_sum", "dequantize_sum_quantize", "quantize"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}  # Triton's were the faster ones on an H100
+# Triton's were the faster ones on an H100.
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
+    "cpu": ("cpu",),
+    "cuda": ("triton", "cuda"),
+}
 _FILLED = ("residual", "out", "out_values", "out_scales")
 
 

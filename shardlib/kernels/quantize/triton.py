@@ -11,7 +11,7 @@ from shardlib.kernels.quantize import Blockwise, Quantized
 
 _ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it rounds a float of up to 22 bits to nearest even
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def quantize(x: torch.Tensor, residual: torch.Tensor | None, out: Quantized) -> None:

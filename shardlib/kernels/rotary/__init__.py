@@ -25,7 +25,7 @@ from shardlib.kernels.common.operators import differentiable
 
 __all__ = ["angles", "rotary"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 
 def angles(positions: torch.Tensor, width: int, base: float = 10000.0) -> tuple[torch.Tensor, torch.Tensor]:

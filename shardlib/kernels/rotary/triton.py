@@ -10,7 +10,7 @@ from shardlib.kernels.common import rows, tiles
 
 TILE = {"ROWS": 32}
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def turn(x: torch.Tensor, both: torch.Tensor, interleaved: bool, back: bool) -> torch.Tensor:

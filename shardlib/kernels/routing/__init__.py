@@ -24,7 +24,7 @@ from shardlib.kernels.common.operators import opaque
 
 __all__ = ["by_expert", "top_k"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 
 def top_k(scores: torch.Tensor, k: int, *, using: str | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ ROWS = 16  # tokens of a program, at up to 128 experts
 STEP = 32  # assignments that are placed at once, at up to 64 experts
 EACH = 512  # assignments of a program
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def top_k(scores: torch.Tensor, k: int) -> list[torch.Tensor]:

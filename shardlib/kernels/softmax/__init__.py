@@ -23,7 +23,7 @@ from shardlib.kernels.common.operators import differentiable
 
 __all__ = ["softmax"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 
 def softmax(

@@ -12,7 +12,7 @@ from shardlib.kernels.common import rows, tiles
 
 WIDEST = 16384  # columns that fit in registers
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def forward(x: torch.Tensor, lengths: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:

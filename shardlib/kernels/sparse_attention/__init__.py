@@ -24,7 +24,7 @@ et al., arXiv 2205.14135); all sums and the softmax stay in fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from shardlib.kernels.common.operators import differentiable
 
 __all__ = ["LARGEST", "attend"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",)}
 LARGEST = 256  # size of a head
 _ELEMENTS = Threshold(1 << 22)  # scores of a sample's head that plain torch has in memory at a time
 
@@ -134,7 +134,7 @@ def _backward_fake(given: SparseAttention, *_: object) -> list[torch.Tensor]:
     return [x.new_empty(x.shape) for x in (given.q, given.k, given.v, given.bias) if x is not None]
 
 
-attend = differentiable(
+attend: Callable[..., tuple[torch.Tensor, ...]] = differentiable(
     "sparse_attention",
     forward=_forward,
     forward_fake=_forward_fake,

@@ -23,7 +23,7 @@ _ROWS = 64  # of a program of `kernels.inner`
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _packed = WeakTensorKeyDictionary()  # a layout's row_offsets -> its packings
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def forward(given: SparseAttention) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ from shardlib.kernels.common.operators import differentiable
 
 __all__ = ["put", "take"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",), "cuda": ("triton",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",)}
 
 
 def take(x: torch.Tensor, index: torch.Tensor, *, using: str | None = None) -> torch.Tensor:

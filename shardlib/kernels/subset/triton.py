@@ -11,7 +11,7 @@ from shardlib.kernels.subset import slots
 
 WIDEST_BLOCK = 2048  # columns at once
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from shardlib.kernels.common import rows, tiles
 
 TILE = {"ROWS": 8, "COLUMNS": 256}
 
-load = tiles.triton_name
+load: tiles.Loader = tiles.triton_name
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

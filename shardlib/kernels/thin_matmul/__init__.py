@@ -34,7 +34,7 @@ from shardlib.kernels.quantize import Blockwise, dequantize, quantize
 
 __all__ = ["Linear", "QuantizedMatrix", "thin_matmul"]
 
-IMPLEMENTATIONS = {"cpu": ("cpu",)}
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {"cpu": ("cpu",)}
 FEW = Threshold(32)  # rows that meet a weight; for more, one that is quantised is worth making whole
 
 

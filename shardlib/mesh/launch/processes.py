@@ -24,16 +24,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from subprocess import PIPE
-from typing import IO, Any, TextIO
+from typing import IO, Any, TextIO, TypeVar, TypeVarTuple
 
 import cloudpickle
 import torch.distributed as dist
 
 from shardlib.common.environment import settle
+from shardlib.common.systems import LINUX, MACOS, require_system
 from shardlib.errors import RankFailure
 from shardlib.mesh.launch import supervised
 from shardlib.mesh.launch.orphans import end_with
-from shardlib.mesh.mesh import check_shape, make_mesh
+from shardlib.mesh.mesh import Mesh, check_shape, make_mesh
 from shardlib.mesh.transport.activity import CollectiveCall, State, here
 from shardlib.mesh.transport.watch import activities
 
@@ -50,7 +51,11 @@ _TEAR_DOWN = 30.0  # seconds that ranks have to end by themselves once all have 
 _STUCK = 10  # equal answers in a row after which a rank counts as stuck
 
 
-def launch(fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int], timeout: float = 600.0) -> list[Any]:
+Ts = TypeVarTuple("Ts")
+R = TypeVar("R")
+
+
+def launch(fn: Callable[[Mesh, *Ts], R], *args: *Ts, mesh: Mapping[str, int], timeout: float = 600.0) -> list[R]:
     """Run ``fn(mesh, *args)`` in one real process per rank; returns the ranks' values in rank order.
 
     Functions defined in a notebook work (cloudpickle). Each process computes with its share of the cores unless
@@ -62,12 +67,14 @@ def launch(fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int], timeout:
         timeout: seconds for the whole run, and for each collective.
 
     Raises:
+        UnsupportedError: on Windows; `simulate` runs there.
         RankFailure: a rank raised, died, ran out of time, or returned while others wait for it. The message names the rank,
             with its traceback or the end of its output. The other ranks are stopped.
 
     >>> sl.launch(lambda mesh, n: n * mesh.coords["data"], 10, mesh=dict(data=2), timeout=600)
     [0, 10]
     """
+    require_system("sl.launch", LINUX, MACOS)
     shape = check_shape(mesh)
     ranks = math.prod(shape.values())
     # This process hosts the store by which the ranks find each other, so that a rank which hosted it need not outlive others.

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
 from shardlib.common.environment import settle
-from shardlib.mesh.mesh import check_shape, simulated_mesh
+from shardlib.mesh.mesh import Mesh, check_shape, simulated_mesh
 from shardlib.mesh.transport import Simulation
 from shardlib.mesh.transport.activity import begin_rank
 
+Ts = TypeVarTuple("Ts")
+R = TypeVar("R")
+
 
 def simulate(
-    fn: Callable[..., Any], *args: Any, mesh: Mapping[str, int], device: str | torch.device = "cpu"
-) -> list[Any]:
+    fn: Callable[[Mesh, *Ts], R], *args: *Ts, mesh: Mapping[str, int], device: str | torch.device = "cpu"
+) -> list[R]:
     """Run ``fn(mesh, *args)`` on every rank of ``mesh`` in this process; returns the ranks' values.
 
     Ranks are threads that run one at a time and switch only where a collective waits, so a run is deterministic. Each rank
@@ -43,10 +46,10 @@ def simulate(
     simulation = Simulation(ranks)
     exchanges: dict[Any, Any] = {}
 
-    def body(rank: int) -> Callable[[], Any]:
+    def body(rank: int) -> Callable[[], R]:
         view = simulated_mesh(shape, rank, simulation, exchanges, where)
 
-        def run() -> Any:
+        def run() -> R:
             settle(mesh=view)
             begin_rank()
             return fn(view, *args)

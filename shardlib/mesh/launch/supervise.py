@@ -15,6 +15,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from shardlib.common.systems import LINUX, MACOS, require_system
 from shardlib.mesh.launch import orphans, supervised
 from shardlib.mesh.launch.processes import kill_rank, start_rank, threads_of
 from shardlib.mesh.launch.supervised import RESIZE, STOPPING, RankProgress, exit_code
@@ -162,6 +163,8 @@ class Restarts:
         why: in words, why there is none.
     """
 
+    why: str
+
     def __init__(self, counts: Counts, restarts: int) -> None:
         self._counts, self._restarts = counts, restarts
         self._furthest = 0  # the last step that any attempt has done
@@ -219,6 +222,7 @@ def supervise(command: Sequence[str], counts: Counts, restarts: int, say: Callab
         restarts: how often ranks start again without a new step.
         say: gets one line for each failure, each restart and each recovery.
     """
+    require_system("shardlib run", LINUX, MACOS)
     plan, threads = Restarts(counts, restarts), threads_of(counts.allowed[-1])
     since: float | None = None
     with _stopping() as received:

@@ -90,7 +90,7 @@ class Supervisor:
 # Signals by which a scheduler or a user asks a run to end. They are taken note of, and acted on between two steps.
 
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 INTERRUPT = signal.SIGINT  # Ctrl-C
 # Seconds within which a further signal is the same one, which a scheduler sent to all and a launcher passes on.
 _AGAIN = 5.0

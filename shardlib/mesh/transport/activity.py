@@ -119,6 +119,9 @@ class Activity:
         failed: the first call that failed, and the seconds that the rank had waited in it; None before.
     """
 
+    path: str
+    step: int | None
+
     def __init__(self) -> None:
         self.path, self.step = "", None
         self.waiting: list[tuple[CollectiveCall, float]] = []

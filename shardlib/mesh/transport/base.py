@@ -86,6 +86,10 @@ class Group(Protocol):
 class WrappedGroup:
     """A transport around another one, whose exchanges all pass `exchange`."""
 
+    group: Group
+    size: int
+    rank: int
+
     def __init__(self, group: Group) -> None:
         self.group, self.size, self.rank = group, group.size, group.rank
 

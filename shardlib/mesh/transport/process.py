@@ -122,8 +122,8 @@ class ProcessGroup:
     def __init__(self, group: dist.ProcessGroup, axis: str) -> None:
         self.group = group
         self._axis = axis
-        self.size = group.size()
-        self.rank = group.rank()
+        self.size: Any = group.size()
+        self.rank: Any = group.rank()
         self._gloo = dist.get_backend(group) == "gloo"
         self._number = 0
         self._lanes: list[dist.ProcessGroup] = []

@@ -254,7 +254,7 @@ class SimulatedGroup:
     def __init__(
         self, simulation: Simulation, exchange: _GroupCalls, members: Sequence[int], rank: int, axis: str
     ) -> None:
-        self.size = len(members)
+        self.size: int = len(members)
         self.rank = rank
         self._simulation = simulation
         self._exchange = exchange

@@ -235,6 +235,8 @@ class ProcessWatch:
         lost: the ranks that did not answer when there was a report; none before.
     """
 
+    store: dist.Store
+
     def __init__(self, store: dist.Store, ends: bool, timeout: float | None) -> None:
         self.store, self._ends, self._timeout = store, ends, timeout
         # torchrun's store outlives restarts. `meet` gives each start a part of it; a user's start may use it as it is.

@@ -84,6 +84,8 @@ class ExpertCache:
         bytes: of all slots.
     """
 
+    number: int
+
     def __init__(
         self, leaves: Sequence[torch.Tensor | QuantizedMatrix], number: int, transfers: Transfers, device: torch.device
     ) -> None:
@@ -91,8 +93,8 @@ class ExpertCache:
         # Expert -> its slot, and the copy to it; the least recently used one first.
         self._taken: OrderedDict[int, tuple[int, Transfer]] = OrderedDict()
         self._leaves = [_CachedLeaf(leaf, number, device) for leaf in leaves]
-        self.size = sum(part[0].nbytes for leaf in self._leaves for part in leaf.parts)
-        self.bytes = number * self.size
+        self.size: int = sum(part[0].nbytes for leaf in self._leaves for part in leaf.parts)
+        self.bytes: int = number * self.size
         self._free = list(range(number))
 
     def __iter__(self) -> Iterator[int]:
@@ -160,6 +162,9 @@ class LayerStore:
         tally: what was counted so far.
         bytes: of the slots.
     """
+
+    tally: Tally
+    bytes: int
 
     def __init__(self, slots: ExpertCache, first: int, number: int) -> None:
         self._slots, self._first, self._number = slots, first, number
@@ -240,7 +245,7 @@ class ExpertsOnHost:
 
     def __init__(self, stores: Sequence[LayerStore]) -> None:
         self._stores = stores
-        self.bytes = sum(store.bytes for store in stores)
+        self.bytes: int = sum(store.bytes for store in stores)
 
     @property
     def tally(self) -> Tally:

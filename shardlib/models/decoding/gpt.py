@@ -22,6 +22,9 @@ class GPT(Decoder):
     would drop depends on the tokens that happen to be computed together. Raises `ValueError`: ``config.layout`` is for fewer
     tokens than ``config.sequence``, or a router is not causal."""
 
+    sequence: int
+    vocab: int
+
     products: tuple[str, ...] = ("blocks/*/attn/*/weight", "blocks/*/mlp/*/weight", "head/weight")
 
     def __init__(self, config: gpt.GPTConfig) -> None:

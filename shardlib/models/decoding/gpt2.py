@@ -23,6 +23,9 @@ class GPT2(Decoder):
     """A ``GPT2LMHeadModel``, also made `shardlib.models.huggingface.sliceable`. Its parameters are by module path. Raises
     `TreeError`: settings that this does not compute."""
 
+    sequence: int
+    vocab: int
+
     def __init__(self, model: Any) -> None:
         config = model.config
         require_settings(config, _SETTINGS)

@@ -42,6 +42,9 @@ class Llama(Decoder):
     that this does not compute. ``model``: of transformers, of which only the configuration and the rotary embedding's type
     are read. ``windows``: which layers have a sliding window."""
 
+    sequence: int
+    vocab: int
+
     products: tuple[str, ...] = (
         "model/layers/*/self_attn/*_proj/weight",
         "model/layers/*/mlp/*_proj/weight",

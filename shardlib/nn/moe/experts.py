@@ -72,6 +72,11 @@ class StoredExperts:
         device: the device; until `to`, where the leaf was.
     """
 
+    shape: Any
+    dtype: Any
+    store: Any
+    device: Any
+
     requires_grad = False
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, store: Any, device: torch.device) -> None:
@@ -241,10 +246,12 @@ class Replicas:
         number: of slots of all ranks.
     """
 
+    number: int
+
     def __init__(self, params: Mapping[str, Any], placed: ExpertPlacement, axes: tuple[str, ...], mesh: Mesh) -> None:
         self._params, self._mesh, self._of_rank, self.number = params, mesh, placed.of_rank, placed.number
         rank = rank_of({axis: mesh.shape[axis] for axis in axes}, mesh.coords)
-        self.slots = torch.tensor(placed.of_rows(rank), device=mesh.device)
+        self.slots: Any = torch.tensor(placed.of_rows(rank), device=mesh.device)
         fetch, rows = TokenFetch(axes, placed.owners), placed.rows(rank)
         self._coming: Mapping[str, PendingRows] = tree_map(
             lambda leaf: fetch.start(mesh, leaf.rows_for_replicas(rows)), params

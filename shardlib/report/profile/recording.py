@@ -110,7 +110,7 @@ class StepRecorder:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self.timeline = StepTimeline(mesh.device)
+        self.timeline: StepTimeline = StepTimeline(mesh.device)
         self.exchanges: list[ProfiledExchange] = []
 
     @contextmanager

@@ -58,7 +58,7 @@ class StepTimeline:
         self._mark = time.perf_counter if self._device is None else self._event
         self._spans: list[list[object]] = []  # part, first mark, last mark, depth
         self._open: list[int] = []
-        self.began = time.perf_counter()
+        self.began: float = time.perf_counter()
         self._first = self._mark()
 
     @property

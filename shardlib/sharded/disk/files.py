@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from shardlib.common.disk import BLOCK, locked, make_folder, sync_folder, whole_blocks
+from shardlib.common.systems import LINUX, require_system
 from shardlib.common.tensors import dtype_name
 from shardlib.errors import StorageError, listing
 from shardlib.sharded.disk import pool
@@ -215,6 +216,8 @@ def _crc(content: bytes) -> bytes:
 class Header:
     """The open header of a rank's files."""
 
+    records: list[StepRecord]
+
     def __init__(self, path: Path, layout: FileLayout) -> None:
         self._path = path
         text = json.dumps(layout.description()).encode()
@@ -298,10 +301,12 @@ class Files:
         layout: the places of buffers. Files that exist keep the size of requests that they were made with.
 
     Raises:
+        UnsupportedError: the system is not Linux.
         StorageError: the folders are in use, hold other buffers, cannot be written to or have too little space.
     """
 
     def __init__(self, folders: Sequence[Path], layout: FileLayout) -> None:
+        require_system("offload to disk", LINUX)
         self._closing = contextlib.ExitStack()
         with self._closing:  # of what was opened, unless all is
             for folder in folders:
@@ -312,7 +317,7 @@ class Files:
             if found is not None:
                 layout = replace(layout, request=found["request"])
             self.layout = layout
-            self.paths = [
+            self.paths: list[Path] = [
                 folder / f"{layout.stem}.{number + 1}of{layout.files}.data" for number, folder in enumerate(folders)
             ]
             if found is None:
@@ -320,7 +325,8 @@ class Files:
                 for path, size in zip(self.paths, layout.sizes, strict=True):
                     with pool.failing(f"making {path}, of {size:,} bytes for {copies} of every buffer"):
                         _reserve(path, size)
-            self.fds, self.direct = [], []
+            self.fds: list[int] = []
+            self.direct: list[bool] = []
             for path in self.paths:
                 with pool.failing(f"opening {path}"):
                     fd, direct = _opened(path)
@@ -329,7 +335,7 @@ class Files:
                 self.direct.append(direct)
             self.check()
             with pool.failing(f"opening {folders[0] / layout.stem}.header"):
-                self.header = Header(folders[0] / f"{layout.stem}.header", layout)
+                self.header: Header = Header(folders[0] / f"{layout.stem}.header", layout)
             self._closing.callback(self.header.close)
             self._closing = self._closing.pop_all()
 

@@ -141,6 +141,8 @@ class PendingRead:
 class Write:
     """A buffer that is being written, whose memory is given back when the last of its requests is done."""
 
+    block: torch.Tensor
+
     def __init__(self, pool: Pool, block: torch.Tensor, requests: int) -> None:
         self._pool, self.block, self._left = pool, block, requests
         self._lock = threading.Lock()

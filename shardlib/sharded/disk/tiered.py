@@ -65,6 +65,12 @@ class TieredBuffers:
         RankFailure: those of another rank.
     """
 
+    mesh: Mesh
+    store: Store
+    version: int
+    coming: int
+    writes: int
+
     def __init__(
         self, plan: Plan, mesh: Mesh, role: str, buffers: Mapping[str, Flat], memory: int, slots: int = 2
     ) -> None:
