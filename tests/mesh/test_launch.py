@@ -1,6 +1,7 @@
 """Real processes: what they print comes out, what goes wrong is named, and none outlives the one that started it."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -8,13 +9,14 @@ import threading
 import time
 from types import SimpleNamespace
 
+import cloudpickle
 import pytest
 import torch
 from helpers.models import mlp, regression_batch
 
 import shardlib as sl
 from shardlib.commands import __main__ as cli
-from shardlib.errors import RankFailure
+from shardlib.errors import MeshError, RankFailure
 from shardlib.mesh.launch import orphans, processes
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
@@ -205,3 +207,25 @@ def test_ranks_of_torchrun_end_with_it(monkeypatch):
         (monkeypatch.setenv if under else monkeypatch.delenv)("TORCHELASTIC_RUN_ID", *(["1"] if under else [False]))
         cli.main(["plan", "--mesh", "data=2", *["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "16"]])
         assert parents == [os.getppid()] * under
+
+
+def test_functions_that_read_the_module_travel():
+    """Its class is not the one that pickle knows."""
+    assert pickle.loads(pickle.dumps(sl)) is sl
+    reads = {"sl": sl}
+    exec("def ranks():\n    return sl.abstract_mesh(data=4).size", reads)
+    assert cloudpickle.loads(cloudpickle.dumps(reads["ranks"]))() == 4
+
+
+def test_a_device_without_an_index_is_the_launcher_s_or_the_current_one(monkeypatch):
+    module = SimpleNamespace(device_count=lambda: 4, current_device=lambda: 3)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert sl.make_mesh(device="cuda").device == torch.device("cuda", 3)
+    monkeypatch.setenv("LOCAL_RANK", "6")
+    assert sl.make_mesh(device="cuda").device == torch.device("cuda", 2)
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(MeshError, match="this process sees no cuda device; pass device='cpu'"):
+        sl.make_mesh(device="cuda")
