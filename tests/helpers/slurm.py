@@ -54,16 +54,15 @@ class Cluster:
 
     def __init__(self, hosts: Network, folder: Path) -> None:
         self._hosts, self._folder = hosts, folder
-        self._daemons: dict[int, subprocess.Popen[str]] = {}
 
-    def start(self, host: int, *command: str) -> subprocess.Popen[str]:
+    def start(self, host: int, *command: str, out: int = subprocess.PIPE) -> subprocess.Popen[str]:
         """``command`` on a host, by its name, with its /etc/hosts and the cluster's configuration."""
         where = f'hostname host{host} && mount --bind {self._folder}/hosts /etc/hosts && exec "$@"'
         return self._hosts.start(
             host,
             ["unshare", "--uts", "--mount", "bash", "-c", where, "bash", *command],
             env={"SLURM_CONF": f"{self._folder}/slurm.conf"},
-            stdout=subprocess.PIPE,
+            stdout=out,
             stderr=subprocess.STDOUT,
         )
 
@@ -75,7 +74,7 @@ class Cluster:
         return said
 
     def daemon(self, host: int) -> None:
-        self._daemons[host] = self.start(host, "slurmd", "-D", "-N", f"host{host}")
+        self.start(host, "slurmd", "-D", "-N", f"host{host}", out=subprocess.DEVNULL)
 
     def kill(self, host: int) -> None:
         """The host dies, with its slurmd."""
@@ -125,17 +124,14 @@ def cluster(size: int, folder: Path, *, grace: int = 60, timeout: int = 10) -> I
         files = [
             f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file", "seed-file")
         ]
-        munged = subprocess.Popen(["munged", "--foreground", "--force", f"--key-file={folder}/key", *files])
+        # All end with the network.
         made = Cluster(hosts, folder)
-        try:
-            made.start(0, "slurmctld", "-D")
-            for host in range(size):
-                made.daemon(host)
-            made.wait(lambda: made.run("sinfo", "-h", "-o", "%T %D", "-p", "usual") == f"idle {size}\n", 60)
-            yield made
-        finally:
-            munged.kill()
-            munged.wait()
+        made.start(0, "munged", "--foreground", "--force", f"--key-file={folder}/key", *files, out=subprocess.DEVNULL)
+        made.start(0, "slurmctld", "-D", out=subprocess.DEVNULL)
+        for host in range(size):
+            made.daemon(host)
+        made.wait(lambda: made.run("sinfo", "-h", "-o", "%T %D", "-p", "usual") == f"idle {size}\n", 60)
+        yield made
 
 
 def missing() -> list[str]:
