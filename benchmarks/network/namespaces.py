@@ -103,6 +103,11 @@ class Network:
             _run("ip", "-n", space, "link", "set", _WIRE, "up")
             _run("ip", "-n", space, "link", "set", "lo", "up")
 
+    def kill(self, host: int) -> None:
+        """A host dies: it is cut off without a word, and all that runs on it is killed."""
+        _run("ip", "-n", self._space(host), "link", "set", _WIRE, "down")
+        _kill(self._space(host))
+
     def _spaces(self) -> list[str]:
         hosts = [self._space(host) for host in range(self.hosts)]
         return hosts if self.hosts == 2 else [*hosts, self._switch]
@@ -149,10 +154,15 @@ def _remove(accepts: Callable[[int], bool]) -> None:
         owner = space.removeprefix(_PREFIX).split("-")[0]
         if not space.startswith(_PREFIX) or not owner.isdigit() or not accepts(int(owner)):
             continue
-        for process in _run("ip", "netns", "pids", space).split():
-            with suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
+        _kill(space)
         _run("ip", "netns", "delete", space)
+
+
+def _kill(space: str) -> None:
+    """Kills what runs in a namespace."""
+    for process in _run("ip", "netns", "pids", space).split():
+        with suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
 
 
 def _run(*command: str) -> str:

@@ -19,11 +19,14 @@ def default_device() -> torch.device:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """``device`` with the index that its tensors name; where it has none, that of this process on its host."""
+    """``device`` with the index that its tensors name; where it has none, that of this process on its host.
+
+    That is LOCAL_RANK where the launcher sets it, else the index of torch's current device.
+    """
     if _has_index(device) or device.type in ("cpu", "meta"):
         return device
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.get_device_module(device).device_count()
-    return torch.device(device.type, index)
+    module, local = torch.get_device_module(device), os.environ.get("LOCAL_RANK")
+    return torch.device(device.type, module.current_device() if local is None else int(local) % module.device_count())
 
 
 def pins(device: torch.device) -> bool:

@@ -245,12 +245,14 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
     CUDA) if the environment names a world of several processes and nothing has started it.
 
     Args:
-        device: where this rank's tensors live; by default its CUDA device when there is one, else the CPU.
+        device: where this rank's tensors live; by default its CUDA device when there is one, else the CPU. Without an index
+            it is the one of LOCAL_RANK, or torch's current one where the launcher sets no LOCAL_RANK.
         timeout: seconds after which a collective fails that other ranks have not joined. Every rank then reports what it
             does, and stops: see docs/faults.md.
 
     Raises:
-        MeshError: a size is not a positive integer, or the sizes' product is not the number of processes.
+        MeshError: a size is not a positive integer, the sizes' product is not the number of processes, or there is no such
+            device.
         TypeError: axes that are not given by name.
         RankFailure: processes have not started within the timeout; names them.
 
@@ -260,7 +262,7 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
     """
     _require_device(device)
     shape = check_shape(shape)
-    where = with_index(torch.device(device)) if device is not None else default_device()
+    where = _device_of(device)
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         start_processes(where, timeout)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -283,6 +285,18 @@ def _require_device(device: Any) -> None:
         raise TypeError(
             f"make_mesh({device!r}): axes are given by name, make_mesh({sizes}); the first argument is the device"
         )
+
+
+def _device_of(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return default_device()
+    found = torch.device(device)
+    if found.type not in ("cpu", "meta") and torch.get_device_module(found).device_count() == 0:
+        raise MeshError(
+            f"make_mesh({str(device)!r}): this process sees no {found.type} device; pass device='cpu', or look at the "
+            "build of torch and at CUDA_VISIBLE_DEVICES"
+        )
+    return with_index(found)
 
 
 AnyMesh: TypeAlias = Mesh | DeviceMesh

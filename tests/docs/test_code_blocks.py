@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Blocks marked `<!-- not run: reason -->`, by page. A new one is added here, with a reason that a reader accepts.
-NOT_RUN = {"faults.md": 2, "launching.md": 2}
+NOT_RUN = {"clusters.md": 1, "faults.md": 1, "launching.md": 1}
 
 # The Makefile's targets, and torchrun's options.
 TARGETS = set(re.search(r"\.PHONY: (.*)", (ROOT / "Makefile").read_text())[1].split())
@@ -80,6 +80,13 @@ def check(words: list[str]) -> None:
         make_parser().parse_args(rest)
     elif program == "pip":
         assert rest == ["install", "."], words
+    elif program == "sbatch":
+        where = next(index for index, word in enumerate(rest) if word.endswith(".sbatch"))
+        assert (ROOT / rest[where]).is_file() and rest[where + 1 : where + 3] == ["-m", "shardlib.commands"], words
+        make_parser().parse_args(rest[where + 3 :])
+    elif program == "python" and rest[0].endswith(".py"):
+        script = (ROOT / rest[0]).read_text()
+        assert all(f'"{word}"' in script for word in rest if word.startswith("--")), words
     else:
         assert program == "python" and rest[0] == "-m", words
         module = ROOT / rest[1].replace(".", "/")

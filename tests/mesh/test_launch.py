@@ -15,7 +15,7 @@ from helpers.models import mlp, regression_batch
 
 import shardlib as sl
 from shardlib.commands import __main__ as cli
-from shardlib.errors import RankFailure
+from shardlib.errors import MeshError, RankFailure
 from shardlib.mesh.launch import orphans, processes
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
@@ -209,6 +209,20 @@ def test_ranks_of_torchrun_end_with_it(monkeypatch):
 
 
 def test_functions_that_use_the_package_by_a_global_name_can_be_sent():
-    """As those of a script or a notebook: the package's class is not a plain module's."""
+    """As those of a script or a notebook: the package is sent by its name."""
     function = eval("lambda: package", {"package": sl})
     assert cloudpickle.loads(cloudpickle.dumps(function))() is sl
+
+
+def test_a_device_without_an_index_is_the_launcher_s_or_the_current_one(monkeypatch):
+    module = SimpleNamespace(device_count=lambda: 4, current_device=lambda: 3)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert sl.make_mesh(device="cuda").device == torch.device("cuda", 3)
+    monkeypatch.setenv("LOCAL_RANK", "6")
+    assert sl.make_mesh(device="cuda").device == torch.device("cuda", 2)
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(MeshError, match="this process sees no cuda device; pass device='cpu'"):
+        sl.make_mesh(device="cuda")
