@@ -21,6 +21,7 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 TESTS = ("tests/test_rng.py", "tests/test_tree_paths.py", "tests/mesh/test_specs.py", "tests/transforms/test_code.py")
 NEEDED = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+_OF_WHEEL = ("-o", "pythonpath=tests")  # without the checkout's folder, whose package would be tested in its place
 NO_PYTHON, NO_TORCH = "no interpreter", "no CPU build"
 _TRAIN = """
 import torch, shardlib as sl
@@ -65,13 +66,17 @@ def tried(python: str | None, torch: str, wheel: Path, folder: Path) -> str:
         (NO_TORCH, (str(inside), "-m", "pip", "install", "--quiet", "--only-binary", "torch", build)),
         ("install failed", (str(inside), "-m", "pip", "install", "--quiet", str(wheel), build, *pinned(NEEDED))),
         ("training failed", (str(inside), "-c", _TRAIN)),
-        ("tests failed", (str(inside), "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *TESTS)),
+        ("tests failed", (str(folder / "bin" / "pytest"), "-n0", "-p", "no:cacheprovider", *_OF_WHEEL, *TESTS)),
     ]
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     said = ""
     for failure, command in steps:
         done = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT if "pytest" in command else folder, env=_environment()
+            command,
+            capture_output=True,
+            text=True,
+            cwd=ROOT if failure == "tests failed" else folder,
+            env=_environment(),
         )
         said = done.stdout + done.stderr
         if done.returncode:
