@@ -21,6 +21,7 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 TESTS = ("tests/test_rng.py", "tests/test_tree_paths.py", "tests/mesh/test_specs.py", "tests/transforms/test_code.py")
 NEEDED = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+_OF_WHEEL = ("-o", "pythonpath=tests")  # without the checkout's folder, whose package would be tested in its place
 NO_PYTHON, NO_TORCH = "no interpreter", "no CPU build"
 _TRAIN = """
 import torch, shardlib as sl
@@ -55,23 +56,35 @@ def pinned(names: Iterable[str]) -> list[str]:
     return [line for line in lines if re.split("[=; ]", line)[0] in set(names)]
 
 
-def tried(python: str | None, torch: str, wheel: Path, folder: Path) -> str:
+def offered(version: str, build: str) -> bool:
+    """Whether pip finds a build of torch for a version of Python. Downloads nothing that is installed."""
+    place = ("--target", "unused", "--python-version", version, "--only-binary=:all:")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", *place, build]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def tried(version: str, torch: str, wheel: Path, folder: Path) -> str:
     """What one pair gave: "passed (N tests)", the step that failed, or why it was not tried."""
+    python, build = interpreter(version), f"torch=={torch}+cpu"
     if python is None:
         return NO_PYTHON
+    if not offered(version, build):
+        return NO_TORCH
     inside = folder / "bin" / "python"
-    build = f"torch=={torch}+cpu"
     steps: list[tuple[str, Sequence[str]]] = [
-        (NO_TORCH, (str(inside), "-m", "pip", "install", "--quiet", "--only-binary", "torch", build)),
         ("install failed", (str(inside), "-m", "pip", "install", "--quiet", str(wheel), build, *pinned(NEEDED))),
         ("training failed", (str(inside), "-c", _TRAIN)),
-        ("tests failed", (str(inside), "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *TESTS)),
+        ("tests failed", (str(folder / "bin" / "pytest"), "-n0", "-p", "no:cacheprovider", *_OF_WHEEL, *TESTS)),
     ]
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     said = ""
     for failure, command in steps:
         done = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT if "pytest" in command else folder, env=_environment()
+            command,
+            capture_output=True,
+            text=True,
+            cwd=ROOT if failure == "tests failed" else folder,
+            env=_environment(),
         )
         said = done.stdout + done.stderr
         if done.returncode:
@@ -95,7 +108,7 @@ def versions(pythons: Sequence[str], torches: Sequence[str]) -> dict[tuple[str, 
         for python in pythons:
             for torch in torches:
                 folder = Path(work) / f"{python}-{torch}"
-                found[python, torch] = tried(interpreter(python), torch, wheel, folder)
+                found[python, torch] = tried(python, torch, wheel, folder)
                 print(f"Python {python}, torch {torch}: {found[python, torch]}", flush=True)
                 shutil.rmtree(folder, ignore_errors=True)
     return found
@@ -111,7 +124,7 @@ def text(found: Mapping[tuple[str, str], str], source: Mapping[str, str]) -> str
         "",
         "The wheel in an environment of its own, with torch's CPU build: it trains on one rank and on two, and passes "
         f"{', '.join(f'`{test}`' for test in TESTS)}. "
-        f'"{NO_TORCH}": pip finds no `+cpu` build of that version for that Python here, so the pair was **not tried**.',
+        f'"{NO_TORCH}": pip offers no `+cpu` build of that version for that Python here, so the pair was **not tried**.',
         "",
         f"| Python | {' | '.join(f'torch {torch}' for torch in torches)} |",
         f"|---|{'---|' * len(torches)}",
