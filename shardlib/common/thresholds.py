@@ -11,7 +11,7 @@ import torch
 # Tests use small tensors, so without this only users would reach the paths for large ones.
 
 
-_largest: int | None = None
+_limits: list[int] = []  # of the contexts that are open, in the order in which they began
 
 
 class Threshold:
@@ -21,23 +21,23 @@ class Threshold:
         self._size = size
 
     def __call__(self) -> int:
-        return self._size if _largest is None else min(self._size, _largest)
+        return min(self._size, _limits[-1]) if _limits else self._size
 
 
 @contextlib.contextmanager
 def small(largest: int) -> Iterator[None]:
-    """A context in which no threshold of the process exceeds ``largest``, and compiled kernels use all threads."""
-    global _largest
-    before, _largest = _largest, largest
+    """A context in which no threshold of the process exceeds ``largest``, and compiled kernels use all threads. Those of
+    several threads may end in any order."""
+    _limits.append(largest)
     try:
         yield
     finally:
-        _largest = before
+        _limits.remove(largest)
 
 
 def threads() -> int:
     """The number of threads to pass to compiled kernels: torch's, negated to split work of any size."""
-    return torch.get_num_threads() if _largest is None else -torch.get_num_threads()
+    return -torch.get_num_threads() if _limits else torch.get_num_threads()
 
 
 # Large tensors a chunk at a time, so that intermediate results stay small.

@@ -9,6 +9,7 @@ from shardlib.common.display.colours import GREY, ROLES
 from shardlib.common.display.panels import Fold, Grid, Panel, Paragraph, Picture, Title
 from shardlib.common.display.svg import bar_chart
 from shardlib.common.tensors import dtype_name
+from shardlib.common.thresholds import Threshold
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.picture import mesh_picture
 from shardlib.plan.leaves import AlikeLeaves, alike, blocks_of, leaf_cells
@@ -20,7 +21,7 @@ from shardlib.plan.value import PlanValue
 
 _BLOCKS, _ROWS = 60, 40  # of a tree, and of a block, that are shown; what is left out is counted
 _NAME = 80  # characters of a path
-_BUCKETS = 2000  # whose messages are counted
+_BUCKETS = Threshold(2000)  # whose messages are counted
 
 
 def plan_panels(plan: PlanValue) -> Iterator[Panel]:
@@ -29,7 +30,7 @@ def plan_panels(plan: PlanValue) -> Iterator[Panel]:
     yield mesh_picture(plan.sizes)
     yield bytes_picture(plan)
     yield from leaf_folds(plan, "param")
-    if len(plan.buckets) > _BUCKETS:
+    if len(plan.buckets) > _BUCKETS():
         yield Paragraph(
             f"The messages of {len(plan.buckets):,} buckets are not counted here: plan.payload() counts them"
         )

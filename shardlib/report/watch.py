@@ -13,11 +13,12 @@ from rich.text import Text
 
 from shardlib.common.display.braille import curve_text
 from shardlib.common.display.colours import BLUE
+from shardlib.common.thresholds import Threshold
 from shardlib.plan.tables import size
 from shardlib.report.progress import Progress
 
 _EVERY = 0.25  # seconds between two drawings
-_POINTS = 2000  # of the curve that are kept; of more, every other one
+_POINTS = Threshold(2000)  # of the curve that are kept; of more, every other one
 
 
 class Watch(Progress):
@@ -40,7 +41,7 @@ class Watch(Progress):
         self._values |= values
         if "loss" in values:
             self._points.append((step, values["loss"]))
-            if len(self._points) > _POINTS:
+            if len(self._points) > _POINTS():
                 self._points = [*self._points[:-1:2], self._points[-1]]
         super().write(step, values)
 

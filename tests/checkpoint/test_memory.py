@@ -88,6 +88,7 @@ def many_saves(mesh, folder, saves):
     return early, resident("VmRSS")
 
 
+@pytest.mark.check
 @pytest.mark.timeout(600)
 def test_memory_is_flat_over_many_saves(tmp_path):
     saves = 200 if NIGHTLY else 30

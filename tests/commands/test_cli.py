@@ -114,6 +114,7 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(stopped):
     assert "\nstopped at step 3; go on with\n" in said and said.endswith(" --steps 5\n")
 
 
+@pytest.mark.check
 def test_a_runs_folder_knows_its_model(stopped, capsys):
     """It is not trained as another one, not removed for another one, and needs no sizes to generate."""
     given, out, _, _ = stopped
@@ -217,6 +218,7 @@ def test_plan_and_train_sliced(text, tmp_path, capsys):
     assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
 
 
+@pytest.mark.check
 def test_plan_and_train_with_experts(text, tmp_path, capsys, monkeypatch):
     """Their shares are metrics; validation is of the tokens alone, without the routers' losses, here about 5."""
     given = model.config
@@ -236,6 +238,7 @@ def test_plan_and_train_with_experts(text, tmp_path, capsys, monkeypatch):
     assert float(last["loss"]) - float(last["validation/loss"]) == pytest.approx(5, abs=0.5)
 
 
+@pytest.mark.check
 def test_a_training_is_watched_and_reported(text, tmp_path, capsys):
     """Rates are among the metrics, lines stand in for the live view, and the page has the run, the plan and a profile."""
     page, options = (
@@ -255,6 +258,7 @@ def test_a_training_is_watched_and_reported(text, tmp_path, capsys):
         cli.main([*options, "--price", "2"])
 
 
+@pytest.mark.check
 def test_tokens_beyond_the_bytes_have_no_text(text, tmp_path, capsys):
     """Of 4096 tokens a model that has learned nothing draws hardly a byte."""
     options = ["--vocab", "4096", "--data", str(text), "--out", str(tmp_path), "--steps", "1"]
@@ -344,6 +348,7 @@ def test_a_range_test_waits_for_the_loss_scale(text, tmp_path, monkeypatch, caps
     assert int(rows[0]["step"]) > 2 and float(rows[0]["lr"]) == pytest.approx(1e-5)
 
 
+@pytest.mark.check
 def test_a_profile_is_printed_drawn_and_traced(text, tmp_path, capsys):
     options = ["--data", text, "--out", tmp_path, "--steps", 1, "--stage", 3, "--remat", *SIZES]
     assert cli.main(["profile", *map(str, options)]) == 0
@@ -355,6 +360,7 @@ def test_a_profile_is_printed_drawn_and_traced(text, tmp_path, capsys):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("command", ["train", "lr-range-test", "plan"])
 def test_without_matplotlib_a_command_says_so_in_a_line(command, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -39,6 +39,7 @@ def trained(mesh, *transforms, steps=2, layers=5, rates=0.0, compile=False, **ch
 SCALARS = 256
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("others", ["stage 0", "stage 3", "dots", "dropout", "accumulated", "bf16"])
 def test_values_copies_and_memory(on_rig, others):
     """The values are those without a store, to the bit; copies, pinned memory and the peak are those of the plan."""

@@ -149,6 +149,7 @@ def test_what_a_stage_receives_goes_to_host_memory_too(rigs):
     assert stay - moved >= 3.5 * carry
 
 
+@pytest.mark.check
 def test_divided_inputs_of_blocks(rigs):
     """Each of two ranks with the same activations keeps half of every block's input, and sends it once more."""
 

@@ -94,6 +94,7 @@ def start(program, **variables):
     return subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.check
 def test_four_processes_at_once_build_once(cache, compiler):
     processes = [start(PROGRAM) for _ in range(4)]
     for process in processes:
@@ -272,6 +273,7 @@ CUDA = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("operation", CUDA)
 def test_cuda_kernels_compile_without_spills(operation, tmp_path):
     ((source, _),) = native.cuda_recipe(operation, (9, 0)).units

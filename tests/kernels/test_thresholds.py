@@ -43,6 +43,12 @@ def test_a_threshold_is_small_only_within():
             assert limit() == 100
         assert limit() == 7
     assert limit() == 100
+    one, other = thresholds.small(7), thresholds.small(9)  # as of two threads, of which the first ends first
+    with one:
+        other.__enter__()
+    assert limit() == 9
+    other.__exit__(None, None, None)
+    assert limit() == 100
 
 
 def test_no_other_large_size_decides_anything():

@@ -75,6 +75,7 @@ def test_a_rank_that_sleeps_is_told_so_and_ended(runs):
     assert f"rank 1 is ended with exit code {EXIT_HUNG}" in texts[1]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "case, code, why, what",
     [

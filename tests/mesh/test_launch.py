@@ -38,6 +38,7 @@ def running(pid):
         return False
 
 
+@pytest.mark.check
 def test_what_ranks_print_and_return_comes_out(capsys, monkeypatch):
     """Line by line, long lines too; a rank that returns first stays until all have."""
     monkeypatch.setattr(processes, "_ASK", 0.05)

@@ -39,6 +39,7 @@ def test_onebit_adam_is_the_papers(ranks, scales):
     assert_same_trajectory(got, wanted)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("warmup", "expected"), [(20, [50]), (60, [75]), (80, [])])
 def test_onebit_adam_freezes_when_the_variance_has_settled(warmup, expected):
     """The variance is not frozen before the rate has stopped rising; in the last case it has not settled by step 100."""

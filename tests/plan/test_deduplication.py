@@ -162,6 +162,7 @@ def test_traces_of_stages_are_those_of_the_whole(schedule, each, pipe, stage, ag
     assert found is None or found[0] == found[1]
 
 
+@pytest.mark.check
 @settings(max_examples=100 if NIGHTLY else 6)
 @given(
     layers=st.integers(12, 40),
@@ -351,6 +352,7 @@ def test_blocks_that_differ_unseen_are_found_out(every):
     assert trusting(second).traces == whole.traced(second).traces and trusting.holds(trusting(second))
 
 
+@pytest.mark.check
 def test_a_refusal_traces_the_whole_twice(monkeypatch):
     """The plan that was given, and the one that is advised."""
     config, walked = replace(CONFIG, layers=20), []

@@ -23,5 +23,5 @@ def test_a_graph_is_drawn(tmp_path):
 
     for one, two in sl.simulate(run, mesh={"data": 2}):
         assert two.shape[0] == 2 * one.shape[0] and two.shape[1] == one.shape[1]
-        blue = (abs(one[..., :3] - [0x3B / 255, 0x6E / 255, 0xA8 / 255]).max(-1) < 0.01).sum()
+        blue = (abs(one[..., :3] - [0x00 / 255, 0x72 / 255, 0xB2 / 255]).max(-1) < 0.01).sum()
         assert blue > 1000 and not (tmp_path / "none.png").exists()

@@ -96,6 +96,7 @@ def test_nothing_that_fits_is_quicker(memory):
     assert winner.seconds <= best * (1 + 1e-9)
 
 
+@pytest.mark.check
 def test_reasons_are_true():
     machine = replace(MACHINE, memory="250kB")
     found = searched(machine)
@@ -218,6 +219,7 @@ def test_many_micro_batches_are_timed_by_a_few():
     assert few  # another sum, of as much
 
 
+@pytest.mark.check
 def test_a_loss_that_nothing_cuts():
     """A loss that is no sequential gets no pipeline; without rules nothing is sliced."""
     loss_fn, tree = gpt.make_loss(CONFIG), gpt.init(CONFIG, device="meta")
@@ -240,6 +242,7 @@ def test_a_batch_of_arrays_has_the_rows_of_its_tensors():
     assert arrays == tensors
 
 
+@pytest.mark.check
 def test_experts_are_dealt_out():
     moe = gpt.Experts((0, 4), sl.nn.MoEConfig(sl.nn.routers.switch(), "gelu_tanh"))
     config = replace(CONFIG, moe=moe)

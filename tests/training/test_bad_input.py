@@ -567,6 +567,7 @@ def test_a_rank_that_dies_under_launch_is_named():
         sl.launch(run, mesh={"data": 2}, timeout=60)
 
 
+@pytest.mark.check
 def test_survivors_name_the_rank_that_died():
     """Without a launcher that stops them, each survivor's collective fails and names the rank that died."""
 

@@ -35,6 +35,7 @@ def test_a_short_run_ends_within_a_percent(method):
     assert loss(task, method.name, 0) <= WITHIN * loss(task, method.against, 0)
 
 
+@pytest.mark.check
 def test_a_percent_separates_methods_from_ablations():
     assert loss(BRIEF, "onebit(), stage 0", 0) > WITHIN * loss(BRIEF, "Adam", 0)
 
