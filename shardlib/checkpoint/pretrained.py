@@ -123,8 +123,9 @@ def from_pretrained(
     params = shard_by(bound(initialise, module, Key(seed), drawn), mesh, transform, filled_later=True)
     with TensorsOnDisk(files, replace(held, tensors=read)) as saved:
         fill_params(saved, params, "", [*globs_of(partial), *map(glob.escape, drawn)], of_files)
-    with TensorsOnDisk(files, replace(held, tensors=tensors)) as saved:
-        fill_encoded(saved, params, {name: (origin, encode) for name, (origin, _, encode) in encoded.items()})
+    if encoded:
+        with TensorsOnDisk(files, replace(held, tensors=tensors)) as saved:
+            fill_encoded(saved, params, {name: (origin, encode) for name, (origin, _, encode) in encoded.items()})
     apply, _, *rest = from_module(module, buffers=buffers, frozen=frozen)  # takes copies of the buffers as they are now
     return apply, params, *rest
 

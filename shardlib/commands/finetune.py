@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -300,22 +300,26 @@ def _train(
     state, and the best loss, None without validation."""
     state, best, batches = job.state, _Best(), job.batches(job.state)
     manager = checkpoint.Manager(args.out, keep=1, every=args.save_every, interrupt=True)
-    if (latest := manager.latest()) is not None and not args.fresh:
+    latest = manager.latest()
+    if latest is not None and args.fresh:  # of an earlier run, which would be the newest for a later one
+        for earlier in checkpoint.complete(args.out) if mesh.rank == 0 else ():
+            checkpoint.remove(earlier)
+    elif latest is not None:
         with wrong_arguments(CheckpointError, TreeError):
             state = manager.restore(state)
-            notes = checkpoint.read_notes(latest)
-        batches.load_state_dict(notes)
-        best = _Best(notes["best"] if notes["best"] is not None else math.inf, notes["since"])
+            held = checkpoint.read_notes(latest)
+        batches.load_state_dict(held)
+        best = _Best(held["best"] if held["best"] is not None else math.inf, held["since"])
         say(f"resuming from {latest}")
     first = state.step
     progress = Progress(job.steps, args.batch * args.length, start=first, rank=mesh.rank)
     files = [CsvWriter(args.out / "metrics.csv", start=first)] if mesh.rank == 0 else []
 
-    def notes_of(batches: data.Loader) -> dict[str, Any]:
+    def notes() -> dict[str, Any]:
         return {**batches.state_dict(), "best": None if best.loss == math.inf else best.loss, "since": best.since}
 
     with Log(progress, *files) as log, manager:
-        for batch in _until(batches, job.steps - first):
+        for batch in itertools.islice(batches, max(job.steps - first, 0)):
             state, metrics = job.step(state, batch)
             log.write(state.step, metrics)
             if job.validation is not None and (state.step % args.evaluate_every == 0 or state.step == job.steps):
@@ -327,14 +331,10 @@ def _train(
                     job.save(state)
                 else:
                     best.since += 1
-            manager.step(state, notes=notes_of(batches))
+            manager.step(state, notes=notes())
             if args.patience and best.since >= args.patience:
                 progress.note(
                     f"step {state.step}: no gain in {best.since} evaluations, the best loss is {best.loss:.4f}"
                 )
                 break
     return state, None if job.validation is None else best.loss
-
-
-def _until(batches: data.Loader, count: int) -> Iterator[Any]:
-    return itertools.islice(iter(batches), max(count, 0))

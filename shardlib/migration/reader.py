@@ -58,7 +58,7 @@ class Keys(NamedTuple):
         return Keys(*({f"{prefix}.{key}": note for key, note in notes.items()} for notes in self))
 
     def joined(self, *others: Keys) -> Keys:
-        """These keys and those of ``others``."""
+        """All keys, of this value and of ``others``."""
         every = (self, *others)
         merged = ({key: note for keys in every for key, note in keys[at].items()} for at in range(3))
         return Keys(*merged)
