@@ -42,12 +42,12 @@ lint: $(STAMP)
 kernels: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m helpers.built
 
-# A case of every test but the longest (those marked `check`), and the cases that notice planted defects (docs/mutation.md).
+# A case of every short test, and the cases that notice planted defects (docs/mutation.md): tests/helpers/tiers.py.
 test: $(STAMP)
 	$(MAKE) --jobs=2 lint kernels
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m quick $(ARGS)
 
-# All that is tested on every commit: the cases that `test` leaves out, too.
+# All that is tested on every commit: cases of long tests, and more of all.
 check: test $(DOCS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not quick and not nightly" $(ARGS)
 

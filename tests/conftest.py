@@ -1,6 +1,7 @@
 """Settings for all tests: how many cases hypothesis draws, and how many threads torch takes."""
 
 import gc
+import os
 from collections import defaultdict
 
 import pytest
@@ -9,7 +10,7 @@ from helpers import gpu
 from helpers.pairwise import covering
 from helpers.pool import Pool
 from helpers.profile import NIGHTLY
-from helpers.tiers import quick
+from helpers.tiers import SHORT, Measured, checked, name_of, quick, seconds
 from hypothesis import settings
 
 # The same few cases on every commit, so that a failure is the commit's; `make nightly` draws many new ones.
@@ -18,6 +19,9 @@ settings.register_profile("nightly", max_examples=300, deadline=None, print_blob
 settings.load_profile("nightly" if NIGHTLY else "commit")
 
 gpu.hide()
+
+if not NIGHTLY:
+    os.environ["WITHOUT_DEEPSPEED"] = "1"  # of the benchmarks' peers
 
 # pytest runs a process a core: more threads than one each would only take turns.
 torch.set_num_threads(1)
@@ -31,6 +35,10 @@ def pool():
     made.stop()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--measure", action="store_true", help="write what tests take to tests/durations.csv")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(items):
     products = defaultdict(list)
@@ -42,7 +50,10 @@ def pytest_collection_modifyitems(items):
         for number, case in enumerate(cases):
             if number not in kept:
                 case.add_marker("nightly")
-    for item in quick([item for item in items if not item.get_closest_marker("nightly")]):
+    often = [item for item in items if not item.get_closest_marker("nightly")]
+    for item in set(often) - checked(often):
+        item.add_marker("nightly")
+    for item in quick(often):
         item.add_marker("quick")
 
 
@@ -56,19 +67,7 @@ def pytest_sessionfinish():
     gc.unfreeze()  # Triton complains at the interpreter's end of what is left
 
 
-# Files whose tests take longest, 10 to 30 s each. Begun last, one of them would keep a core waiting for the other's end.
-_LONG = (
-    "test_any_plan.py",
-    "test_build_and_dispatch.py",
-    "test_cli.py",
-    "test_learning.py",
-    "test_memory.py",
-    "test_notebooks.py",
-    "test_peers.py",
-    "test_run.py",
-    "test_three_dimensions.py",
-    "test_torchrun.py",
-)
+_LONG = 3.0  # seconds of a case: begun last, one would keep a core waiting for the other's end
 
 
 class InOrder:
@@ -80,18 +79,20 @@ class InOrder:
 
     @pytest.hookimpl(trylast=True)  # of those that remain
     def pytest_collection_modifyitems(self, items):
-        pooled, on_devices, long, short = [], [], [], []
+        pooled, on_devices, others, took = [], [], [], seconds()
         for item in items:
             if "pool" in item.fixturenames:
                 pooled.append(item)
             elif item.path.parent.name == "device":
                 on_devices.append(item)
             else:
-                (long if item.path.name in _LONG else short).append(item)
-        others = long + short
+                others.append(item)
+        others.sort(key=lambda item: -max(_LONG, took.get(name_of(item.nodeid), SHORT)))
         half = max(0, len(items) // 2 - len(pooled))
         items[:] = [*pooled, *others[:half], *on_devices, *others[half:]]
 
 
 def pytest_configure(config):
     config.pluginmanager.register(InOrder())
+    if config.getoption("measure") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Measured())

@@ -93,7 +93,6 @@ def test_only_one_file_uses_private_names_of_torch():
     assert not {path: positions for path, positions in found.items() if positions}
 
 
-@pytest.mark.check
 def test_what_takes_long_is_not_imported():
     """All of the library leaves the compiler alone, which takes as long; the library itself waits for a first use."""
     code = "import sys, shardlib; print(sorted(name for name in sys.modules if name.startswith(%r)))"

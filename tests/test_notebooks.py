@@ -19,7 +19,6 @@ def kernel():
     manager.shutdown_kernel(now=True)
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path, kernel):
     notebook = nbformat.read(path, as_version=4)

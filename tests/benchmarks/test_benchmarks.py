@@ -4,10 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 
-
-@pytest.mark.check
 def test_the_cases_of_a_gpu_run_to_their_end():
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "benchmarks", "run", "--device", "cuda", "--small"]

@@ -59,7 +59,6 @@ def test_students_come_after_their_teachers_and_ablations_last():
     assert ablations == sorted(ablations)
 
 
-@pytest.mark.check
 def test_a_stopped_measurement_goes_on_and_can_be_collected(tmp_path, monkeypatch, capsys):
     """The table is the same whether it was stopped or not; a run that was stopped in its middle begins anew."""
     ran = []

@@ -99,7 +99,6 @@ def totals(saved):
     return found
 
 
-@pytest.mark.check
 @pytest.mark.timeout(3600 if NIGHTLY else 300)
 @settings(max_examples=500 if NIGHTLY else 20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(

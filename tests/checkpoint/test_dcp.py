@@ -45,7 +45,6 @@ def save_by_fsdp(mesh, folder):
     return {name: tensor.full_tensor() for name, tensor in module.state_dict().items()}
 
 
-@pytest.mark.check
 def test_fsdps_parameters(pool, tmp_path):
     # All of the pool, as FSDP2 uses the world.
     wanted = pool.run(save_by_fsdp, tmp_path / "theirs", mesh={"data": 4})[0]

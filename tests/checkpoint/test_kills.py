@@ -15,7 +15,6 @@ import shardlib as sl
 KILLS = 100 if NIGHTLY else 10
 
 
-@pytest.mark.check
 @pytest.mark.timeout(3600 if NIGHTLY else 300)
 def test_a_run_goes_on_through_kills(tmp_path):
     tests = Path(__file__).parents[1]

@@ -64,7 +64,6 @@ def restored(mesh, folder):
     return found
 
 
-@pytest.mark.check
 @pytest.mark.timeout(600)
 def test_a_restore_takes_a_buffer_beside_the_shards(tmp_path):
     sl.launch(saved, tmp_path, mesh={"data": 2})
@@ -88,7 +87,6 @@ def many_saves(mesh, folder, saves):
     return early, resident("VmRSS")
 
 
-@pytest.mark.check
 @pytest.mark.timeout(600)
 def test_memory_is_flat_over_many_saves(tmp_path):
     saves = 200 if NIGHTLY else 30

@@ -104,7 +104,6 @@ def test_processes_without_a_seed(pool, tmp_path):
             assert len(leaf) == rows or 0 < leaf[rows:].std() < 0.04  # as the model draws them
 
 
-@pytest.mark.check
 def test_adapters_train_as_on_one_device_and_no_rank_holds_the_base(tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(5)

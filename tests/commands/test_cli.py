@@ -51,7 +51,6 @@ def text(tmp_path_factory):
     return file
 
 
-@pytest.mark.check
 def test_an_interrupted_training_resumes(text, tmp_path):
     options = ["--data", text, "--out", tmp_path, "--steps", 60, "--save-every", 10, "--validate-every", 20]
     options += ["--metrics", "csv", "jsonl"]
@@ -114,7 +113,6 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(stopped):
     assert "\nstopped at step 3; go on with\n" in said and said.endswith(" --steps 5\n")
 
 
-@pytest.mark.check
 def test_a_runs_folder_knows_its_model(stopped, capsys):
     """It is not trained as another one, not removed for another one, and needs no sizes to generate."""
     given, out, _, _ = stopped
@@ -180,7 +178,6 @@ def test_plan_prints_what_each_rank_holds(capsys):
     assert "Plan on data=4" in out and "as traced" in out and "blocks/0…1/attn/qkv/weight" in out
 
 
-@pytest.mark.check
 def test_plan_refuses_what_does_not_fit(capsys):
     limits = ["--host-memory", "1GiB", "--disk", "1TiB", "--ranks-per-host", "2"]
     sharding = ["plan", "--mesh", "data=4", "--stage", "2", "--precision", "fp32", *SIZES[2:8], "--layers", "1"]
@@ -207,7 +204,6 @@ def test_an_unused_axis():
         cli.main(["plan", "--mesh", "depth=4"])
 
 
-@pytest.mark.check
 def test_plan_and_train_sliced(text, tmp_path, capsys):
     assert cli.main(["plan", "--mesh", "data=4,model=2", "--stage", "2", *SIZES[:8]]) == 0
     assert "P('model')" in capsys.readouterr().out
@@ -218,7 +214,6 @@ def test_plan_and_train_sliced(text, tmp_path, capsys):
     assert len(rows) == 3 and all(predicted == measured for _, predicted, measured in rows), out
 
 
-@pytest.mark.check
 def test_plan_and_train_with_experts(text, tmp_path, capsys, monkeypatch):
     """Their shares are metrics; validation is of the tokens alone, without the routers' losses, here about 5."""
     given = model.config
@@ -238,7 +233,6 @@ def test_plan_and_train_with_experts(text, tmp_path, capsys, monkeypatch):
     assert float(last["loss"]) - float(last["validation/loss"]) == pytest.approx(5, abs=0.5)
 
 
-@pytest.mark.check
 def test_a_training_is_watched_and_reported(text, tmp_path, capsys):
     """Rates are among the metrics, lines stand in for the live view, and the page has the run, the plan and a profile."""
     page, options = (
@@ -258,7 +252,6 @@ def test_a_training_is_watched_and_reported(text, tmp_path, capsys):
         cli.main([*options, "--price", "2"])
 
 
-@pytest.mark.check
 def test_tokens_beyond_the_bytes_have_no_text(text, tmp_path, capsys):
     """Of 4096 tokens a model that has learned nothing draws hardly a byte."""
     options = ["--vocab", "4096", "--data", str(text), "--out", str(tmp_path), "--steps", "1"]
@@ -279,7 +272,6 @@ def test_train_with_offload(text, tmp_path, capsys, monkeypatch, memory, params)
     assert len(rows) == 2 and all(predicted == measured for _, predicted, measured in rows), out
 
 
-@pytest.mark.check
 def test_plan_and_train_in_stages(text, tmp_path, capsys):
     picture = tmp_path / "timeline.png"
     sharding = ["--mesh", "data=2,pipe=2,model=2", "--schedule", "zb-h1", "--microbatches", "4", "--stage", "2"]
@@ -348,7 +340,6 @@ def test_a_range_test_waits_for_the_loss_scale(text, tmp_path, monkeypatch, caps
     assert int(rows[0]["step"]) > 2 and float(rows[0]["lr"]) == pytest.approx(1e-5)
 
 
-@pytest.mark.check
 def test_a_profile_is_printed_drawn_and_traced(text, tmp_path, capsys):
     options = ["--data", text, "--out", tmp_path, "--steps", 1, "--stage", 3, "--remat", *SIZES]
     assert cli.main(["profile", *map(str, options)]) == 0
@@ -360,7 +351,6 @@ def test_a_profile_is_printed_drawn_and_traced(text, tmp_path, capsys):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("command", ["train", "lr-range-test", "plan"])
 def test_without_matplotlib_a_command_says_so_in_a_line(command, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

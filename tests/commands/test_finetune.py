@@ -109,7 +109,6 @@ def test_a_whole_model_is_trained_as_by_a_plain_loop(folder, tmp_path, packing, 
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == tokenizer.chat_template
 
 
-@pytest.mark.check
 def test_adapters_on_two_ranks_of_which_none_holds_the_base(folder, tmp_path):
     """Their file is what peft loads, and gives the best loss that was printed."""
     given = ["--data", folder / "sums.jsonl", "--precision", "fp32", "--length", 64, "--batch", 4, "--lora", 4]

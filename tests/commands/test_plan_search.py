@@ -23,7 +23,6 @@ def machine(tmp_path):
     return path
 
 
-@pytest.mark.check
 def test_the_search_prints_what_it_found_and_verifies_it(machine, tmp_path, capsys):
     picture = tmp_path / "front.png"
     job = ["plan", "--search", "--machine", str(machine), "--ranks", "2", "--front", str(picture), "--verify", "1"]
@@ -42,7 +41,6 @@ def test_the_search_says_why_nothing_fits(machine, capsys):
         cli.main(["plan", "--search", *SIZES])
 
 
-@pytest.mark.check
 def test_the_search_keeps_the_limits(machine, capsys):
     """What a device cannot hold goes to the host, or to its disks, where there is room for it, shared by its ranks."""
     search = ["plan", "--search", "--machine", str(machine), "--ranks", "2", *SIZES]
@@ -78,7 +76,6 @@ def test_arguments_that_a_search_cannot_use_are_refused(machine, arguments, mess
     assert message in f"{stopped.value}{capsys.readouterr().err}"
 
 
-@pytest.mark.check
 def test_what_doctor_measures_is_a_machine(tmp_path, capsys):
     path = tmp_path / "machine.json"
     assert cli.main(["doctor", "--measure", "--out", str(path)]) == 0

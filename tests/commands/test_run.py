@@ -38,7 +38,6 @@ def uninterrupted(tmp_path_factory):
     return losses, found
 
 
-@pytest.mark.check
 def test_killed_in_a_step_on_fewer_ranks_taken_back_and_told_to_end(run, tmp_path, uninterrupted):
     """Four ranks, three, four; then SIGTERM to the supervisor, and one device goes on: the same bits at every step."""
     losses, wanted = uninterrupted
@@ -66,7 +65,6 @@ def test_killed_in_a_step_on_fewer_ranks_taken_back_and_told_to_end(run, tmp_pat
     assert supervised.train(sl.make_mesh(), tmp_path) == wanted
 
 
-@pytest.mark.check
 def test_a_bug_ends_the_run_with_its_traceback(run):
     """Each time at the same step, on fewer ranks too."""
     faults = [[attempt, 0, 6, "a bug of the script"] for attempt in range(5)]

@@ -81,7 +81,6 @@ def test_metrics_of_token_files(tmp_path, make):
         check_order(sl.data.analyze(dataset, "length", tmp_path / "a.length", part=part), [*map(float, map(len, held))])
 
 
-@pytest.mark.check
 def test_processes_write_the_same_file(tmp_path):
     dataset = [[1, 2], [2, 2, 2], [3], [], [1], [9, 9]]
     for metric in ("rarity", halves):
@@ -163,7 +162,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.check
 def test_processes_end_with_a_killed_analysis(tmp_path):
     """That which works, and that which waits for a part."""
     (tmp_path / "waiting.py").write_text(WAITING)

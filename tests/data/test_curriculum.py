@@ -72,7 +72,6 @@ def test_one_limit_is_the_order_of_a_dataset():
     assert Growing((0,), (7,), 5, False).ranks(numbers).tolist() == (numbers % 7).tolist()
 
 
-@pytest.mark.check
 def test_every_order_of_a_joined_pool_comes_up_as_often():
     """Two samples left of three, and two that join: 4! orders of the pool, and the one drawn first."""
     counts = {}

@@ -1,12 +1,11 @@
 """Benchmarks on the test device: what is searched is found, and cases run to their end at tiny sizes."""
 
-import importlib.util
-
 import pytest
 import torch
 
 from benchmarks.cases import budget, offload_values
 from benchmarks.harness.case import Setting
+from benchmarks.peers import deepspeed
 
 SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
 
@@ -29,11 +28,10 @@ def test_a_good_guess_costs_two_runs():
     assert runs.keys() | limits.keys() == {100, 101}
 
 
-@pytest.mark.check
 def test_losses_of_offloaded_training_are_compared():
     result = offload_values.measure(SMALL)
     assert "zero(2), offload()" in result.text
-    assert bool(result.missing) == (importlib.util.find_spec("deepspeed") is None)
+    assert bool(result.missing) != deepspeed.installed()
 
 
 @pytest.mark.nightly

@@ -37,7 +37,6 @@ SLOW = {"up": 2e6}
 UNTIL_AWAITED = {"up": -1.0}
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("rates", [SLOW, UNTIL_AWAITED], ids=["slow", "until somebody waits"])
 @pytest.mark.parametrize(("slots", "bits", "ahead"), [(1, None, True), (2, None, True), (3, 4, True), (8, 8, False)])
 def test_tokens_bytes_and_room(on_rig, rates, slots, bits, ahead):

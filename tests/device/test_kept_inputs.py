@@ -39,7 +39,6 @@ def trained(mesh, *transforms, steps=2, layers=5, rates=0.0, compile=False, **ch
 SCALARS = 256
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("others", ["stage 0", "stage 3", "dots", "dropout", "accumulated", "bf16"])
 def test_values_copies_and_memory(on_rig, others):
     """The values are those without a store, to the bit; copies, pinned memory and the peak are those of the plan."""
@@ -84,7 +83,6 @@ GRAPHS = {
 }
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("case", GRAPHS)
 def test_in_a_graph(on_rig, case):
     """The values, copies and pinned memory are those without a graph, and the device holds as little."""
@@ -115,7 +113,6 @@ def test_in_a_graph(on_rig, case):
         assert moved_in_graph.peak < stay_in_graph.peak or case == "bf16"
 
 
-@pytest.mark.check
 def test_small_inputs_stay(on_rig):
     def run(mesh):
         import shardlib as sl

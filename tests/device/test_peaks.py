@@ -33,7 +33,6 @@ def cases(draw):
     )
 
 
-@pytest.mark.check
 @example(Case(stage=3, ranks=2, tiles=4, remat="full", width=96))
 @example(Case(stage=2, ranks=2, precision="bf16", microbatches=2, width=96, samples=2))
 @example(Case(stage=1, ranks=2, remat="host", samples=2, width=96))
@@ -149,7 +148,6 @@ def test_what_a_stage_receives_goes_to_host_memory_too(rigs):
     assert stay - moved >= 3.5 * carry
 
 
-@pytest.mark.check
 def test_divided_inputs_of_blocks(rigs):
     """Each of two ranks with the same activations keeps half of every block's input, and sends it once more."""
 

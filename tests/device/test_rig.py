@@ -91,7 +91,6 @@ def test_what_was_not_written_or_was_freed_is_nan(on_rig):
     assert on_rig(run) == (True, True, True, [-1, -1])
 
 
-@pytest.mark.check
 def test_the_host_cannot_read_it():
     program = (
         "import ctypes, torch; from helpers import rig; rig.start(); x = torch.ones(4, device='rig'); "

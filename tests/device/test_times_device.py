@@ -53,7 +53,6 @@ def test_a_step_takes_as_long_as_predicted(on_rig, case):
     assert 0.97 * predicted <= measured <= 1.15 * predicted
 
 
-@pytest.mark.check
 def test_disks_take_as_long_as_predicted(on_rig, tmp_path):
     """Plans that read and write more take longer, as predicted: each is measured with disks of one rate."""
 

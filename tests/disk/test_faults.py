@@ -348,7 +348,6 @@ with Store([sys.argv[1]], buffers, 8_000_000) as store:
 """
 
 
-@pytest.mark.check
 def test_a_killed_process_goes_on_where_it_had_committed(tmp_path):
     done = 0
     for kill in range(30 if NIGHTLY else 4):

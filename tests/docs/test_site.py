@@ -27,7 +27,6 @@ def built(folder):
     return folder / "html"
 
 
-@pytest.mark.check
 @pytest.mark.timeout(900)
 def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_path):
     pages = built(tmp_path)

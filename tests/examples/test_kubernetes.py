@@ -87,7 +87,6 @@ def environment(document, endpoint):
     }
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("name", ["jobset.yaml", "pytorchjob.yaml"])
 def test_the_command_trains_on_two_hosts(name, tmp_path):
     """As two torchruns on this host, with a process each and a small model. The set's pods are made anew, and it goes on."""

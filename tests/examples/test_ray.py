@@ -48,7 +48,6 @@ def by_variables(rank, folder, said):
     said.put((rank, train(folder, 8)))
 
 
-@pytest.mark.check
 def test_the_worker_trains_in_processes_of_any_launcher(tmp_path, monkeypatch):
     """They have the variables that torch reads, and no others."""
     with socket.socket() as probe:

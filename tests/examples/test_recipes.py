@@ -31,13 +31,11 @@ def run(script, folder, records, *options):
     return done.stdout
 
 
-@pytest.mark.check
 def test_preferences_hold_for_pairs_that_were_not_seen(tmp_path):
     out = run("dpo.py", tmp_path, PAIRS, "--lr", 2e-3, "--steps", 30, "--length", 48)
     assert float(re.search(r"held out: accuracy (\d\.\d+)", out)[1]) >= 0.9
 
 
-@pytest.mark.check
 def test_rewards_rise(tmp_path):
     records = [{"prompt": f"count {number}: "} for number in range(8)]
     out = run("grpo.py", tmp_path, records, "--lr", 1e-2, "--steps", 20, "--max-new", 8, "--prompts-per-step", 4)

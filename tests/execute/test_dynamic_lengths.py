@@ -72,7 +72,6 @@ def test_a_gpt(name):
         assert all(type(size) is int for sizes in alive(graph) for size in sizes)
 
 
-@pytest.mark.check
 def test_sequence_parts():
     loss_fn, params = tiny_gpt(sequence=64, layers=1)
     batches = [tokens(length, number) for number, length in enumerate([12, 10, 20, 14])]

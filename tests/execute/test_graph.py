@@ -344,7 +344,6 @@ def test_a_pipeline_holds_what_it_holds_without_graphs():
     assert all(other <= 1.04 * one for one, other in zip(held, compiled, strict=True)), (held, compiled)
 
 
-@pytest.mark.check
 @settings(max_examples=max(10, settings().max_examples // 3))
 @given(st.data())
 def test_drawn_chains(data):

@@ -43,7 +43,6 @@ def model():
     return sl.models.gpt.make_loss(CONFIG), sl.models.gpt.init(CONFIG), batches
 
 
-@pytest.mark.check
 def test_it_trains_like_one_device_and_sends_what_the_plan_says(tmp_path, pool):
     loss_fn, params, batches = model()
     paths, leaves, _ = optree.tree_flatten_with_path(params)

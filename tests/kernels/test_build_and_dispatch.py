@@ -94,7 +94,6 @@ def start(program, **variables):
     return subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
-@pytest.mark.check
 def test_four_processes_at_once_build_once(cache, compiler):
     processes = [start(PROGRAM) for _ in range(4)]
     for process in processes:
@@ -118,7 +117,6 @@ def test_a_compilation_is_announced_once(cache, tmp_path, monkeypatch, caplog, r
     assert caplog.messages == ([line] if (rank, terminal) == ("0", False) else [])
 
 
-@pytest.mark.check
 def test_a_killed_builder_does_not_block_others(cache, compiler):
     first = start(PROGRAM)
     deadline = time.monotonic() + 60
@@ -145,7 +143,6 @@ print(dispatch.choose("onebit", torch.device("cpu")))
 """
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     "found, said",
     [("no-such-compiler", "no-such-compiler not found; install it or set CXX"), ("false", "false --version")],
@@ -197,7 +194,6 @@ print(dispatch.choose("sparse_attention", torch.device("cpu")))
 """
 
 
-@pytest.mark.check
 @pytest.mark.skipif(platform.machine() != "x86_64" or platform.system() != "Linux", reason="AMX is compiled for x86-64")
 def test_instruction_sets_that_the_compiler_lacks_are_left_out(cache, old_compiler):
     assert not any("-DISA=amx" in flags for _, flags in native.cpp_recipe("sparse_attention").units)
@@ -273,7 +269,6 @@ CUDA = {
 }
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("operation", CUDA)
 def test_cuda_kernels_compile_without_spills(operation, tmp_path):
     ((source, _),) = native.cuda_recipe(operation, (9, 0)).units

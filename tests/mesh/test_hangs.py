@@ -54,7 +54,6 @@ def head(rank, why, seconds=r"\d+"):
     return rf"^{GATHER} \(size 3\) \w.* on rank {rank} \(call \d+, for layers/0, in step 3, after {seconds} s\): {why}"
 
 
-@pytest.mark.check
 def test_a_rank_that_sleeps_is_told_so_and_ended(runs):
     codes, texts = runs["sleeping"]
     assert codes == [1, EXIT_HUNG, 1]
@@ -75,7 +74,6 @@ def test_a_rank_that_sleeps_is_told_so_and_ended(runs):
     assert f"rank 1 is ended with exit code {EXIT_HUNG}" in texts[1]
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     "case, code, why, what",
     [

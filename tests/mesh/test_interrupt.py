@@ -175,7 +175,6 @@ sl.simulate(run, mesh={"data": 3})
 """
 
 
-@pytest.mark.check
 def test_a_process_that_is_interrupted_ends_cleanly():
     process = subprocess.Popen(
         [sys.executable, "-c", TRAINING],

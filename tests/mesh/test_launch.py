@@ -38,7 +38,6 @@ def running(pid):
         return False
 
 
-@pytest.mark.check
 def test_what_ranks_print_and_return_comes_out(capsys, monkeypatch):
     """Line by line, long lines too; a rank that returns first stays until all have."""
     monkeypatch.setattr(processes, "_ASK", 0.05)
@@ -89,7 +88,6 @@ def test_a_rank_that_returns_while_others_wait_for_it(monkeypatch):
     assert 'sl.collectives.all_gather(torch.ones(3), "data")' in str(caught.value)
 
 
-@pytest.mark.check
 def test_a_rank_that_trains_for_longer_than_others(monkeypatch):
     """The report names the step, and the unit that is gathered."""
     monkeypatch.setattr(processes, "_ASK", 0.2)
@@ -148,7 +146,6 @@ sl.launch(run, mesh={"data": 2})
 """
 
 
-@pytest.mark.check
 def test_ranks_end_with_what_started_them(tmp_path):
     """However it ends; and nothing is left behind."""
     ways = [signal.SIGKILL, signal.SIGINT]

@@ -484,7 +484,6 @@ def test_a_file_that_is_missing_is_said(tmp_path):
         sl.migrate(3)
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("origin", ["DeepSpeed", "accelerate", "torchtitan"])
 def test_odd_values_are_refused_not_raised(origin):
     """Every known key with values of wrong kinds: a configuration is read, or refused, and nothing else is raised."""

@@ -62,7 +62,6 @@ def test_none_of_training_arguments_is_missing():
     assert fields == training_arguments.KEYS.all()
 
 
-@pytest.mark.check  # DeepSpeed takes seconds to import
 def test_none_of_deepspeeds_is_missing():
     assert importlib.metadata.version("deepspeed") == "0.19.8"
     keys = peers_keys.of_deepspeed()
@@ -72,7 +71,6 @@ def test_none_of_deepspeeds_is_missing():
     assert keys - deepspeed.KEYS.all() - sections == set()
 
 
-@pytest.mark.check
 def test_what_deepspeed_had_once_is_taken():
     """Of the keys that DeepSpeed 0.19.8 refuses, of features that it had once, these are taken here."""
     from deepspeed.runtime import config

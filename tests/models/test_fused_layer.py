@@ -279,7 +279,6 @@ def test_sliced_stochastic():
     assert not torch.equal(found[1], wanted[1])
 
 
-@pytest.mark.check
 def test_under_torch_func_and_the_compiler():
     """Neither allows hooks: everything is saved, and the values are the same."""
     config, params, x = make(dropout=0.3, recompute=("norm", "gelu"))

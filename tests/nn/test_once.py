@@ -124,7 +124,6 @@ def test_layers_of_one_block_take_over_their_own_decisions():
     assert_same(results[0][2], results[1][2])
 
 
-@pytest.mark.check
 def test_a_plan_is_made_without_values():
     """The trace of a plan routes nothing, and counts the units and gathers of the step."""
     params, mesh = params_of(), sl.abstract_mesh(data=2)

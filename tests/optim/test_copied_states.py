@@ -154,7 +154,6 @@ def returned(mesh):
     return sl.make_train_step(FIT, sl.shard(PARAMS, mesh, stage=1), sl.optim.sgd(0.1))[0]
 
 
-@pytest.mark.check
 def test_a_returned_state_is_refused_with_a_remedy():
     with pytest.raises(
         RankFailure, match=r"(?s)cannot be pickled \(or returned by sl.launch\).*sl.unshard\(state.params\)"

@@ -39,7 +39,6 @@ def test_onebit_adam_is_the_papers(ranks, scales):
     assert_same_trajectory(got, wanted)
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(("warmup", "expected"), [(20, [50]), (60, [75]), (80, [])])
 def test_onebit_adam_freezes_when_the_variance_has_settled(warmup, expected):
     """The variance is not frozen before the rate has stopped rising; in the last case it has not settled by step 100."""
@@ -137,7 +136,6 @@ def assert_same_on_nodes(got, wanted):
     assert_same_trajectory(got, wanted, owners=2, owner_of=lambda rank: divmod(rank, 2))
 
 
-@pytest.mark.check
 def test_onebit_adam_between_nodes():
     got, means = on_nodes(sl.optim.onebit_adam(RATE, FREEZE, b2=0.99, weight_decay=0.1, axis="node"))
     wanted = oracle.onebit_adam(
@@ -146,7 +144,6 @@ def test_onebit_adam_between_nodes():
     assert_same_on_nodes(got, wanted)
 
 
-@pytest.mark.check
 def test_onebit_lamb_between_nodes():
     tx = sl.optim.onebit_lamb(RATE, FREEZE, b2=0.99, weight_decay=0.1, axis="node")
     got, means = on_nodes(tx, trees=("mu", "nu", "fresh"))
@@ -154,7 +151,6 @@ def test_onebit_lamb_between_nodes():
     assert_same_on_nodes(got, wanted)
 
 
-@pytest.mark.check
 def test_zero_one_adam_between_nodes():
     got, means = on_nodes(sl.optim.zero_one_adam(RATE, FREEZE, b2=0.99, weight_decay=0.1, axis="node", **INTERVALS))
     wanted = oracle.zero_one_adam(

@@ -63,7 +63,6 @@ def files_below(folder):
             yield str(path.relative_to(ROOT))
 
 
-@pytest.mark.check
 def test_the_source_distribution_is_whole(built):
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -75,7 +74,6 @@ def test_the_source_distribution_is_whole(built):
     assert sorted(wanted - names) == []
 
 
-@pytest.mark.check
 def test_the_wheel_trains_without_compilers_or_optional_packages(built, tmp_path):
     place = tmp_path / "site-packages"
     with zipfile.ZipFile(built[1]) as archive:

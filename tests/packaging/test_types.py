@@ -68,7 +68,6 @@ def test_a_users_script_is_known_and_what_is_wrong_is_found(checker):
     assert len(wanted) > 40 and len(wrong) >= 20
 
 
-@pytest.mark.check
 def test_each_public_name_has_a_known_type():
     """pyright's own measure of a package with ``py.typed``; of all modules, since any of them can be imported."""
     found = json.loads(said("pyright", "--verifytypes", "shardlib", "--ignoreexternal", "--outputjson"))

@@ -60,7 +60,6 @@ def test_traces_are_those_of_the_whole(name):
     assert Shortly(whole)(plan) == whole.traced(plan).traces
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(("most", "shorter"), [(100_000, True), (110_000, False)])
 def test_blocks_that_are_merged_have_no_short_form(most, shorter):
     """A short form leaves out single blocks; units of several are traced as they are."""
@@ -140,7 +139,6 @@ RECOMPUTED = (
 )
 
 
-@pytest.mark.check
 @settings(max_examples=200 if NIGHTLY else 8)
 @given(
     schedule=st.sampled_from(["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v"]),
@@ -162,7 +160,6 @@ def test_traces_of_stages_are_those_of_the_whole(schedule, each, pipe, stage, ag
     assert found is None or found[0] == found[1]
 
 
-@pytest.mark.check
 @settings(max_examples=100 if NIGHTLY else 6)
 @given(
     layers=st.integers(12, 40),
@@ -352,7 +349,6 @@ def test_blocks_that_differ_unseen_are_found_out(every):
     assert trusting(second).traces == whole.traced(second).traces and trusting.holds(trusting(second))
 
 
-@pytest.mark.check
 def test_a_refusal_traces_the_whole_twice(monkeypatch):
     """The plan that was given, and the one that is advised."""
     config, walked = replace(CONFIG, layers=20), []

@@ -215,7 +215,6 @@ def test_recomputing_is_named_where_it_is_the_cheapest():
     plan(edited(str(refused.value), parallel), device_memory=budget)
 
 
-@pytest.mark.check
 def test_several_changes_together():
     plan, batch = waves(ranks=1)
     parallel = sl.chain(sl.zero(0))

@@ -137,7 +137,6 @@ def train_ours(mesh, stage, batches):
     return losses, final
 
 
-@pytest.mark.check
 def test_as_torchs_own_data_parallelism(pool):
     batches = token_batches(20)
     peers = [pool.run(train_peer, peer, batches, mesh={"data": 4}) for peer in ("ddp", "fully_shard")]

@@ -24,7 +24,6 @@ def _waits(mesh):
     time.sleep(3600)
 
 
-@pytest.mark.check
 def test_who_computes_has_time_and_who_waits_has_not(pool):
     assert pool.run(_computes, mesh={"data": 2}) == [0, 1]
     start = time.monotonic()

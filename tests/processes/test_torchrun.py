@@ -17,7 +17,6 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 
-@pytest.mark.check
 def test_torchrun_restarts_after_a_kill_and_a_hang(tmp_path):
     command = [TORCHRUN, "--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=6", "-m", "helpers.restarted"]
     ran = subprocess.run(

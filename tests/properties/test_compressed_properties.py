@@ -118,7 +118,6 @@ def planned(plan, sent):
     return recorded
 
 
-@pytest.mark.check
 @given(st.data())
 def test_bytes_sent_and_remembered_are_what_the_plan_says(data):
     mesh, model, transforms, _, _, batches = data.draw(cases())

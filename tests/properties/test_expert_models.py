@@ -65,7 +65,6 @@ def configs(draw):
     )  # fmt: skip
 
 
-@pytest.mark.check
 @pytest.mark.timeout(1200 if NIGHTLY else 300)
 @given(configs(), MESHES, st.integers(0, 3), st.sampled_from([1, 2]), st.booleans(), st.integers(0, 99))
 def test_training_is_that_of_the_shares(config, mesh, stage, microbatches, recomputed, seed):

@@ -1,6 +1,5 @@
 """`reproducible` on drawn trees and meshes: the bits of one device."""
 
-import pytest
 import torch
 from helpers import training
 from helpers.bits import digest, whole
@@ -46,7 +45,6 @@ def on_one_device(case):
     return sl.simulate(run, model, transforms, batches, mesh=one)[0]
 
 
-@pytest.mark.check
 @given(cases())
 def test_drawn_meshes_give_the_bits_of_one_device(case):
     model, mesh, transforms, batches = case

@@ -63,7 +63,6 @@ def test_times_add_up_and_bytes_are_the_plans(chain):
     assert sl.simulate(run, mesh={"data": 2}) == [5, 5]
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     ("mesh", "transforms"),
     [

@@ -76,7 +76,6 @@ def test_a_pipelines_plan_shows_its_schedule():
     assert "rank 1: backward of micro-batch 2 in stage 1, 8 to 10" in page.hints and "forward" in page.text
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("names", ["alike", "all different"])
 def test_large_trees_are_quick_and_small(names):
     path = (

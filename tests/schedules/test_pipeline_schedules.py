@@ -236,7 +236,6 @@ def test_torch_generates_the_same_single_stages(p, m):
     assert ours(one_f_one_b(p, m)) == torchs
 
 
-@pytest.mark.check
 def test_dualpipe_v():
     for p, m in SIZES:
         schedule = dualpipe_v(p, m)

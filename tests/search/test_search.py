@@ -83,7 +83,6 @@ def peak(plan, choice):
     return Limits.given("1TiB", None, None, 4, size).peak(plan)
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("memory", ["1GiB", "400kB", "250kB"])
 def test_nothing_that_fits_is_quicker(memory):
     machine = replace(MACHINE, memory=memory)
@@ -96,7 +95,6 @@ def test_nothing_that_fits_is_quicker(memory):
     assert winner.seconds <= best * (1 + 1e-9)
 
 
-@pytest.mark.check
 def test_reasons_are_true():
     machine = replace(MACHINE, memory="250kB")
     found = searched(machine)
@@ -164,7 +162,6 @@ def test_bounds_are_bounds():
     assert len(near) == len(everything())
 
 
-@pytest.mark.check
 def test_bounds_of_other_choices():
     """Of some of those with offload, other stages and weight gradients apart, at random; by night of many."""
     space = Space(precisions=("bf16",))
@@ -219,7 +216,6 @@ def test_many_micro_batches_are_timed_by_a_few():
     assert few  # another sum, of as much
 
 
-@pytest.mark.check
 def test_a_loss_that_nothing_cuts():
     """A loss that is no sequential gets no pipeline; without rules nothing is sliced."""
     loss_fn, tree = gpt.make_loss(CONFIG), gpt.init(CONFIG, device="meta")
@@ -231,7 +227,6 @@ def test_a_loss_that_nothing_cuts():
     assert eval(found.winner.code, names) == found.winner.plan
 
 
-@pytest.mark.check
 def test_a_batch_of_arrays_has_the_rows_of_its_tensors():
     drawn = torch.zeros(8, CONFIG.sequence, dtype=torch.int64)
     loss_fn, job = gpt.make_loss(CONFIG), {"optimizer": OPTIMIZER, "ranks": 2, "space": SPACE}
@@ -242,7 +237,6 @@ def test_a_batch_of_arrays_has_the_rows_of_its_tensors():
     assert arrays == tensors
 
 
-@pytest.mark.check
 def test_experts_are_dealt_out():
     moe = gpt.Experts((0, 4), sl.nn.MoEConfig(sl.nn.routers.switch(), "gelu_tanh"))
     config = replace(CONFIG, moe=moe)

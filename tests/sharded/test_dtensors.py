@@ -71,7 +71,6 @@ def saved_by_torch(mesh, folder, chain):
     assert_same(sl.unshard(sl.from_dtensors(tree, empty)), WHOLE)
 
 
-@pytest.mark.check
 def test_torchs_checkpoints_take_them(tmp_path):
     sl.launch(saved_by_torch, str(tmp_path), sl.zero(3), mesh={"data": 2})
     params = sl.shard({name: torch.zeros_like(leaf) for name, leaf in WHOLE.items()}, sl.make_mesh())

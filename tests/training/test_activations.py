@@ -55,7 +55,6 @@ def test_values_are_those_that_are_kept_without_recomputation(case):
         assert_same(found[2], kept[2])
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_pipelines_of_sliced_blocks(schedule):
     loss_fn, params = gpt.make_sequential(CONFIG), gpt.to_blocks(gpt.init(CONFIG))

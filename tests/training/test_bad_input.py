@@ -542,7 +542,6 @@ def test_real_ranks_that_differ_all_say_so(pool):
 # --- ranks that die --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.check
 def test_a_rank_that_raises_under_launch_is_named():
     def run(mesh):
         state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, stage=3), sl.optim.sgd(0.1))
@@ -567,7 +566,6 @@ def test_a_rank_that_dies_under_launch_is_named():
         sl.launch(run, mesh={"data": 2}, timeout=60)
 
 
-@pytest.mark.check
 def test_survivors_name_the_rank_that_died():
     """Without a launcher that stops them, each survivor's collective fails and names the rank that died."""
 
@@ -590,7 +588,6 @@ def test_survivors_name_the_rank_that_died():
         )
 
 
-@pytest.mark.check
 def test_a_rank_alone_with_a_bad_batch_does_not_hang_the_others():
     """With torchrun, nothing stops the other ranks at once."""
 
@@ -610,7 +607,6 @@ def test_a_rank_alone_with_a_bad_batch_does_not_hang_the_others():
     assert_message([str(waited)], "on axis 'data' (size 2) failed on rank 0", "Look at the output of")
 
 
-@pytest.mark.check
 def test_a_rank_that_is_stuck_is_named_within_the_timeout():
     def run(mesh):
         if mesh.rank == 0:

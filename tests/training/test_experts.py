@@ -327,7 +327,6 @@ def cases(draw):
     return mesh, draw(st.permutations(parts)), draw(st.sampled_from(ROUTERS)), lopsided
 
 
-@pytest.mark.check
 @settings(max_examples=100 if NIGHTLY else 6)
 @given(cases())
 def test_any_legal_chain(case):

@@ -27,7 +27,6 @@ MISSES = ("onebit()", "PowerSGD, rank 4")
 COMPRESSED = [m for m in EVERY.values() if m.against and not m.ablation and not m.name.startswith(MISSES)]
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("method", COMPRESSED, ids=lambda method: method.name)
 def test_a_short_run_ends_within_a_percent(method):
     """Optimizers that freeze a variance need longer than those that only send fewer bits."""
@@ -35,7 +34,6 @@ def test_a_short_run_ends_within_a_percent(method):
     assert loss(task, method.name, 0) <= WITHIN * loss(task, method.against, 0)
 
 
-@pytest.mark.check
 def test_a_percent_separates_methods_from_ablations():
     assert loss(BRIEF, "onebit(), stage 0", 0) > WITHIN * loss(BRIEF, "Adam", 0)
 

@@ -71,7 +71,6 @@ def test_four_stages_with_fewer_micro_batches_and_with_more(schedule, microbatch
     check({"data": 1, "pipe": 4}, sl.zero(stage), sl.pipeline(schedule, microbatches))
 
 
-@pytest.mark.check
 @settings(max_examples=25)
 @given(st.data())
 def test_any_legal_chain(data):
@@ -185,7 +184,6 @@ def test_a_whole_frozen_stage(frozen, stage):
     compare(got, one_device.train(loss_fn, params, token_batches(3), max_norm=MAX_NORM, frozen=left_out), 1e-10)
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_precision_is_that_of_accumulation(compute, stage):
@@ -217,7 +215,6 @@ def weighted(loss_fn, aux=False):
     return sl.sequential([*first, last])
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("microbatches", [5, 7])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_uneven_micro_batches_of_a_mean(schedule, microbatches):

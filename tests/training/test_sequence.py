@@ -85,7 +85,6 @@ def test_meshes_and_chains(kind, mesh, others):
     check(mesh, cut(kind, *others))
 
 
-@pytest.mark.check
 @settings(max_examples=settings().max_examples // 3)
 @given(
     kind=st.sampled_from(KINDS),

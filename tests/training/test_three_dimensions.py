@@ -157,7 +157,6 @@ def check(case, run):
         assert_close(found, final, tolerance)
 
 
-@pytest.mark.check
 @pytest.mark.timeout(3600 if NIGHTLY else 300)
 @pytest.mark.parametrize("model", MODELS)
 @settings(max_examples=100 if NIGHTLY else 10)
@@ -166,7 +165,6 @@ def test_every_factorisation_trains_like_one_device(model, data):
     check(data.draw(cases(model)), sl.simulate)
 
 
-@pytest.mark.check
 @pytest.mark.timeout(1200 if NIGHTLY else 300)
 @pytest.mark.parametrize("model", MODELS)
 @settings(max_examples=6 if NIGHTLY else 3)

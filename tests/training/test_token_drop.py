@@ -277,7 +277,6 @@ def test_evaluation_sees_all_tokens():
 # What is sent and computed.
 
 
-@pytest.mark.check
 def test_a_plan_of_one_step_has_its_tokens():
     mesh, transform = {"data": 2, "model": 2}, sl.chain(LTD, sl.zero(1), SLICES)
     params, loss_fn, batch = gpt.init(GPT), gpt.make_loss(GPT), tokens()
@@ -470,7 +469,6 @@ def test_graphs_are_equal(name):
     assert_close(compiled[0][1], eager[0][1], 0)
 
 
-@pytest.mark.check
 def test_a_schedule_may_rise_more_often_than_there_are_graphs():
     config = dataclasses.replace(GPT, sequence=16)
     drawn = torch.randint(32, (2, 17), generator=torch.Generator().manual_seed(1))
