@@ -18,6 +18,7 @@ from . import schedules as schedules
 from . import sparse as sparse
 from .checkpoint.relayout import relayout as relayout
 from .evaluate import make_eval_step as make_eval_step
+from .execute.batches import Microbatches as Microbatches
 from .generating import generate as generate
 from .mesh.launch import launch as launch
 from .mesh.launch import simulate as simulate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
@@ -18,6 +18,26 @@ from shardlib.errors import BatchError, listing
 from shardlib.mesh.mesh import Mesh, rank_of
 from shardlib.plan.plan import Plan
 from shardlib.tree import Tree, adopt, flatten, leaves_of, path_name, tree_map, unflatten
+
+
+class Microbatches(NamedTuple):
+    """A batch that is cut into micro-batches already, for a plan with as many (`shardlib.accumulate`). They may have other
+    numbers of rows and other shapes each, such as sentences that are padded to the longest of their micro-batch; a loss that
+    is a `Mean` weighs them.
+
+    Args:
+        parts: a batch each, as the loss function takes it.
+
+    >>> params = sl.shard({"w": torch.ones(2)}, sl.make_mesh(), sl.accumulate(2))
+    >>> loss = lambda params, x: sl.Mean((x @ params["w"]).sum(), len(x))
+    >>> state, step = sl.make_train_step(loss, params, sl.optim.sgd(0.1))
+    >>> state, metrics = step(state, sl.Microbatches((torch.ones(3, 2), torch.zeros(1, 2))))
+    >>> float(metrics["loss"])
+    1.5
+    """
+
+    parts: Sequence[Tree]
+
 
 # Leaves of a batch that belong to its rows and are not cut with them: lists by row, arrays of objects, hidden tensors.
 
@@ -127,17 +147,20 @@ def arriving(batch: Tree, plan: Plan, mesh: Mesh) -> Tree:
 
 
 def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
-    """Cut a batch from `as_tensors` into micro-batches: tensors along dimension 0, with floats cast.
+    """Cut a batch from `as_tensors` into micro-batches: tensors along dimension 0, with floats cast. `Microbatches` are cut.
 
     Where sums must not depend on the mesh, neither may the place of a micro-batch in memory: each begins an allocation.
     Numbers, strings and tensors without dimensions are given to every micro-batch unchanged.
 
     Raises:
-        BatchError: a leaf on another device, or one that cannot be cut into rows; lists all.
+        BatchError: a leaf on another device, or one that cannot be cut into rows; lists all. Another number of
+            `Microbatches` than the plan's, or other shapes in a pipeline.
     """
+    n, is_cut = plan.step.microbatches, isinstance(batch, Microbatches)
+    if is_cut:
+        _require_parts(batch.parts, plan)
     paths, leaves, treedef = flatten(batch)
     tensors = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    n = plan.step.microbatches
     failures = [
         f"{path or 'batch'}: on {leaf.device}, the mesh is on {mesh.device}; move it with .to({str(mesh.device)!r})"
         for path, leaf in tensors
@@ -145,7 +168,7 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     ]
     failures += [
         f"{path or 'batch'}: dimension 0 of shape {tuple(leaf.shape)} does not divide into {n} micro-batches"
-        for path, leaf in tensors
+        for path, leaf in ([] if is_cut else tensors)
         if leaf.dim() and (0 < leaf.shape[0] < n if plan.stages.uneven and not plan.step.tree else leaf.shape[0] % n)
     ]
     if failures:
@@ -154,19 +177,41 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
             f"multiple of {n}, the number of micro-batches, on the mesh's device. sl.data.loader(..., drop_last=True) leaves "
             "out the last batch of its epochs if that has fewer rows."
         )
-    if n > 1:
+    if n > 1 and not is_cut:
         _require_rows(batch, tensors, n, mesh)
 
-    def parts(leaf: Any) -> Sequence[Any]:
+    def own(leaf: Any) -> Any:
         leaf = cast(leaf, plan)
-        if isinstance(leaf, torch.Tensor) and not transformed():
-            leaf = leaf.detach()  # so that x.requires_grad_() in a loss does not mark the caller's tensor
+        # Detached, so that x.requires_grad_() in a loss does not mark the caller's tensor.
+        return leaf.detach() if isinstance(leaf, torch.Tensor) and not transformed() else leaf
+
+    if is_cut:
+        place = aligned if plan.step.tree else lambda leaf: leaf
+        return [
+            tree_map(lambda leaf: place(own(leaf)) if isinstance(leaf, torch.Tensor) else leaf, p) for p in batch.parts
+        ]
+
+    def parts(leaf: Any) -> Sequence[Any]:
+        leaf = own(leaf)
         cut = isinstance(leaf, torch.Tensor) and leaf.dim() and n > 1
         cuts = leaf.tensor_split(n) if cut else [leaf] * n
         return [aligned(part) for part in cuts] if plan.step.tree and isinstance(leaf, torch.Tensor) else cuts
 
     columns = [parts(leaf) for leaf in leaves]
     return [unflatten(treedef, [column[index] for column in columns]) for index in range(n)]
+
+
+def _require_parts(parts: Sequence[Tree], plan: Plan) -> None:
+    n = plan.step.microbatches
+    if len(parts) != n:
+        raise BatchError(
+            f"{len(parts)} micro-batches for a plan with {n}: give {n}, or use sl.accumulate({len(parts)})"
+        )
+    shapes = {
+        tuple(leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in leaves_of(part)) for part in parts
+    }
+    if plan.stages.axes and len(shapes) > 1:
+        raise BatchError("micro-batches of a pipeline have one shape: pad them to the longest of the batch")
 
 
 def rows_of(batch: Tree) -> int:

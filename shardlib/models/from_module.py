@@ -84,7 +84,7 @@ def from_module(
     module lives, what is done to it is done to its copies: ``module.eval()``, ``module.dropout.p = 0``, hooks.
     ``apply.config`` is the module's configuration, if it has one, as models of transformers do.
     ``apply(..., training=False)`` runs in eval mode, whatever the module's, as `make_eval_step` does, and
-    ``apply(..., method="encode")`` calls another method than forward.
+    ``apply(..., method="encode")`` calls another method than forward, and ``method=f`` calls ``f(module, ...)``.
 
     Writes of the module to its buffers in a call, in place or by assignment, appear in the returned ``buffers`` only. Other
     attributes that it changes (``self.calls += 1``) are not state: each thread has its own copy of the module, and

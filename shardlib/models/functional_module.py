@@ -99,12 +99,15 @@ class FunctionalModule:
         kwargs: dict[str, Any],
         buffers: Buffers | None = None,
         training: bool | None = None,
-        method: str = "__call__",
+        method: str | Callable[..., Any] = "__call__",
     ) -> Any:
-        """The output of the module's ``method`` with ``parameters`` and the buffers it has; with copies of ``buffers``, if
-        they are given, the output and the buffers after the call. Raises `TreeError`: the call changed a buffer without
-        ``buffers``, or a parameter, or the parameters have other names. ``training``: whether the module runs in train mode;
-        by default as `mode_of_modules` says."""
+        """The output of the module's ``method``, or of a function of it, with ``parameters`` and the buffers it has; with
+        copies of ``buffers``, if they are given, the output and the buffers after the call. ``training``: whether the module
+        runs in train mode; by default as `mode_of_modules` says.
+
+        Raises:
+            TreeError: the call changed a buffer without ``buffers``, or a parameter, or the parameters have other names.
+        """
         call = _Call(self, parameters, buffers, training)
         if buffers is not None:
             return call.run(method, args, kwargs), call.after
@@ -222,7 +225,7 @@ class _Call:
         self.changed: set[str] = set()
         self._over = False
 
-    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         follow = None if torch.compiler.is_compiling() else environment().follows
         module = self._module.module
         with (
@@ -232,6 +235,8 @@ class _Call:
             self._module.first.call(self._parameters, self._held, self._seen),
         ):
             try:
+                if callable(method):
+                    return method(module, *args, **kwargs)
                 return getattr(module, method)(*args, **kwargs)
             finally:
                 self.after = buffers_of(module)

@@ -56,6 +56,55 @@ def test_micro_batches_of_reproducible_begin_allocations():
     assert parts[2]["n"].data_ptr() == batch["n"][2:].data_ptr()  # integers are not rounded
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_micro_batches_that_are_cut_already_may_have_other_shapes(stage):
+    """The mean of a sum over all their rows is one device's, and the padding of one does not reach the others."""
+    rows = [torch.randn(2, 3, 6), torch.randn(1, 5, 6), torch.randn(4, 2, 6)]
+    params = {"weight": torch.randn(4, 6), "bias": torch.randn(4)}
+
+    def loss_fn(p, x):
+        out = F.linear(x, p["weight"], p["bias"])
+        return sl.Mean(out.square().sum(), out[..., 0].numel())
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.chain(sl.zero(stage), sl.accumulate(3)))
+        shift = mesh.coords["data"]
+        batch = sl.Microbatches(tuple(part + shift for part in rows))
+        loss, grads = sl.value_and_grad(loss_fn)(sharded, batch)
+        with pytest.raises(BatchError, match="2 micro-batches for a plan with 3"):
+            sl.value_and_grad(loss_fn)(sharded, sl.Microbatches(batch.parts[:2]))
+        return loss, sl.unshard(grads)
+
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
+    whole = torch.cat([(part + shift).reshape(-1, 6) for part in rows for shift in (0, 1)])
+    expected = F.linear(whole, leaves["weight"], leaves["bias"]).square().sum() / len(whole)
+    expected.backward()
+    for loss, grads in sl.simulate(run, mesh={"data": 2}):
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        for name, leaf in leaves.items():
+            torch.testing.assert_close(grads[name], leaf.grad)
+
+
+def test_micro_batches_of_a_pipeline_have_one_shape():
+    params = [
+        {"weight": torch.randn(4, 6), "bias": torch.randn(4)},
+        {"weight": torch.randn(4, 4), "bias": torch.randn(4)},
+    ]
+
+    def run(mesh):
+        sharded = sl.shard(params, mesh, sl.pipeline(microbatches=2, axis="stage"))
+        with pytest.raises(BatchError, match="one shape"):
+            sl.value_and_grad(sl.sequential([first, last]))(
+                sharded, sl.Microbatches(tuple((torch.ones(n, 6), torch.ones(n, 4)) for n in (1, 2)))
+            )
+        batch = sl.Microbatches(tuple((torch.ones(2, 6), torch.ones(2, 4)) for _ in range(2)))
+        whole = torch.ones(4, 6), torch.ones(4, 4)
+        found, plain = (sl.value_and_grad(sl.sequential([first, last]))(sharded, each)[0] for each in (batch, whole))
+        assert found == plain
+
+    sl.simulate(run, mesh={"stage": 2})
+
+
 # --- NumPy ---------------------------------------------------------------------------------------------------------
 
 

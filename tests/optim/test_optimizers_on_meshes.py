@@ -472,6 +472,16 @@ def test_globs_that_match_no_parameter_are_refused(name):
         make()
 
 
+def test_a_function_may_have_labels_that_no_parameter_needs():
+    """It is written for many models, as `shardlib.migrate` does."""
+    tx = opt.partition(
+        {"some": SGD, "others": opt.adamw(0.1)}, lambda path, shape: "some" if len(shape) < 3 else "others"
+    )
+    grads = {"a": {"weight": torch.ones(3, 2), "bias": torch.ones(3)}}
+    updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+    assert_close(updates, {"a": {"weight": torch.full((3, 2), -0.1), "bias": torch.full((3,), -0.1)}}, 1e-6)
+
+
 ONE_BIT = opt.onebit_adam(0.1, 5)
 
 

@@ -113,7 +113,7 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
             shape) -> label``, which gets a tied leaf's first path.
 
     Raises:
-        IllegalComposition: when the state is made, a parameter without a label, or a glob or a label without a parameter;
+        IllegalComposition: when the state is made, a parameter without a label, or a glob or its label without a parameter;
             or a transformation that reduces gradients itself.
         ValueError: a label without a transformation.
 
@@ -139,7 +139,10 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
         _require_transforms({label for label in label_of.values() if label is not None}, transforms)
         if isinstance(labels, Mapping):
             _require_matches("partition", tuple(labels), infos)
-        if unused := [label for label in transforms if label not in label_of.values()]:
+        unused = [label for label in transforms if label not in label_of.values()]
+        if unused and isinstance(
+            labels, Mapping
+        ):  # a function of any model may have labels that this one does not need
             raise IllegalComposition(
                 f"partition: no parameter gets label {', '.join(map(repr, unused))}; the first glob that matches counts. "
                 "Leave the transformation out, or put its globs first"

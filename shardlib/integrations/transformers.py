@@ -1,0 +1,317 @@
+"""transformers' Trainer, whose loop, callbacks, logs and evaluation stay, and whose step is the library's."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from shardlib.checkpoint.restore import restore
+from shardlib.checkpoint.safetensors import import_safetensors
+from shardlib.checkpoint.save import save
+from shardlib.common._compat import own_parameters
+from shardlib.common.optional import require
+from shardlib.errors import CheckpointError, IllegalComposition, MigrationError, listing
+from shardlib.evaluate import make_eval_step
+from shardlib.execute.batches import Microbatches
+from shardlib.mesh.mesh import Mesh, make_mesh
+from shardlib.migration import Migration, migrate
+from shardlib.models.copying import joined
+from shardlib.models.from_module import from_module
+from shardlib.nn.functional import Mean
+from shardlib.optim.base import GradientTransformation
+from shardlib.optim.train_state import TrainState
+from shardlib.plan.transform import Transform, chain, members_of
+from shardlib.sharded.unshard import stream_weights
+from shardlib.sharding import shard
+from shardlib.train import make_train_step
+from shardlib.transforms.freeze import freeze
+from shardlib.transforms.remat import Remat
+from shardlib.transforms.zero import Zero
+
+_Trainer: Any = require("transformers", "shardlib.integrations.transformers", "transformers", "hf").Trainer
+
+_STATE = "shardlib"  # the folder of a train state in a checkpoint of Trainer's
+_SCHEDULER = "scheduler.pt"
+
+# Arguments without an equal in a chain that Trainer's own code serves here too; and those that an optimizer stands for.
+_SERVED = ("label_smoothing_factor", "neftune_noise_alpha", "train_sampling_strategy")
+_OPTIMIZERS = ("optim", "optim_args", "weight_decay", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+_COUNTS = "counts"  # in a micro-batch: 1, or 0 of one that stands for one that is absent
+
+
+class Trainer(_Trainer):
+    """A ``transformers.Trainer`` that trains on sharded parameters: the same arguments, datasets, callbacks, logs, evaluation
+    and folders, with a chain of transforms.
+
+    `shardlib.migrate` reads the arguments: rate and schedule, ``optim``, weight decay, clipping, precision and accumulation
+    become transforms and an optimizer. ``compute_loss`` of a subclass and ``compute_loss_func``
+    are called as ever. A loss that is divided by the number of its tokens is averaged over the tokens of all ranks and
+    micro-batches; of others the mean is of micro-batches, as Trainer's.
+
+    While it trains the model's parameters are on the meta device, since the shards have the values; when `train` returns they
+    are the trained ones, whole on each rank. Checkpoints have the files that Trainer's have, for ``from_pretrained``, and the
+    train state, which resumes on any number of ranks.
+
+    Args:
+        transforms: the chain, such as ``sl.zero(3)``, without what the arguments say; by default ``sl.zero(0)``.
+        mesh: by default every rank that torchrun started, on one axis "data".
+        optimizer: in place of what the arguments say; with the rate and the clipping in it.
+
+    Attributes:
+        train_state: the last state; None before `train`.
+
+    Raises:
+        MigrationError: arguments that have no equal here; says which, and what to do.
+        IllegalComposition: DeepSpeed, FSDP or several devices of one process, which would shard as well.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+    >>> from shardlib.integrations.transformers import Trainer
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2))
+    >>> rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 16
+    >>> args = TrainingArguments("out", max_steps=2, report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no")
+    >>> trainer = Trainer(model, args, train_dataset=rows, transforms=sl.zero(3))
+    >>> trainer.train().global_step
+    2
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        transforms: Transform | None = None,
+        mesh: Mesh | None = None,
+        optimizer: GradientTransformation | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer: torch.optim.Optimizer | None
+        self.lr_scheduler: Any
+        super().__init__(*args, **kwargs)
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            other = "deepspeed" if self.is_deepspeed_enabled else "fsdp"
+            raise IllegalComposition(
+                f"Trainer: the arguments' {other} would shard the model too. Leave it out, and give transforms=sl.zero(3); "
+                f"sl.migrate reads what it was"
+            )
+        if self.args.n_gpu > 1:
+            raise IllegalComposition(
+                f"Trainer: one process has {self.args.n_gpu} devices. Start one process a device, by torchrun"
+            )
+        if self.optimizer is not None or self.lr_scheduler is not None:
+            raise IllegalComposition(
+                "Trainer: optimizers of torch step on whole parameters. Give optimizer=, which "
+                "sl.optim.from_torch makes of torch's"
+            )
+        self.train_state: TrainState | None = None
+        self._transforms, self._optimizer = transforms, optimizer
+        self._mesh = mesh
+        self._waiting: list[Mapping[str, torch.Tensor]] = []  # micro-batches of the step that comes next
+        self._norm: torch.Tensor | None = None
+
+    # --- what is trained ------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        # The model stays as it is: neither copied to a device nor wrapped for gradients that it will not have.
+        self.accelerator.prepare_model = lambda model, *args, **kwargs: model
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        pass
+
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        return contextlib.ExitStack()  # precision is the chain's
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().train(*args, **kwargs)
+        self._fill_model(self._trained)
+        return result
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """What Trainer's loop steps: nothing, as `training_step` has updated the parameters. Its rate is what is logged."""
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make the state and the step, now that their number is known, and what tells the rate of each step."""
+        if self.lr_scheduler is None:
+            schedule = self._start(num_training_steps)
+            self.lr_scheduler = LambdaLR(self.create_optimizer(), lambda step: float(schedule(step)))
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _start(self, steps: int) -> Any:
+        """Make the state and the step. Returns the schedule of the rate."""
+        if self.train_state is not None:  # of an earlier run, or of an evaluation before the first
+            self._fill_model(self.train_state)
+        mesh = self._mesh = self._mesh or make_mesh(self.args.device.type)
+        asked = self._migrated(mesh.size, steps)
+        optimizer = self._optimizer or asked.optimizer
+        self._apply, params, buffers, frozen = from_module(self.model, buffers=True, frozen=True)
+        transform = _chain(self._transforms, asked.chain)
+        if frozen:
+            transform = chain(transform, freeze(frozen))
+        self.train_state, self._step = make_train_step(
+            self._loss, shard(params, mesh, transform), optimizer, buffers=buffers, **asked.options
+        )
+        self._evaluate_batch = make_eval_step(self._predicted, self.train_state.params)
+        self._fill_model(None)
+        return asked.schedule or (lambda step: self.args.learning_rate)
+
+    def _migrated(self, ranks: int, steps: int) -> Migration:
+        asked = migrate(self.args, ranks=ranks, steps=steps, strict=False)
+        served = {*_SERVED, *(_OPTIMIZERS if self._optimizer is not None or not self.is_in_train else ())}
+        refused = [f"{entry.key} = {entry.value!r}: {entry.note}" for entry in asked.refused if entry.key not in served]
+        if refused:
+            raise MigrationError(f"Trainer: these arguments have no equal here:\n{listing(refused)}\nChange them.")
+        return asked
+
+    def _fill_model(self, state: TrainState | None) -> None:
+        """Give the model the state's parameters and buffers, whole; or None of them, on the meta device."""
+        values = {} if state is None else dict(stream_weights(state))
+        new: dict[int, nn.Parameter] = {}
+        for prefix, owner in self.model.named_modules(remove_duplicate=False):
+            for leaf, parameter in own_parameters(owner).items():
+                if parameter is not None and id(parameter) not in new:
+                    value = parameter.detach().to("meta") if state is None else values[joined(prefix, leaf)].clone()
+                    new[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+        for owner in self.model.modules():
+            held = own_parameters(owner)
+            held.update({leaf: new[id(parameter)] for leaf, parameter in held.items() if parameter is not None})
+        for name, buffer in ({} if state is None else state.buffers).items():
+            if buffer is not None:
+                self.model.get_buffer(name).copy_(buffer)
+
+    @property
+    def _trained(self) -> TrainState:
+        assert self.train_state is not None
+        return self.train_state
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Update the parameters, with the last micro-batch of a step; those before it wait for it. Returns the loss, 0 for
+        those that wait."""
+        self.model.train()
+        self._waiting.append(self._prepare_inputs(inputs))
+        if not self.accelerator.gradient_state.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        parts, self._waiting = self._waiting, []
+        count = self.args.gradient_accumulation_steps
+        if count > 1:  # an epoch may end with fewer micro-batches, beside which copies count for nothing
+            absent = [{**parts[0], _COUNTS: 0.0}] * (count - len(parts))
+            batch: Any = Microbatches((*({**part, _COUNTS: 1.0} for part in parts), *absent))
+        else:
+            batch = {**parts[0], _COUNTS: 1.0}
+        self.train_state, metrics = self._step(self._trained, batch)
+        self._norm = metrics["grad_norm"]
+        return metrics["loss"].detach()
+
+    def _loss(self, params: Any, buffers: Any, batch: Mapping[str, Any]) -> Any:
+        return self._apply(params, buffers, batch, method=self._loss_of)
+
+    def _loss_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> Mean:
+        inputs = dict(inputs)
+        counts = inputs.pop(_COUNTS)
+        averages = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False  # the mean is over all ranks as it is
+        try:
+            tokens = self._get_num_items_in_batch([inputs], self.args.device)
+            divisor = None if tokens is None else tokens.clamp(min=1)
+            loss = self.compute_loss(model, inputs, num_items_in_batch=divisor)
+        finally:
+            self.args.average_tokens_across_devices = averages
+        by_tokens = self.loss_is_scaled_for_ga
+        if by_tokens is None:
+            by_tokens = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if by_tokens and tokens is not None:
+            return Mean(loss * divisor * counts, tokens * counts)
+        return Mean(loss * counts, counts)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return self._norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self._norm
+
+    # --- evaluation -----------------------------------------------------------------------------------------------
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        if self.train_state is None:
+            self._start(max(self.args.max_steps, 1))
+        inputs = dict(self._prepare_inputs(inputs))
+        return self._evaluate_batch(self.train_state, inputs, prediction_loss_only, ignore_keys)
+
+    def _predicted(self, params: Any, inputs: Mapping[str, Any], loss_only: bool, ignored: Any) -> tuple[Any, Any, Any]:
+        predict = partial(super().prediction_step, prediction_loss_only=loss_only, ignore_keys=ignored)
+        return self._apply(params, self._trained.buffers, inputs, method=predict, training=False)[0]
+
+    # --- files ----------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as Trainer does. Every rank must call it; the first gathers the weights, to write them."""
+        if self.train_state is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        self._save(output_dir or self.args.output_dir, state_dict=self._weights())
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """What files have of the model, on the rank that writes them: of adapters what is trained."""
+        only: Sequence[str] = ["*"]
+        if hasattr(self.model, "peft_config"):
+            trained = [name for name, leaf in self.model.named_parameters() if leaf.requires_grad]
+            only = [glob.escape(name.replace(".", "/")) for name in trained]
+        kept = self.args.should_save
+        weights = {name: leaf.cpu() for name, leaf in stream_weights(self._trained, only) if kept}
+        stored = self.model.state_dict().keys()
+        return weights | {name: leaf for name, leaf in self._trained.buffers.items() if kept and name in stored}
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save(Path(output_dir) / _STATE, self._trained)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._restore(checkpoint)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not (Path(resume_from_checkpoint) / _STATE).is_dir():
+            raise CheckpointError(
+                f"{resume_from_checkpoint} has no {_STATE}/, the state to resume from: it has a model alone, or is another "
+                "Trainer's. Load its weights by from_pretrained, and train without resume_from_checkpoint."
+            )
+
+    def _load_best_model(self) -> None:
+        folder = self.state.best_model_checkpoint
+        if (Path(folder) / _STATE).is_dir():
+            self._restore(folder)
+        else:  # save_only_model
+            import_safetensors(folder, self._trained.params, module=self.model)
+
+    def _restore(self, folder: str) -> None:
+        self.train_state = restore(Path(folder) / _STATE, self._trained)
+
+
+def _chain(given: Transform | None, asked: Transform) -> Transform:
+    """The transforms that are given, with what the arguments ask for; `Trainer` has the model recompute itself."""
+    left = (Remat,) if given is None else (Remat, Zero)
+    return chain(
+        *([] if given is None else [given]), *(each for each in members_of(asked) if not isinstance(each, left))
+    )

@@ -1,0 +1,207 @@
+"""The Trainer of `shardlib.integrations.transformers` against transformers' own: what they log, and leave behind."""
+
+import os
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+import shardlib as sl
+from shardlib.errors import CheckpointError, IllegalComposition, MigrationError
+from shardlib.integrations.transformers import Trainer
+
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_hits", "step")
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, max_position_embeddings=32, **sizes))
+
+
+def with_adapters():
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, leaf in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(leaf, std=0.02)
+    return model
+
+
+def classifier():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(vocab_size=32, num_labels=3, **sizes, **off)
+    return transformers.BertForSequenceClassification(config)
+
+
+def rows(count):
+    """Sentences of 4 to 11 tokens, whose first has no target."""
+    random = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, 12, (count,), generator=random).tolist()
+    tokens = [torch.randint(1, 32, (length,), generator=random).tolist() for length in lengths]
+    return [{"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100, *ids[1:]]} for ids in tokens]
+
+
+def padded(features):
+    longest = max(len(each["input_ids"]) for each in features)
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        name: torch.tensor([each[name] + [value] * (longest - len(each[name])) for each in features])
+        for name, value in fill.items()
+    }
+
+
+def arguments(folder, **changed):
+    usual = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2, "learning_rate": 1e-2,
+        "warmup_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.5, "logging_steps": 1, "eval_strategy": "steps",
+        "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "report_to": "none", "disable_tqdm": True,
+        "use_cpu": True,
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **usual | changed)
+
+
+def trainer(kind, folder, model, extra=None, **changed):
+    """A trainer of 19 sentences, so that an epoch ends with a step of one micro-batch of one row."""
+    data = rows(25)
+    options = {"train_dataset": data[:19], "eval_dataset": data[19:], "data_collator": padded, **(extra or {})}
+    if issubclass(kind, Trainer):
+        options.setdefault("transforms", sl.zero(3))
+    return kind(model(), arguments(folder, **changed), **options)
+
+
+def logs(trained):
+    return [{name: entry[name] for name in LOGGED if name in entry} for entry in trained.state.log_history]
+
+
+def assert_same_logs(ours, theirs):
+    assert [entry.keys() for entry in ours] == [entry.keys() for entry in theirs]
+    for mine, other in zip(ours, theirs):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+def own_loss(base):
+    class OwnLoss(base):
+        loss_is_scaled_for_ga = False
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            out = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+            loss = (
+                loss + 0.1 * out.logits.square().mean()
+            )  # of padding too, which each micro-batch has as much as it needs
+            return (loss, out) if return_outputs else loss
+
+    return OwnLoss
+
+
+CASES = {
+    "usual": (llama, lambda base: base, {}),
+    "own loss": (llama, own_loss, {}),
+    "adapters": (with_adapters, lambda base: base, {}),
+    "smoothed, cosine": (llama, lambda base: base, {"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"}),
+    "recomputed": (llama, lambda base: base, {"activation_checkpointing": True, "max_steps": 8}),
+    "sgd, no clip": (llama, lambda base: base, {"optim": "sgd", "optim_args": "momentum=0.9", "max_grad_norm": 0.0}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_and_logs_as_transformers_does(tmp_path, case):
+    model, made, changed = CASES[case]
+    theirs = trainer(made(transformers.Trainer), tmp_path / "theirs", model, **changed)
+    ours = trainer(made(Trainer), tmp_path / "ours", model, **changed)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)  # before it trains
+    theirs.train()
+    assert ours.train().global_step == theirs.state.global_step == 8
+    assert_same_logs(logs(ours), logs(theirs))
+    for (name, mine), (_, other) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5, msg=name)
+    assert os.path.isdir(tmp_path / "ours/checkpoint-4/shardlib")
+
+
+def test_it_resumes_at_another_stage_and_its_files_are_those_of_the_model(tmp_path):
+    first = trainer(Trainer, tmp_path / "first", llama)
+    first.train()
+    again = trainer(Trainer, tmp_path / "again", llama, {"transforms": sl.zero(1)})
+    again.train(resume_from_checkpoint=str(tmp_path / "first/checkpoint-4"))
+    assert_same_logs(logs(again)[-6:], logs(first)[-6:])
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "first/checkpoint-8")
+    for mine, other in zip(found.parameters(), first.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no shardlib/"):
+        again.train(resume_from_checkpoint=str(tmp_path / "empty"))
+
+
+def test_adapters_are_written_as_peft_reads_them(tmp_path):
+    ours = trainer(Trainer, tmp_path, with_adapters, save_strategy="no")
+    ours.train()
+    ours.save_model(tmp_path / "adapter")
+    found = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter").state_dict()
+    for name, leaf in ours.model.state_dict().items():
+        assert torch.equal(found[name], leaf), name
+
+
+def test_metrics_callbacks_and_the_best_model(tmp_path):
+    """Of a classifier, whose loss is a mean over rows."""
+    data = [{"input_ids": row["input_ids"][:4], "label": sum(row["input_ids"][:4]) % 3} for row in rows(25)]
+    found = []
+    for kind, name in ((transformers.Trainer, "theirs"), (Trainer, "ours")):
+        extra = {
+            "train_dataset": data[:19], "eval_dataset": data[19:], "data_collator": None,
+            "compute_metrics": lambda seen: {"hits": float((seen.predictions.argmax(-1) == seen.label_ids).mean())},
+            "callbacks": [EarlyStoppingCallback(1)],
+        }  # fmt: skip
+        options = {"load_best_model_at_end": True, "metric_for_best_model": "hits", "gradient_accumulation_steps": 1}
+        each = trainer(kind, tmp_path / name, classifier, extra, **options)
+        each.train()
+        best = os.path.basename(each.state.best_model_checkpoint)
+        found.append(
+            (logs(each), best, torch.tensor(each.predict(data[19:]).predictions), each.evaluate()["eval_loss"])
+        )
+    assert_same_logs(found[1][0], found[0][0])
+    assert found[1][1] == found[0][1]
+    torch.testing.assert_close(found[1][2], found[0][2], rtol=1e-4, atol=1e-5)
+    assert found[1][3] == pytest.approx(found[0][3], rel=1e-5)
+
+
+def on_two_ranks(mesh, folder):
+    both = [trainer(kind, f"{folder}/{kind.__module__}", llama) for kind in (transformers.Trainer, Trainer)]
+    for each in both:
+        each.train()
+    return [logs(each) for each in both]
+
+
+def test_two_ranks_train_and_log_as_with_data_parallelism(tmp_path):
+    for theirs, ours in sl.launch(on_two_ranks, str(tmp_path), mesh={"data": 2}):
+        assert_same_logs(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("changed", "extra", "error", "message"),
+    [
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, {}, MigrationError, "lr_scheduler_type"),
+        ({"optim": "galore_adamw"}, {}, MigrationError, "write one of"),
+        (
+            {},
+            {"optimizers": (torch.optim.SGD(torch.nn.Linear(1, 1).parameters()), None)},
+            IllegalComposition,
+            "optimizer=",
+        ),
+    ],
+)
+def test_what_has_no_equal_is_refused(tmp_path, changed, extra, error, message):
+    with pytest.raises(error, match=message):
+        trainer(Trainer, tmp_path, llama, extra, **changed).train()
+
+
+def test_an_optimizer_of_ones_own(tmp_path):
+    """Then the arguments' is neither read nor refused."""
+    trained = trainer(Trainer, tmp_path, llama, {"optimizer": sl.optim.lion(1e-3)}, optim="galore_adamw")
+    trained.train()
+    losses = [entry["loss"] for entry in logs(trained) if "loss" in entry]
+    assert losses[-1] < losses[0]
