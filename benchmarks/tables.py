@@ -34,6 +34,7 @@ from benchmarks.cases import (
     small_tensors,
     sparse_attention,
     step,
+    trainer,
 )
 from benchmarks.harness import plots
 from benchmarks.harness.case import CPU, Table
@@ -63,6 +64,7 @@ _OF_THE_CPU = (
     Table("overlap", "Offload beside the computation", (overlap.CASE,)),
     Table("long_sequences", "Long sequences on one device", (long_sequences.CASE,)),
     Table("offload_values", "Offload against DeepSpeed's", (offload_values.CASE,)),
+    Table("trainer", "Fine-tuning by a Trainer", (trainer.CASE,)),
     Table("data", "Reading data", data.CASES),
     Table("largest_gpt", "The largest GPT that a plan fits into a budget", (planned_gpt.CASE,)),
     Table("planning", "Planning large models", planning.CASES),

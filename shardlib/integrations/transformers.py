@@ -36,6 +36,8 @@ from shardlib.transforms.freeze import freeze
 from shardlib.transforms.remat import Remat
 from shardlib.transforms.zero import Zero
 
+__all__ = ["Trainer"]
+
 _Trainer: Any = require("transformers", "shardlib.integrations.transformers", "transformers", "hf").Trainer
 
 _STATE = "shardlib"  # the folder of a train state in a checkpoint of Trainer's

@@ -14,8 +14,10 @@ from benchmarks.cases import (
     planned_experts,
     planning,
     small_blocks,
+    trainer,
 )
 from benchmarks.harness.case import Setting
+from benchmarks.peers import deepspeed
 
 SMALL = Setting("cpu", torch.device("cpu"), rounds=1, small=True)
 
@@ -38,6 +40,11 @@ def test_a_case_runs_to_its_end(case):
     result = case.measure(SMALL)
     assert result.text.startswith("## ") and not result.missing
     assert all(len(row) == len(result.header) for row in result.samples)
+
+
+def test_trainers_train_alike():
+    result = trainer.measure(SMALL)
+    assert bool(result.missing) != deepspeed.installed() and len(result.samples) == 3 + deepspeed.installed()
 
 
 def test_plans_of_experts_are_what_formulas_say():

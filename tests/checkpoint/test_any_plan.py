@@ -100,7 +100,7 @@ def totals(saved):
 
 
 @pytest.mark.timeout(3600 if NIGHTLY else 300)
-@settings(max_examples=500 if NIGHTLY else 20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=500 if NIGHTLY else 6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     before=plans(), after=plans(), optimizer=st.sampled_from(sorted(OPTIMIZERS)), tie=st.booleans(),
     small=st.sampled_from([1 << 30, 1 << 30, 100, 16]),

@@ -188,7 +188,7 @@ def test_plan_refuses_what_does_not_fit(capsys):
     with pytest.raises(
         SystemExit, match=r"^shardlib plan: this plan does not fit:\n  - a rank holds (.|\n)*change.* sl\."
     ):
-        cli.main([*sharding, "--device-memory", "200kB", *limits])
+        cli.main([*sharding, "--device-memory", "1MB", *limits])
     with pytest.raises(SystemExit):
         cli.main([*sharding, "--device-memory", "24 gigs"])
     assert "'24 gigs' is not a size" in capsys.readouterr().err

@@ -100,6 +100,7 @@ def test_every_zero_trains_and_sends_like_the_plain_implementation(case):
         assert_close(got[2], final, TOLERANCE)
 
 
+@settings(max_examples=settings().max_examples // 4)
 @given(cases())
 def test_bytes_held_and_sent_are_what_the_plan_says(case):
     with merging(case[1].merged):
