@@ -108,8 +108,8 @@ def _about(sizes: _Sizes) -> str:
         f"{_ROWS} rows of {sizes.length} tokens each, AdamW behind a clip by the global norm. All train by transformers' "
         "loop: `shardlib.integrations.transformers.Trainer`, and transformers' own with a model that `from_pretrained` "
         "shards by its FSDP2 (`DistributedConfig`), with DeepSpeed, and with DistributedDataParallel. Each runs in processes "
-        f"of its own, in turns; a round's value is the median of its steps after the third. Losses must agree within {AGREE:g} "
-        "in every step."
+        f"of its own, in turns; a round's value is the median of its steps after the third. Losses must agree within "
+        f"{AGREE:g} in every step."
     )
 
 

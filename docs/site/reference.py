@@ -24,6 +24,7 @@ ROOMS = {
     "shardlib.models.transformer_layer": "one layer, with its kernels",
     "shardlib.models.huggingface": "models of transformers",
     "shardlib.models.students": "students of a teacher",
+    "shardlib.integrations.lightning": "a strategy of Lightning",
     "shardlib.integrations.transformers": "transformers' Trainer",
     "shardlib.report": "logs, predicted and measured times, profiles",
     "shardlib.debug": "the first operation that differs, the laws of a plan",

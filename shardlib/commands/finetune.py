@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from shardlib.commands.arguments import (
     size,
     wrong_arguments,
 )
+from shardlib.commands.lines import records_of
 from shardlib.common.optional import require
 from shardlib.errors import CheckpointError, TreeError
 from shardlib.evaluate import make_eval_step
@@ -266,13 +266,7 @@ def _heads(module: Any) -> tuple[str, ...]:
 
 
 def _records(path: Path) -> Sequence[Mapping[str, Any]]:
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise WrongArguments(f"{path}, line {number} is no JSON ({error}): give one record a line") from None
+    records = [record for _, record in records_of(path)]
     if not records:
         raise WrongArguments(f"{path} has no records: give one a line")
     return records

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardlib.commands.arguments import WrongArguments
+from shardlib.commands.lines import lines_of, records_of
 from shardlib.common.optional import require
 from shardlib.data.files import TokenFileError, kind_of, write_tokens
 
@@ -96,30 +96,20 @@ def _texts(paths: Sequence[Path], per: str, field: str) -> Iterator[str]:
                         f"{file} is {kind.name} already: give the text that it was made of, or leave it out"
                     )
             if file.suffix == ".jsonl":
-                yield from (
-                    _field(line, field, f"{file}, line {number}") for number, line in enumerate(_lines(file), 1)
-                )
+                yield from (_field(record, field, where) for where, record in records_of(file))
             elif per == "line":
-                yield from _lines(file)
+                yield from (text for _, text in lines_of(file))
             else:
                 yield file.read_text(encoding="utf-8", errors="replace")
 
 
-def _field(line: str, field: str, where: str) -> str:
-    try:
-        found = json.loads(line)[field]
-    except (ValueError, KeyError, TypeError) as error:
-        raise WrongArguments(
-            f"{where} is no JSON object with a field {field!r} ({error}); name the field by --field"
-        ) from None
+def _field(record: Any, field: str, where: str) -> str:
+    if not isinstance(record, dict) or field not in record:
+        raise WrongArguments(f"{where} is no JSON object with a field {field!r}; name the field by --field")
+    found = record[field]
     if not isinstance(found, str):
         raise WrongArguments(f"{where}: the field {field!r} is {type(found).__name__}, not text; use another --field")
     return found
-
-
-def _lines(file: Path) -> Iterator[str]:
-    with open(file, encoding="utf-8", errors="replace") as lines:
-        yield from (text for line in lines if (text := line.rstrip("\n")))
 
 
 def _rows(name: str, split: str, field: str) -> Iterator[str]:

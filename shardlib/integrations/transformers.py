@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,18 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardlib.checkpoint.restore import restore
 from shardlib.checkpoint.safetensors import import_safetensors
 from shardlib.checkpoint.save import save
-from shardlib.common._compat import own_parameters
 from shardlib.common.optional import require
 from shardlib.errors import CheckpointError, IllegalComposition, MigrationError, listing
 from shardlib.evaluate import make_eval_step
-from shardlib.execute.batches import Microbatches
+from shardlib.integrations.filling import empty, fill, whole_weights
+from shardlib.integrations.waiting import Waiting
 from shardlib.mesh.mesh import Mesh, make_mesh
 from shardlib.migration import Migration, migrate
-from shardlib.models.copying import joined
 from shardlib.models.from_module import from_module
 from shardlib.nn.functional import Mean
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.transform import Transform, chain, members_of
-from shardlib.sharded.unshard import stream_weights
 from shardlib.sharding import shard
 from shardlib.train import make_train_step
 from shardlib.transforms.freeze import freeze
@@ -46,7 +43,6 @@ _SCHEDULER = "scheduler.pt"
 # Arguments without an equal in a chain that Trainer's own code serves here too; and those that an optimizer stands for.
 _SERVED = ("label_smoothing_factor", "neftune_noise_alpha", "train_sampling_strategy")
 _OPTIMIZERS = ("optim", "optim_args", "weight_decay", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
-_COUNTS = "counts"  # in a micro-batch: 1, or 0 of one that stands for one that is absent
 
 
 class Trainer(_Trainer):
@@ -113,7 +109,7 @@ class Trainer(_Trainer):
         self.train_state: TrainState | None = None
         self._transforms, self._optimizer = transforms, optimizer
         self._mesh = mesh
-        self._waiting: list[Mapping[str, torch.Tensor]] = []  # micro-batches of the step that comes next
+        self._waiting = Waiting(self.args.gradient_accumulation_steps)
         self._norm: torch.Tensor | None = None
 
     # --- what is trained ------------------------------------------------------------------------------------------
@@ -134,7 +130,7 @@ class Trainer(_Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         result = super().train(*args, **kwargs)
-        self._fill_model(self._trained)
+        fill(self.model, self._trained)
         return result
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -154,7 +150,7 @@ class Trainer(_Trainer):
     def _start(self, steps: int) -> Any:
         """Make the state and the step. Returns the schedule of the rate."""
         if self.train_state is not None:  # of an earlier run, or of an evaluation before the first
-            self._fill_model(self.train_state)
+            fill(self.model, self.train_state)
         mesh = self._mesh = self._mesh or make_mesh(self.args.device.type)
         asked = self._migrated(mesh.size, steps)
         optimizer = self._optimizer or asked.optimizer
@@ -166,7 +162,7 @@ class Trainer(_Trainer):
             self._loss, shard(params, mesh, transform), optimizer, buffers=buffers, **asked.options
         )
         self._evaluate_batch = make_eval_step(self._predicted, self.train_state.params)
-        self._fill_model(None)
+        empty(self.model)
         return asked.schedule or (lambda step: self.args.learning_rate)
 
     def _migrated(self, ranks: int, steps: int) -> Migration:
@@ -176,22 +172,6 @@ class Trainer(_Trainer):
         if refused:
             raise MigrationError(f"Trainer: these arguments have no equal here:\n{listing(refused)}\nChange them.")
         return asked
-
-    def _fill_model(self, state: TrainState | None) -> None:
-        """Give the model the state's parameters and buffers, whole; or None of them, on the meta device."""
-        values = {} if state is None else dict(stream_weights(state))
-        new: dict[int, nn.Parameter] = {}
-        for prefix, owner in self.model.named_modules(remove_duplicate=False):
-            for leaf, parameter in own_parameters(owner).items():
-                if parameter is not None and id(parameter) not in new:
-                    value = parameter.detach().to("meta") if state is None else values[joined(prefix, leaf)].clone()
-                    new[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
-        for owner in self.model.modules():
-            held = own_parameters(owner)
-            held.update({leaf: new[id(parameter)] for leaf, parameter in held.items() if parameter is not None})
-        for name, buffer in ({} if state is None else state.buffers).items():
-            if buffer is not None:
-                self.model.get_buffer(name).copy_(buffer)
 
     @property
     def _trained(self) -> TrainState:
@@ -206,26 +186,17 @@ class Trainer(_Trainer):
         """Update the parameters, with the last micro-batch of a step; those before it wait for it. Returns the loss, 0 for
         those that wait."""
         self.model.train()
-        self._waiting.append(self._prepare_inputs(inputs))
+        self._waiting.add(dict(self._prepare_inputs(inputs)))
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        parts, self._waiting = self._waiting, []
-        count = self.args.gradient_accumulation_steps
-        if count > 1:  # an epoch may end with fewer micro-batches, beside which copies count for nothing
-            absent = [{**parts[0], _COUNTS: 0.0}] * (count - len(parts))
-            batch: Any = Microbatches((*({**part, _COUNTS: 1.0} for part in parts), *absent))
-        else:
-            batch = {**parts[0], _COUNTS: 1.0}
-        self.train_state, metrics = self._step(self._trained, batch)
+        self.train_state, metrics = self._step(self._trained, self._waiting.batch())
         self._norm = metrics["grad_norm"]
         return metrics["loss"].detach()
 
-    def _loss(self, params: Any, buffers: Any, batch: Mapping[str, Any]) -> Any:
-        return self._apply(params, buffers, batch, method=self._loss_of)
+    def _loss(self, params: Any, buffers: Any, batch: tuple[float, dict[str, Any]]) -> Any:
+        return self._apply(params, buffers, *batch, method=self._loss_of)
 
-    def _loss_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> Mean:
-        inputs = dict(inputs)
-        counts = inputs.pop(_COUNTS)
+    def _loss_of(self, model: nn.Module, counts: float, inputs: dict[str, Any]) -> Mean:
         averages = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False  # the mean is over all ranks as it is
         try:
@@ -268,20 +239,11 @@ class Trainer(_Trainer):
         if self.train_state is None:
             super().save_model(output_dir, _internal_call)
             return
-        self._save(output_dir or self.args.output_dir, state_dict=self._weights())
+        adapters = hasattr(self.model, "peft_config")  # of which files have what is trained
+        weights = whole_weights(self.model, self._trained, kept=self.args.should_save, trained=adapters)
+        self._save(output_dir or self.args.output_dir, state_dict=weights)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """What files have of the model, on the rank that writes them: of adapters what is trained."""
-        only: Sequence[str] = ["*"]
-        if hasattr(self.model, "peft_config"):
-            trained = [name for name, leaf in self.model.named_parameters() if leaf.requires_grad]
-            only = [glob.escape(name.replace(".", "/")) for name in trained]
-        kept = self.args.should_save
-        weights = {name: leaf.cpu() for name, leaf in stream_weights(self._trained, only) if kept}
-        stored = self.model.state_dict().keys()
-        return weights | {name: leaf for name, leaf in self._trained.buffers.items() if kept and name in stored}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(Path(output_dir) / _STATE, self._trained)

@@ -151,9 +151,11 @@ class Copy:
             if hasattr(made, "__setstate__"):
                 made.__setstate__(state)
             else:
-                for held in state if isinstance(state, tuple) else (state,):  # of its dictionary, then of its slots
-                    for name, item in (held or {}).items():
-                        setattr(made, name, item)
+                own, slots = state if isinstance(state, tuple) else (state, None)
+                if own:
+                    made.__dict__.update(own)  # not by setattr, which frozen dataclasses refuse
+                for name, item in (slots or {}).items():
+                    object.__setattr__(made, name, item)
         for item in items or ():
             made.append(self(item))
         for key, item in entries or ():

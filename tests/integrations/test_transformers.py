@@ -66,9 +66,9 @@ def arguments(folder, **changed):
 
 
 def trainer(kind, folder, model, extra=None, **changed):
-    """A trainer of 19 sentences, so that an epoch ends with a step of one micro-batch of one row."""
-    data = rows(25)
-    options = {"train_dataset": data[:19], "eval_dataset": data[19:], "data_collator": padded, **(extra or {})}
+    """A trainer of 21 sentences, so that an epoch ends with a step of two micro-batches, one of them of one row."""
+    data = rows(27)
+    options = {"train_dataset": data[:21], "eval_dataset": data[21:], "data_collator": padded, **(extra or {})}
     if issubclass(kind, Trainer):
         options.setdefault("transforms", sl.zero(3))
     return kind(model(), arguments(folder, **changed), **options)
@@ -148,11 +148,11 @@ def test_adapters_are_written_as_peft_reads_them(tmp_path):
 
 def test_metrics_callbacks_and_the_best_model(tmp_path):
     """Of a classifier, whose loss is a mean over rows."""
-    data = [{"input_ids": row["input_ids"][:4], "label": sum(row["input_ids"][:4]) % 3} for row in rows(25)]
+    data = [{"input_ids": row["input_ids"][:4], "label": sum(row["input_ids"][:4]) % 3} for row in rows(27)]
     found = []
     for kind, name in ((transformers.Trainer, "theirs"), (Trainer, "ours")):
         extra = {
-            "train_dataset": data[:19], "eval_dataset": data[19:], "data_collator": None,
+            "train_dataset": data[:21], "eval_dataset": data[21:], "data_collator": None,
             "compute_metrics": lambda seen: {"hits": float((seen.predictions.argmax(-1) == seen.label_ids).mean())},
             "callbacks": [EarlyStoppingCallback(1)],
         }  # fmt: skip
@@ -161,7 +161,7 @@ def test_metrics_callbacks_and_the_best_model(tmp_path):
         each.train()
         best = os.path.basename(each.state.best_model_checkpoint)
         found.append(
-            (logs(each), best, torch.tensor(each.predict(data[19:]).predictions), each.evaluate()["eval_loss"])
+            (logs(each), best, torch.tensor(each.predict(data[21:]).predictions), each.evaluate()["eval_loss"])
         )
     assert_same_logs(found[1][0], found[0][0])
     assert found[1][1] == found[0][1]

@@ -3,6 +3,7 @@
 Each trains as plain torch trains the module, or is refused by the path of the parameter.
 """
 
+import dataclasses
 import functools
 import types
 
@@ -360,6 +361,25 @@ def test_modes_and_methods_of_a_call():
     evaluate = sl.make_eval_step(lambda p, x: apply(p, x), params)
     found = torch.func.vmap(lambda row: evaluate(params, row), randomness="different")(x)
     torch.testing.assert_close(found, module.eval()(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    layer: nn.Module
+    factor: float
+
+
+def test_frozen_dataclasses_are_copied_and_followed():
+    module, x = nn.Linear(4, 4), torch.randn(2, 4)
+    module.add_module("inner", nn.Linear(4, 4))
+    module.held = Scaled(module.inner, 2.0)
+    module.forward = types.MethodType(lambda self, x: self.held.layer(x) * self.held.factor, module)
+    apply, params = sl.from_module(module)
+    params["inner"] = {name: leaf + 1 for name, leaf in params["inner"].items()}
+    expected = F.linear(x, params["inner"]["weight"], params["inner"]["bias"])
+    torch.testing.assert_close(apply(params, x), expected * 2)
+    module.held = Scaled(module.inner, 3.0)
+    torch.testing.assert_close(apply(params, x), expected * 3)
 
 
 def test_a_module_without_forward():

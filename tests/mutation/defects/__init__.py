@@ -12,6 +12,7 @@ from . import (
     finetuning,
     hangs,
     keys,
+    migration,
     offload,
     optimizers,
     parts,
@@ -43,6 +44,7 @@ DEFECTS: tuple[Defect, ...] = (
     *tiles.DEFECTS,
     *experts.DEFECTS,
     *finetuning.DEFECTS,
+    *migration.DEFECTS,
     *debug.DEFECTS,
     *drops.DEFECTS,
 )

@@ -1,0 +1,58 @@
+"""A module whose values lie in shards: its parameters are on the meta device meanwhile, and whole again afterwards."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib.common._compat import own_parameters
+from shardlib.optim.train_state import TrainState
+from shardlib.sharded.unshard import stream_weights
+
+
+def empty(module: nn.Module) -> dict[int, nn.Parameter]:
+    """Put a module's parameters on the meta device; returns the new ones by the ``id`` of those before."""
+    return _replace(module, lambda name, parameter: parameter.detach().to("meta"))
+
+
+def fill(module: nn.Module, state: TrainState) -> None:
+    """Give a module the state's parameters and buffers, whole. Every rank must call it."""
+    values = whole_weights(module, state)
+    _replace(module, lambda name, _: values[name])
+    for name, buffer in state.buffers.items():
+        if buffer is not None:
+            module.get_buffer(name).copy_(buffer)
+
+
+def whole_weights(
+    module: nn.Module, state: TrainState, *, kept: bool = True, trained: bool = False
+) -> dict[str, torch.Tensor]:
+    """What ``module.state_dict()`` would be with the state's values, on the CPU. Every rank must call it.
+
+    Args:
+        kept: whether this rank keeps them; one that does not holds a bucket at a time, and is given an empty dictionary.
+        trained: whether parameters that are not trained are left out.
+    """
+    names = [name for name, leaf in module.named_parameters() if leaf.requires_grad or not trained]
+    only = [glob.escape(name.replace(".", "/")) for name in names]
+    weights = {name: leaf.to("cpu", copy=True) for name, leaf in stream_weights(state, only) if kept}
+    first = {id(leaf): name for name, leaf in module.named_parameters()}  # of tied ones
+    tied = {name: first[id(leaf)] for name, leaf in module.named_parameters(remove_duplicate=False)}
+    stored = module.state_dict().keys()
+    buffers = {name: leaf.cpu() for name, leaf in state.buffers.items() if name in stored and leaf is not None}
+    return {name: weights[one] for name, one in tied.items() if one in weights} | (buffers if kept else {})
+
+
+def _replace(module: nn.Module, value: Callable[[str, nn.Parameter], torch.Tensor]) -> dict[int, nn.Parameter]:
+    new: dict[int, nn.Parameter] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in new:
+            new[id(parameter)] = nn.Parameter(value(name, parameter), parameter.requires_grad)
+    for owner in module.modules():
+        held: dict[str, Any] = own_parameters(owner)
+        held.update({leaf: new[id(parameter)] for leaf, parameter in held.items() if parameter is not None})
+    return new
