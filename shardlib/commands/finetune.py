@@ -17,7 +17,7 @@ import torch
 
 from shardlib import checkpoint, data, optim
 from shardlib.checkpoint import pretrained
-from shardlib.commands import model
+from shardlib.commands import model, outputs
 from shardlib.commands.arguments import (
     PLANNED,
     WrongArguments,
@@ -41,8 +41,7 @@ from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform, chain
 from shardlib.planning import make_plan
-from shardlib.report.log import CsvWriter, Log
-from shardlib.report.progress import Progress
+from shardlib.report.log import Log
 from shardlib.rng import Key
 from shardlib.train import make_train_step
 from shardlib.transforms import freeze
@@ -95,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-memory", type=size, metavar="SIZE", help="of each rank; a plan that needs more is refused"
     )
+    outputs.add_arguments(parser)
     model.add_sharding(parser)
     parser.set_defaults(parser=parser)
 
@@ -108,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         raise WrongArguments(
             f"--base {args.base} freezes the layers: give --lora, the rank of the adapters beside them"
         )
+    outputs.require_outputs(args)
     mesh = model.running_mesh(args)
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
     with wrong_arguments(*PLANNED, FileNotFoundError, CheckpointError, OSError):
@@ -116,9 +117,14 @@ def run(args: argparse.Namespace) -> int:
         for name, found in (("train on", job.examples), ("validate on", job.validation)):
             say(f"to {name}: {found or 'nothing'}")
         job.load()
-    state, best = _train(args, mesh, job, say)
+    shown = outputs.Outputs(
+        args, mesh, job.plan, job.rate(), args.batch * args.length,
+        title=f"{args.model.name}, {job.steps:,} steps on {mesh!r}", unit="nats per target",
+    )  # fmt: skip
+    state, best = _train(args, mesh, job, shown, say)
     if best is None:
         job.save(state)
+    shown.close(job.step, state, next(iter(job.batches(state))), say)
     say(f"{'adapter' if args.lora else 'model'}: {job.written}")
     return 0
 
@@ -163,7 +169,7 @@ class _FineTuning:
         self._rows = rows
         self.steps = args.steps or math.ceil(len(rows) * args.epochs / args.batch)
         self.optimizer = optim.chain(
-            optim.clip_by_global_norm(args.clip), optim.adamw(self._rate(), weight_decay=args.weight_decay)
+            optim.clip_by_global_norm(args.clip), optim.adamw(self.rate(), weight_decay=args.weight_decay)
         )
         apply, init, frozen = from_module(module, frozen=True)
         rules = lambda: huggingface.slicing_rules(module)  # noqa: E731
@@ -200,7 +206,8 @@ class _FineTuning:
         """Write the model or its adapters."""
         checkpoint.save_pretrained(self.written, state, self._args.model, kind=self._kind, change=self._changed)
 
-    def _rate(self) -> optim.Schedule:
+    def rate(self) -> optim.Schedule:
+        """The learning rate of each step."""
         peak = self._args.lr or _RATES[self._args.lora is not None]
         warmup = min(math.ceil(self._args.warmup * self.steps), self.steps - 1)
         return optim.warmup_cosine_decay_schedule(0.0, peak, warmup, self.steps, 0.1 * peak)
@@ -288,7 +295,7 @@ class _Best:
 
 
 def _train(
-    args: argparse.Namespace, mesh: Mesh, job: _FineTuning, say: Callable[[str], None]
+    args: argparse.Namespace, mesh: Mesh, job: _FineTuning, shown: outputs.Outputs, say: Callable[[str], None]
 ) -> tuple[TrainState, float | None]:
     """Train to the last step or until patience ends; the best state by validation is written as it is found. Returns the last
     state, and the best loss, None without validation."""
@@ -306,16 +313,16 @@ def _train(
         best = _Best(held["best"] if held["best"] is not None else math.inf, held["since"])
         say(f"resuming from {latest}")
     first = state.step
-    progress = Progress(job.steps, args.batch * args.length, start=first, rank=mesh.rank)
-    files = [CsvWriter(args.out / "metrics.csv", start=first)] if mesh.rank == 0 else []
+    progress = shown.progress(job.steps, first)
 
     def notes() -> dict[str, Any]:
         return {**batches.state_dict(), "best": None if best.loss == math.inf else best.loss, "since": best.since}
 
-    with Log(progress, *files) as log, manager:
+    with Log(progress, *shown.writers(first)) as log, manager:
         for batch in itertools.islice(batches, max(job.steps - first, 0)):
             state, metrics = job.step(state, batch)
             log.write(state.step, metrics)
+            log.write(state.step, shown.rates(state))
             if job.validation is not None and (state.step % args.evaluate_every == 0 or state.step == job.steps):
                 loss = job.validate(state)
                 log.write(state.step, {"validation": {"loss": loss}})

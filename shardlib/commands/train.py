@@ -6,14 +6,13 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardlib import checkpoint, optim
-from shardlib.commands import job, model
+from shardlib.commands import job, model, outputs
 from shardlib.commands.arguments import WrongArguments, above_zero, draw_picture, natural, positive, wrong_arguments
 from shardlib.common._compat import storage_id
 from shardlib.errors import CheckpointError, TreeError
@@ -22,22 +21,10 @@ from shardlib.mesh.mesh import Mesh
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.plan.tables import size, table
-from shardlib.report.html import HtmlWriter
-from shardlib.report.log import CsvWriter, JsonlWriter, Log, TensorBoardWriter, WandbWriter, Writer, require_packages
+from shardlib.report.log import Log
 from shardlib.report.ngram import byte_scores, ngram_losses
 from shardlib.report.plot import plot_losses
-from shardlib.report.profile import profile
-from shardlib.report.progress import Progress
-from shardlib.report.rates import StepRates
-from shardlib.report.watch import Watch
 from shardlib.tree import leaves_of
-
-WRITERS: dict[str, Callable[[Path, int], Writer]] = {
-    "csv": lambda out, start: CsvWriter(out / "metrics.csv", start=start),
-    "jsonl": lambda out, start: JsonlWriter(out / "metrics.jsonl", start=start),
-    "tensorboard": lambda out, start: TensorBoardWriter(out, start=start),
-    "wandb": lambda out, start: WandbWriter(project="shardlib"),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,24 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--validate-every", type=positive, default=100, help="steps between validations")
     parser.add_argument("--save-every", type=positive, default=100, help="steps between checkpoints")
     parser.add_argument("--fresh", action="store_true", help="do not resume from a checkpoint")
-    parser.add_argument("--metrics", nargs="*", default=["csv"], choices=WRITERS, help="further outputs of metrics")
-    parser.add_argument("--watch", action="store_true", help="show loss, rates and memory live in the terminal")
-    parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="HTML page of the run, with a profile of its last step"
-    )
-    parser.add_argument(
-        "--peak", type=above_zero, metavar="FLOPS", help="of a device, for model FLOPs utilisation; known of some GPUs"
-    )
-    parser.add_argument("--price", type=above_zero, metavar="P", help="of a rank for an hour, for the report's cost")
+    outputs.add_arguments(parser)
     job.add_arguments(parser, "runs/train")
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in args.metrics:
-        require_packages(name)
+    outputs.require_outputs(args)
     mesh = model.running_mesh(args)
-    if args.price is not None and args.report is None:
-        raise WrongArguments("--price is for the cost in a report: give --report FILE")
     found = _require_own_folder(args)
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
     rate = optim.warmup_cosine_decay_schedule(0.0, args.lr, min(args.warmup, args.steps - 1), args.steps, args.lr / 10)
@@ -76,10 +52,14 @@ def run(args: argparse.Namespace) -> int:
     bars = ngram_losses(work.train, work.validation)
     say("\nModels of the bytes, nats per byte: " + ", ".join(f"order {k} {bar:.3f}" for k, bar in enumerate(bars)))
     state, curves = _resume(args, mesh, work.state, found, say)
-    reach = StepRates(args.batch * args.sequence, rate, plan=work.plan, peak=args.peak)
-    report = _report(args, mesh, work, curves, bars, reach) if mesh.rank == 0 and args.report else None
+    shown = outputs.Outputs(
+        args, mesh, work.plan, rate, args.batch * args.sequence,
+        title=f"Byte-level GPT, {args.steps:,} steps on {mesh!r}", unit="nats per byte",
+        levels={f"order {order}": bar for order, bar in enumerate(bars)},
+        earlier={"loss": curves.train, "validation/loss": curves.validation},
+    )  # fmt: skip
     try:
-        state = _train(args, mesh, work, state, curves, reach, report)
+        state = _train(args, mesh, work, state, curves, shown)
     except SystemExit as end:
         if end.code in set(map(exit_code, (*STOPPING, INTERRUPT))) and (saved := checkpoint.latest(args.out)):
             again = _again(mesh.size, sys.argv[1:], args.steps)
@@ -95,18 +75,9 @@ def run(args: argparse.Namespace) -> int:
     say(f"\nA sample:\n{text}")
     if mesh.rank == 0:
         picture = args.out / "loss.png"
-        shown = (curves.train, curves.validation, bars)
-        draw_picture(say, "loss plot", picture, lambda: plot_losses(picture, *shown, title="Byte-level GPT"))
-    if args.report:
-        found_profile = profile(work.train_step, state, work.batch(state.step), steps=3, plan=work.plan)
-        if report is not None:
-            predicted, measured = (
-                f"{1e3 * each:.2f} ms" for each in (found_profile.predicted.total, found_profile.seconds)
-            )
-            report.compare([("seconds of a step", predicted, measured)])
-            report.add("A step", found_profile)
-            report.close()
-        say(f"report: {args.report}")
+        losses = (curves.train, curves.validation, bars)
+        draw_picture(say, "loss plot", picture, lambda: plot_losses(picture, *losses, title="Byte-level GPT"))
+    shown.close(work.train_step, state, work.batch(state.step), say)
     say(f"\nTo continue training to step {2 * args.steps}:\n{_again(mesh.size, sys.argv[1:], 2 * args.steps)}")
     return 0
 
@@ -174,52 +145,29 @@ def _resume(
     return state, Curves(notes["train"], notes["validation"])
 
 
-def _report(
-    args: argparse.Namespace, mesh: Mesh, work: job.Job, curves: Curves, bars: Sequence[float], reach: StepRates
-) -> HtmlWriter:
-    """The writer of the run's page."""
-    return HtmlWriter(
-        args.report,
-        title=f"Byte-level GPT, {args.steps:,} steps on {mesh!r}",
-        tokens_per_step=args.batch * args.sequence,
-        plan=work.plan,
-        ranks=mesh.size,
-        price=args.price,
-        levels={f"order {order}": bar for order, bar in enumerate(bars)},
-        unit="nats per byte",
-        unknown=reach.unknown,
-        earlier={"loss": curves.train, "validation/loss": curves.validation},
-    )
-
-
 def _train(
     args: argparse.Namespace,
     mesh: Mesh,
     work: job.Job,
     state: TrainState,
     curves: Curves,
-    reach: StepRates,
-    report: HtmlWriter | None,
+    shown: outputs.Outputs,
 ) -> TrainState:
     """Trains from ``state`` to the last step and returns the last state."""
     first = state.step
-    shown = partial(Watch, unknown=reach.unknown) if args.watch else Progress
-    progress = shown(args.steps, args.batch * args.sequence, start=first, rank=mesh.rank)
-    files = [WRITERS[name](args.out, first) for name in args.metrics] if mesh.rank == 0 else []
-    files += [report] if report is not None else []
+    progress = shown.progress(args.steps, first)
     saving = checkpoint.Manager(args.out, keep=2, every=args.save_every, interrupt=True)
     notes = vars(curves) | {"model": {name: getattr(args, name) for name in model.SIZES}}
-    with Log(progress, curves, *files) as log, saving as manager:
+    with Log(progress, curves, *shown.writers(first)) as log, saving as manager:
         for step in range(first + 1, args.steps + 1):
             mesh.traffic.reset()
             state, metrics = work.step(state)
             log.write(step, metrics)
-            log.write(step, reach(state))
+            log.write(step, shown.rates(state))
             if step == first + 2:
                 rows = _measured(work, mesh, state)
                 progress.note("\n" + table(("rank 0", "predicted", "measured"), rows, right=2) + "\n")
-                if report is not None:
-                    report.compare(rows)
+                shown.compare(rows)
             if step % args.validate_every == 0 or step == args.steps:
                 scores = work.validate(state)
                 log.write(step, {"validation": scores})

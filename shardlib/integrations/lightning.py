@@ -37,11 +37,10 @@ from shardlib.transforms.zero import zero
 
 __all__ = ["ShardedStrategy"]
 
-_Strategy: Any = require(
-    "lightning.pytorch.strategies", "shardlib.integrations.lightning", "lightning", "lightning"
-).DDPStrategy
-_Module: Any = require("lightning.pytorch", "it", "lightning", "lightning").LightningModule
-_FITTING: Any = require("lightning.pytorch.trainer.states", "it", "lightning", "lightning").TrainerFn.FITTING
+_lightning: Any = require("lightning.pytorch", "shardlib.integrations.lightning", "lightning", "lightning")
+_Strategy: Any = _lightning.strategies.DDPStrategy
+_Module: Any = _lightning.LightningModule
+_FITTING: Any = _lightning.trainer.states.TrainerFn.FITTING
 
 # Arguments of torch's optimizers that say how torch runs them; the rate is followed step by step.
 _HOW = ("lr", "foreach", "fused", "capturable", "differentiable")
@@ -58,8 +57,8 @@ class ShardedStrategy(_Strategy):
     loss is the mean of those that there are, where an epoch's last step has fewer.
 
     While it fits, the module's parameters are on the meta device, since the shards have the values; afterwards they are the
-    trained ones, whole on each rank. A checkpoint is Lightning's file, for ``load_from_checkpoint``, and beside it a folder
-    ``<file>.shardlib`` with the train state, from which ``fit(ckpt_path=)`` goes on, on any number of ranks.
+    trained ones, whole on each rank, on the CPU. A checkpoint is Lightning's file, for ``load_from_checkpoint``, and beside
+    it a folder ``<file>.shardlib`` with the train state, from which ``fit(ckpt_path=)`` goes on, on any number of ranks.
 
     Args:
         transform: the chain, such as ``sl.zero(3)``; by default ``sl.zero(0)``.

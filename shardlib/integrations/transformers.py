@@ -50,13 +50,13 @@ class Trainer(_Trainer):
     and folders, with a chain of transforms.
 
     `shardlib.migrate` reads the arguments: rate and schedule, ``optim``, weight decay, clipping, precision and accumulation
-    become transforms and an optimizer. ``compute_loss`` of a subclass and ``compute_loss_func``
-    are called as ever. A loss that is divided by the number of its tokens is averaged over the tokens of all ranks and
-    micro-batches; of others the mean is of micro-batches, as Trainer's.
+    become transforms and an optimizer. ``compute_loss`` of a subclass and ``compute_loss_func`` are called as ever. A loss
+    that is divided by the number of its tokens is averaged over the tokens of all ranks and micro-batches; of others the mean
+    is of micro-batches, as Trainer's.
 
     While it trains the model's parameters are on the meta device, since the shards have the values; when `train` returns they
-    are the trained ones, whole on each rank. Checkpoints have the files that Trainer's have, for ``from_pretrained``, and the
-    train state, which resumes on any number of ranks.
+    are the trained ones, whole on each rank, on the CPU. Checkpoints have the files that Trainer's have, for
+    ``from_pretrained``, and the train state, which resumes on any number of ranks.
 
     Args:
         transforms: the chain, such as ``sl.zero(3)``, without what the arguments say; by default ``sl.zero(0)``.
@@ -94,8 +94,8 @@ class Trainer(_Trainer):
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             other = "deepspeed" if self.is_deepspeed_enabled else "fsdp"
             raise IllegalComposition(
-                f"Trainer: the arguments' {other} would shard the model too. Leave it out, and give transforms=sl.zero(3); "
-                f"sl.migrate reads what it was"
+                f"Trainer: the arguments' {other} would shard the model too. Leave it out, and give transforms=sl.zero(3), "
+                "or what sl.migrate makes of it"
             )
         if self.args.n_gpu > 1:
             raise IllegalComposition(

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from helpers.languages import save_model
+from helpers.shown_pages import Page
 
 import shardlib as sl
 from shardlib.commands import __main__ as cli
@@ -84,6 +85,15 @@ def plain(model, batches, steps, rate):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def test_a_run_is_watched_and_reported(folder, tmp_path, capsys):
+    page = tmp_path / "run.html"
+    finetuned(folder, tmp_path, "--steps", 3, "--watch", "--metrics", "csv", "jsonl", "--report", page, "--price", 2)
+    out = capsys.readouterr().out
+    assert re.search(r"step 3/3  loss .* tokens/s  0:00 left  lr \S+", out) and f"report: {page}" in out
+    assert {"seconds of a step", "A step", "nats per target"} <= set(Page(page.read_text()).texts)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("packing", [True, False])
