@@ -36,7 +36,7 @@ from shardlib.evaluate import make_eval_step
 from shardlib.mesh.mesh import Mesh
 from shardlib.models import huggingface
 from shardlib.models.from_module import from_module
-from shardlib.models.quantized_linears import with_quantized_linears
+from shardlib.models.quantized_linears import FORMS, with_quantized_linears
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.plan import Plan
 from shardlib.plan.transform import Transform, chain
@@ -64,9 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora", type=positive, metavar="RANK", help="train adapters of all linear layers, of this rank"
     )
     parser.add_argument("--lora-alpha", type=above_zero, help="their scale times the rank; by default twice the rank")
-    parser.add_argument(
-        "--base", choices=("nf4", "int8"), help="the base's linear layers in 4 or 8 bits, beside --lora"
-    )
+    parser.add_argument("--base", choices=FORMS, help="the base's linear layers in 4 or 8 bits, beside --lora")
     parser.add_argument("--masked", action="store_true", help="the model fills in masked tokens, as BERT does")
     parser.add_argument("--length", type=positive, default=512, help="most tokens of an example")
     parser.add_argument(

@@ -4,9 +4,12 @@
 Of a block of 64 consecutive elements with the largest magnitude a:
 
 - "nf4": each element / a as the nearest of 16 values, the quantiles of a normal distribution (appendix E), two to a byte, the
-  first in the upper half, and a in fp32. bitsandbytes has the same format, without its second quantisation of a: 4.5 bits an
-  element.
+  first in the upper half, and a in fp32: 4.5 bits an element.
+- "nf4-double": the same with a in 8 bits (section 3, double quantization): of 256 consecutive a less the mean of all, with
+  the largest magnitude b, each / b as the nearest of 256 values, denser towards 0; b and the mean in fp32: 4.13 bits.
 - "int8": round(127 · element / a), and a in fp32: 8.5 bits an element.
+
+The first two are bitsandbytes' formats, without and with its ``compress_statistics``.
 
 A layer's weight is one leaf of bytes, values first. So a plan splits, gathers and saves the bytes as they are; the weight
 itself exists while its layer multiplies by it, in forward and again in backward.
@@ -24,13 +27,29 @@ from torch import nn
 from shardlib.errors import TreeError
 from shardlib.tree import matches
 
+FORMS = ("nf4", "nf4-double", "int8")
 BLOCK = 64  # elements with one scale, as in bitsandbytes
+SCALES = 256  # scales with one of theirs
 # Quantiles of N(0, 1) between 0.9677083 and its mirror, eight above zero and seven below it, divided by the largest.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+
+
+def _dynamic_values() -> list[float]:
+    """The 256 values of scales: 0, 1, and of each of seven powers of ten, to both sides, twice as many as of the one below,
+    in the middle of equal parts (Dettmers et al., arXiv 2110.02861, section 2.1)."""
+    magnitudes = [
+        10.0 ** (power - 6) * (0.1 + 0.9 * (number + 0.5) / 2**power)
+        for power in range(7)
+        for number in range(2**power)
+    ]
+    return sorted([0.0, 1.0, *magnitudes, *(-each for each in magnitudes)])
+
+
+DYNAMIC = tuple(_dynamic_values())
 
 
 def encode(weight: torch.Tensor, form: str) -> torch.Tensor:
@@ -45,14 +64,31 @@ def encode(weight: torch.Tensor, form: str) -> torch.Tensor:
         nearest = torch.bucketize(shares, (points[1:] + points[:-1]) / 2).to(torch.uint8)
         upper, lower = F.pad(nearest, (0, len(nearest) % 2), value=NF4.index(0.0)).view(-1, 2).unbind(1)
         values = upper << 4 | lower
-    return torch.cat([values, scales.view(torch.uint8)])
+    return torch.cat([values, _encoded_scales(scales) if form == "nf4-double" else scales.view(torch.uint8)])
+
+
+def _encoded_scales(scales: torch.Tensor) -> torch.Tensor:
+    mean = scales.mean()
+    groups = F.pad(scales - mean, (0, -len(scales) % SCALES)).view(-1, SCALES)
+    largest = groups.abs().amax(1)
+    shares = (groups / torch.where(largest == 0, 1.0, largest)[:, None]).reshape(-1)[: len(scales)]
+    points = torch.tensor(DYNAMIC, device=scales.device)
+    nearest = torch.bucketize(shares, (points[1:] + points[:-1]) / 2).to(torch.uint8)
+    return torch.cat([nearest, torch.cat([largest, mean[None]]).view(torch.uint8)])
+
+
+def _decoded_scales(packed: torch.Tensor, count: int) -> torch.Tensor:
+    *largest, mean = packed[count:].clone().view(torch.float32).split([-(-count // SCALES), 1])
+    shares = torch.tensor(DYNAMIC, device=packed.device)[packed[:count].int()]
+    return (F.pad(shares, (0, -count % SCALES)).view(-1, SCALES) * largest[0][:, None]).view(-1)[:count] + mean
 
 
 def decode(packed: torch.Tensor, form: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """The weight of its bytes."""
     count = torch.Size(shape).numel()
-    stored = bytes_of(count, form) - 4 * (-(-count // BLOCK))
-    scales = packed[stored:].clone().view(torch.float32)  # bytes that are gathered may begin anywhere
+    stored = count if form == "int8" else -(-count // 2)
+    rest = packed[stored:].clone()  # bytes that are gathered may begin anywhere
+    scales = _decoded_scales(rest, -(-count // BLOCK)) if form == "nf4-double" else rest.view(torch.float32)
     if form == "int8":
         shares = packed[:stored].view(torch.int8).float() / 127
     else:
@@ -64,7 +100,8 @@ def decode(packed: torch.Tensor, form: str, shape: tuple[int, ...], dtype: torch
 
 def bytes_of(count: int, form: str) -> int:
     """The bytes of so many elements."""
-    return (count if form == "int8" else -(-count // 2)) + 4 * (-(-count // BLOCK))
+    values, scales = count if form == "int8" else -(-count // 2), -(-count // BLOCK)
+    return values + (scales + 4 * (-(-scales // SCALES) + 1) if form == "nf4-double" else 4 * scales)
 
 
 class QuantizedLinear(nn.Linear):
@@ -142,11 +179,12 @@ def with_quantized_linears(module: Any, form: str = "nf4", *, whole: str | tuple
     """Makes the linear layers of a module frozen ones in 4 or 8 bits, for adapters beside them (QLoRA). The module is changed
     in place and returned; all its other parameters are frozen too.
 
-    A plan holds, splits and gathers the bytes: of a weight [n, m] 0.5 + 1/16 bytes an element for "nf4", 1 + 1/16 for
-    "int8". In `shardlib.checkpoint.from_pretrained` each rank reads one weight at a time, encodes it and keeps its share.
+    A plan holds, splits and gathers the bytes: of a weight [n, m] 0.5 + 1/16 bytes an element for "nf4", 0.5 + 1/64 for
+    "nf4-double", 1 + 1/16 for "int8". In `shardlib.checkpoint.from_pretrained` each rank reads one weight at a time, encodes
+    it and keeps its share.
 
     Args:
-        form: "nf4" or "int8".
+        form: "nf4", "nf4-double" (scales in 8 bits), or "int8".
         whole: globs over names of layers that stay as they are, such as the output layer.
 
     Raises:
@@ -156,8 +194,8 @@ def with_quantized_linears(module: Any, form: str = "nf4", *, whole: str | tuple
     >>> layer[0].packed.numel(), layer(torch.zeros(1, 64)).shape
     (2304, torch.Size([1, 64]))
     """
-    if form not in ("nf4", "int8"):
-        raise TreeError(f"with_quantized_linears: form={form!r} is unknown: use 'nf4' or 'int8'")
+    if form not in FORMS:
+        raise TreeError(f"with_quantized_linears: form={form!r} is unknown: use one of {', '.join(map(repr, FORMS))}")
     tied: dict[int, int] = {}
     for _, leaf in module.named_parameters(remove_duplicate=False):
         tied[id(leaf)] = tied.get(id(leaf), 0) + 1

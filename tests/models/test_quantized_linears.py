@@ -40,6 +40,21 @@ def test_the_bytes_are_those_of_bitsandbytes():
     assert weight.abs().sum().item() == pytest.approx(MAGNITUDES, abs=1e-9)
 
 
+def test_scales_in_8_bits_are_those_of_bitsandbytes():
+    """quantize_4bit(..., compress_statistics=True) of 0.50.2, of a tensor with two groups of scales."""
+    number = torch.arange(20003)
+    given = ((number * 7919 % 257).float() - 128) / 64 * (1 + number % 977 / 500)
+    made = encode(given, "nf4-double")
+    codes, rest = made[10002:].split([313, 12])
+    assert len(made) == bytes_of(20003, "nf4-double") and torch.equal(made[:10002], encode(given, "nf4")[:10002])
+    assert codes[:20].numpy().tobytes().hex() == "0007141d262d3a4fb2c4d1d9e1ebf8f4080f1b24" and codes.sum() == 39643
+    assert rest.clone().view(torch.float32).tolist() == pytest.approx([1.8940, 1.8391, 4.0369], abs=5e-5)
+    weight = decode(made, "nf4-double", (20003,), torch.float32).double()
+    assert weight.sum().item() == pytest.approx(-220.181091, abs=1e-5)
+    assert weight.abs().sum().item() == pytest.approx(39641.002648, abs=1e-3)
+    assert decode(encode(torch.zeros(70), "nf4-double"), "nf4-double", (70,), torch.bfloat16).tolist() == [0.0] * 70
+
+
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 def test_an_element_is_as_near_as_its_form_allows(form):
     weight = torch.randn(7, 33, generator=torch.Generator().manual_seed(1))
@@ -76,12 +91,12 @@ LORA = {"r": 4, "target_modules": "all-linear"}
 TOKENS = torch.arange(32).view(4, 8) * 11 % 384
 
 
-def plain(folder, steps):
+def plain(folder, steps, form):
     """The losses of a loop of plain PyTorch over the weights that the bytes stand for."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name != "lm_head":
-            layer.weight.data = decode(encode(layer.weight, "nf4"), "nf4", tuple(layer.weight.shape), torch.float32)
+            layer.weight.data = decode(encode(layer.weight, form), form, tuple(layer.weight.shape), torch.float32)
     torch.manual_seed(5)
     model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
     optimizer = torch.optim.AdamW([leaf for leaf in model.parameters() if leaf.requires_grad], 1e-2, weight_decay=0.0)
@@ -97,8 +112,10 @@ def plain(folder, steps):
 
 @pytest.mark.parametrize("case", ["two ranks", "compiled", "remat", "one rank"])
 def test_adapters_beside_it_train_as_beside_the_weights(case, folder):
+    form = "nf4-double" if case == "two ranks" else "nf4"
+
     def change(model):
-        return peft.get_peft_model(sl.models.with_quantized_linears(model), peft.LoraConfig(**LORA))
+        return peft.get_peft_model(sl.models.with_quantized_linears(model, form), peft.LoraConfig(**LORA))
 
     def run(mesh):
         torch.manual_seed(5)
@@ -118,14 +135,14 @@ def test_adapters_beside_it_train_as_beside_the_weights(case, folder):
             losses.append(float(metrics["loss"]))
         return losses, size, sorted(dict(sl.stream_weights(state, only="*packed")).items())
 
-    expected = plain(folder, 4)
+    expected = plain(folder, 4, form)
     found = sl.simulate(run, mesh={"data": 2 if case == "two ranks" else 1})
     for losses, _, packed in found:
         assert losses == pytest.approx(expected, abs=2e-5)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         for name, leaf in packed:
             weight = model.get_parameter(name.removeprefix("base_model.model.").replace("base_layer.packed", "weight"))
-            assert torch.equal(leaf, encode(weight, "nf4"))
+            assert torch.equal(leaf, encode(weight, form))
     if case == "two ranks":
         assert len({size for _, size, _ in found}) == 1
 
