@@ -10,7 +10,7 @@ from helpers import gpu
 from helpers.pairwise import covering
 from helpers.pool import Pool
 from helpers.profile import NIGHTLY
-from helpers.tiers import SHORT, Measured, checked, name_of, quick, seconds
+from helpers.tiers import SHORT, Measured, SharedFixtures, checked, name_of, quick, seconds
 from hypothesis import settings
 
 # The same few cases on every commit, so that a failure is the commit's; `make nightly` draws many new ones.
@@ -94,5 +94,7 @@ class InOrder:
 
 def pytest_configure(config):
     config.pluginmanager.register(InOrder())
-    if config.getoption("measure") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Measured())
+    if config.getoption("measure"):
+        config.pluginmanager.register(SharedFixtures())
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(Measured())

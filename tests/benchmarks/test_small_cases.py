@@ -42,6 +42,7 @@ def test_a_case_runs_to_its_end(case):
     assert all(len(row) == len(result.header) for row in result.samples)
 
 
+@pytest.mark.nightly
 def test_trainers_train_alike():
     result = trainer.measure(SMALL)
     assert bool(result.missing) != deepspeed.installed() and len(result.samples) == 3 + deepspeed.installed()

@@ -11,9 +11,11 @@ wrote them; a test that it does not name is taken for short. Cases that notice p
 from __future__ import annotations
 
 import csv
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mutation.table import read
@@ -81,15 +83,42 @@ def name_of(case: str) -> str:
     return case.partition("[")[0]
 
 
+class SharedFixtures:
+    """A plugin of each process: notes for each case what the fixtures of its file took that it uses. They are made once, by
+    whichever case is the first."""
+
+    def __init__(self) -> None:
+        self._took: dict[tuple[str, str], float] = {}  # file and name
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: pytest.FixtureRequest) -> Any:
+        start = time.perf_counter()
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope == "module":
+                self._took[request.node.nodeid, fixturedef.argname] = time.perf_counter() - start
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        file, used = item.nodeid.partition("::")[0], getattr(item, "fixturenames", ())
+        item.user_properties.append(("shared", sum(self._took.get((file, name), 0.0) for name in used)))
+
+
 class Measured:
-    """A plugin of the process that gathers reports: writes down what each test's cases took that ran and passed."""
+    """A plugin of the process that gathers reports: writes down what each test's cases took that ran and passed. A fixture of
+    a file counts for each case that uses it."""
 
     def __init__(self) -> None:
         self.taken: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if not report.skipped:
-            self.taken[name_of(report.nodeid)][report.nodeid] += report.duration
+        if report.skipped:
+            return
+        cases = self.taken[name_of(report.nodeid)]
+        if report.when == "call":  # what was set up may be what is shared
+            cases[report.nodeid] = max(cases[report.nodeid], dict(report.user_properties).get("shared", 0.0))
+        cases[report.nodeid] += report.duration
 
     def pytest_sessionfinish(self) -> None:
         means = seconds()
