@@ -21,7 +21,7 @@ from shardlib.evaluate import make_eval_step
 from shardlib.integrations.filling import empty, fill, whole_weights
 from shardlib.integrations.waiting import Waiting
 from shardlib.mesh.mesh import Mesh, make_mesh
-from shardlib.migration import Migration, migrate
+from shardlib.migration import Migration, training_arguments
 from shardlib.models.from_module import from_module
 from shardlib.nn.functional import Mean
 from shardlib.optim.base import GradientTransformation
@@ -166,7 +166,8 @@ class Trainer(_Trainer):
         return asked.schedule or (lambda step: self.args.learning_rate)
 
     def _migrated(self, ranks: int, steps: int) -> Migration:
-        asked = migrate(self.args, ranks=ranks, steps=steps, strict=False)
+        decayed = {name.replace(".", "/") for name in self.get_decay_parameter_names(self.model)}
+        asked: Migration = training_arguments.convert(self.args, ranks, None, steps, decayed)
         served = {*_SERVED, *(_OPTIMIZERS if self._optimizer is not None or not self.is_in_train else ())}
         refused = [f"{entry.key} = {entry.value!r}: {entry.note}" for entry in asked.refused if entry.key not in served]
         if refused:

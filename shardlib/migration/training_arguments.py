@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,19 @@ _ADAMW8 = ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit
 _LION = ("lion_32bit", "paged_lion_32bit", "lion", "paged_lion")
 
 
-def convert(source: Any, ranks: int | None, rules: Mapping[str, Any] | None, steps: int | None = None) -> Any:
-    """The migration. ``steps``: of the run, where the arguments count epochs."""
+def convert(
+    source: Any,
+    ranks: int | None,
+    rules: Mapping[str, Any] | None,
+    steps: int | None = None,
+    decayed: Collection[str] | None = None,
+) -> Any:
+    """The migration.
+
+    Args:
+        steps: of the run, where the arguments count epochs.
+        decayed: paths of the parameters that decay, where the model is known.
+    """
     known = {field.name: getattr(source, field.name, None) for field in dataclasses.fields(source)}
     values = {name: value.value if isinstance(value, Enum) else value for name, value in known.items()}
     usual = {field.name: field.default for field in dataclasses.fields(source)}
@@ -155,7 +166,7 @@ def convert(source: Any, ranks: int | None, rules: Mapping[str, Any] | None, ste
     draft.settle_rows(reader, "", "", "")
     _precision(reader, draft)
     _schedule(reader, draft, steps)
-    _optimizer(reader, draft)
+    _optimizer(reader, draft, decayed)
     _rest(reader, draft)
     return draft.finish(readers)
 
@@ -326,7 +337,7 @@ def _stable(reader: Reader, given: Mapping[str, Any], peak: float, warmup: int, 
     return warm_stay_decay(last, peak, warmup, stay, decay, last, shape)  # warm-up begins there too
 
 
-def _optimizer(reader: Reader, draft: Draft) -> None:
+def _optimizer(reader: Reader, draft: Draft, decayed: Collection[str] | None = None) -> None:
     norm = reader.number("max_grad_norm", 1.0)
     draft.clip = float(norm) if norm else None
     if not norm:
@@ -378,13 +389,18 @@ def _optimizer(reader: Reader, draft: Draft) -> None:
     if options:
         reader.refuse("optim_args", f"{options!r} of {kind!r} has no equal here; leave it out")
     if decay and kind not in ("adafactor",):
-        # transformers decays neither biases nor norms: nothing with one dimension.
+        # transformers decays neither biases nor norms, by their names and classes. Norms have one dimension.
         options.update(shared)
         plain = makers[kind](0.0)
-        label = Verbatim('lambda path, shape: "decayed" if len(shape) > 1 else "plain"', _label)
+        text = 'lambda path, shape: "plain" if len(shape) < 2 or "bias" in path else "decayed"'
+        label = Verbatim(text, _label if decayed is None else _by_path(decayed))
         made = Call("optim.partition", ({"decayed": made, "plain": plain}, label))
     draft.optimizer = made
 
 
 def _label(path: str, shape: tuple[int, ...]) -> str:
-    return "decayed" if len(shape) > 1 else "plain"
+    return "plain" if len(shape) < 2 or "bias" in path else "decayed"
+
+
+def _by_path(decayed: Collection[str]) -> Callable[[str, tuple[int, ...]], str]:
+    return lambda path, shape: "decayed" if path in decayed else "plain"

@@ -38,6 +38,12 @@ def classifier():
     return transformers.BertForSequenceClassification(config)
 
 
+def tied():
+    torch.manual_seed(0)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, **off))
+
+
 def rows(count):
     """Sentences of 4 to 11 tokens, whose first has no target."""
     random = torch.Generator().manual_seed(1)
@@ -103,6 +109,7 @@ CASES = {
     "usual": (llama, lambda base: base, {}),
     "own loss": (llama, own_loss, {}),
     "adapters": (with_adapters, lambda base: base, {}),
+    "tied": (tied, lambda base: base, {}),
     "smoothed, cosine": (llama, lambda base: base, {"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"}),
     "recomputed": (llama, lambda base: base, {"activation_checkpointing": True, "max_steps": 8}),
     "sgd, no clip": (llama, lambda base: base, {"optim": "sgd", "optim_args": "momentum=0.9", "max_grad_norm": 0.0}),
@@ -167,6 +174,27 @@ def test_metrics_callbacks_and_the_best_model(tmp_path):
     assert found[1][1] == found[0][1]
     torch.testing.assert_close(found[1][2], found[0][2], rtol=1e-4, atol=1e-5)
     assert found[1][3] == pytest.approx(found[0][3], rel=1e-5)
+
+
+def resnet():
+    torch.manual_seed(0)
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    return transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=3, **sizes))
+
+
+def test_a_model_with_statistics_whose_norms_decay(tmp_path):
+    """transformers decays BatchNorm's weights, which have one dimension and no known name."""
+    random = torch.Generator().manual_seed(3)
+    data = [{"pixel_values": torch.randn(3, 16, 16, generator=random), "labels": number % 3} for number in range(20)]
+    found = []
+    for kind, name in ((transformers.Trainer, "theirs"), (Trainer, "ours")):
+        extra = {"train_dataset": data[:16], "eval_dataset": data[16:], "data_collator": None}
+        each = trainer(kind, tmp_path / name, resnet, extra, gradient_accumulation_steps=1)
+        each.train()
+        found.append((logs(each), each.model.state_dict()))
+    assert_same_logs(found[1][0], found[0][0])
+    for name, leaf in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], leaf, rtol=1e-3, atol=1e-5)
 
 
 def on_two_ranks(mesh, folder):

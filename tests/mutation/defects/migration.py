@@ -44,12 +44,12 @@ DEFECTS = (
         (f"{_BATCHES}::test_micro_batches_that_are_cut_already_may_have_other_shapes[0]",),
     ),
     Defect(
-        "biases decay",
+        "norms decay",
         "mask",
         "migration/training_arguments.py",
-        "weight decay reaches parameters of one dimension, which transformers leaves alone",
-        'return "decayed" if len(shape) > 1 else "plain"',
-        'return "decayed" if len(shape) > 0 else "plain"',
+        "weight decay reaches parameters that transformers leaves alone",
+        'lambda path, shape: "decayed" if path in decayed else "plain"',
+        'lambda path, shape: "decayed" if path in decayed or "norm" in path else "plain"',
         (f"{_TRAINER}::test_it_trains_and_logs_as_transformers_does[usual]",),
     ),
 )
