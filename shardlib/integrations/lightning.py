@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardlib import optim
 from shardlib.checkpoint.restore import restore
 from shardlib.checkpoint.save import save
 from shardlib.common.optional import require
@@ -23,17 +24,11 @@ from shardlib.mesh.mesh import Mesh, make_mesh
 from shardlib.models.from_module import from_module
 from shardlib.nn.functional import Mean
 from shardlib.optim.base import GradientTransformation
-from shardlib.optim.combine import chain as in_turn
-from shardlib.optim.optimizers.clip import clip_by_global_norm
 from shardlib.optim.train_state import TrainState
-from shardlib.optim.wrappers.from_torch import from_torch
-from shardlib.optim.wrappers.masked import partition
 from shardlib.plan.transform import Transform, chain
 from shardlib.sharding import shard
 from shardlib.train import make_train_step
-from shardlib.transforms.accumulate import accumulate
-from shardlib.transforms.freeze import freeze
-from shardlib.transforms.zero import zero
+from shardlib.transforms import accumulate, freeze, zero
 
 __all__ = ["ShardedStrategy"]
 
@@ -155,15 +150,15 @@ class ShardedStrategy(_Strategy):
 
         def made(number: int, options: Mapping[str, Any]) -> GradientTransformation:
             # A schedule that asks: the scheduler has set the rate before the step.
-            return from_torch(type(optimizer), lr=lambda _: optimizer.param_groups[number]["lr"], **options)
+            return optim.from_torch(type(optimizer), lr=lambda _: optimizer.param_groups[number]["lr"], **options)
 
         groups = {str(number): made(number, options) for number, options in enumerate(self._options)}
-        tx = groups["0"] if len(groups) == 1 else partition(groups, lambda path, shape: labels[path])
+        tx = groups["0"] if len(groups) == 1 else optim.partition(groups, lambda path, shape: labels[path])
         if trainer.gradient_clip_val is None:
             return tx
         if str(trainer.gradient_clip_algorithm or "norm") != "norm":
             raise IllegalComposition("gradient_clip_algorithm='value' is not known here: take 'norm'")
-        return in_turn(clip_by_global_norm(float(trainer.gradient_clip_val)), tx)
+        return optim.chain(optim.clip_by_global_norm(float(trainer.gradient_clip_val)), tx)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
