@@ -41,6 +41,7 @@ def test_the_search_says_why_nothing_fits(machine, capsys):
         cli.main(["plan", "--search", *SIZES])
 
 
+@pytest.mark.nightly
 def test_the_search_keeps_the_limits(machine, capsys):
     """What a device cannot hold goes to the host, or to its disks, where there is room for it, shared by its ranks."""
     search = ["plan", "--search", "--machine", str(machine), "--ranks", "2", *SIZES]

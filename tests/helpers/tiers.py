@@ -24,7 +24,7 @@ FILE = Path(__file__).parents[1] / "durations.csv"
 SHORT = 0.1  # seconds: what is not written down
 QUICK = 0.7  # a case that takes longer runs in `make check`
 ONLY = 8.0  # but for the shortest of a file whose tests are all longer than that
-EACH = 3.0  # of all the cases of a test that `make check` runs
+EACH = 2.0  # of all the cases of a test that `make check` runs
 
 
 def seconds() -> dict[str, float]:

@@ -45,6 +45,7 @@ def on_one_device(case):
     return sl.simulate(run, model, transforms, batches, mesh=one)[0]
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(cases())
 def test_drawn_meshes_give_the_bits_of_one_device(case):
     model, mesh, transforms, batches = case
