@@ -38,7 +38,6 @@ __all__ = ["Trainer"]
 _Trainer: Any = require("transformers", "shardlib.integrations.transformers", "transformers", "hf").Trainer
 
 _STATE = "shardlib"  # the folder of a train state in a checkpoint of Trainer's
-_SCHEDULER = "scheduler.pt"
 
 # Arguments without an equal in a chain that Trainer's own code serves here too; and those that an optimizer stands for.
 _SERVED = ("label_smoothing_factor", "neftune_noise_alpha", "train_sampling_strategy")
@@ -143,7 +142,7 @@ class Trainer(_Trainer):
         """Make the state and the step, now that their number is known, and what tells the rate of each step."""
         if self.lr_scheduler is None:
             schedule = self._start(num_training_steps)
-            self.lr_scheduler = LambdaLR(self.create_optimizer(), lambda step: float(schedule(step)))
+            self.lr_scheduler = LambdaLR(self.create_optimizer(), lambda _: float(schedule(self._trained.step)))
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -248,13 +247,11 @@ class Trainer(_Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(Path(output_dir) / _STATE, self._trained)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self._restore(checkpoint)
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+            self.lr_scheduler.step()  # to the rate of the state's next step
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not (Path(resume_from_checkpoint) / _STATE).is_dir():
