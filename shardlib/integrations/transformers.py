@@ -251,6 +251,7 @@ class Trainer(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self._restore(checkpoint)
+            self.lr_scheduler.optimizer.step()  # nothing is stepped, but torch warns where nothing was
             self.lr_scheduler.step()  # to the rate of the state's next step
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
