@@ -79,7 +79,7 @@ class InOrder:
 
     @pytest.hookimpl(trylast=True)  # of those that remain
     def pytest_collection_modifyitems(self, items):
-        pooled, on_devices, others, took = [], [], [], seconds()
+        pooled, on_devices, others, took, longest = [], [], [], seconds(), defaultdict(float)
         for item in items:
             if "pool" in item.fixturenames:
                 pooled.append(item)
@@ -87,7 +87,8 @@ class InOrder:
                 on_devices.append(item)
             else:
                 others.append(item)
-        others.sort(key=lambda item: -max(_LONG, took.get(name_of(item.nodeid), SHORT)))
+                longest[item.path] = max(longest[item.path], took.get(name_of(item.nodeid), SHORT))
+        others.sort(key=lambda item: -max(_LONG, longest[item.path]))  # a file's tests stay together, in their order
         half = max(0, len(items) // 2 - len(pooled))
         items[:] = [*pooled, *others[:half], *on_devices, *others[half:]]
 
