@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     state, best = _train(args, mesh, job, shown, say)
     if best is None:
         job.save(state)
-    shown.close(job.step, state, next(iter(job.batches(state))), say)
+    shown.close(job.step, state, lambda: next(iter(job.batches(state))), say)
     say(f"{'adapter' if args.lora else 'model'}: {job.written}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Files of which each line is a document, or a record in JSON."""
+"""Files of which each line is a record in JSON."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from typing import Any
 from shardlib.commands.arguments import WrongArguments
 
 
-def lines_of(file: Path) -> Iterator[tuple[int, str]]:
-    """Number, from 1, and text of each line that is not empty."""
-    with open(file, encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if text := line.rstrip("\n"):
-                yield number, text
-
-
 def records_of(file: Path) -> Iterator[tuple[str, Any]]:
-    """Each record, and where it stands. Refuses a line that is no JSON."""
-    for number, line in lines_of(file):
-        where = f"{file}, line {number}"
-        try:
-            yield where, json.loads(line)
-        except ValueError as error:
-            raise WrongArguments(f"{where} is no JSON ({error}): give one record a line") from None
+    """Each record, and where it stands; empty lines have none. Refuses a line that is no JSON, or no UTF-8."""
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{file}, line {number}"
+            if line.strip():
+                try:
+                    yield where, json.loads(line)
+                except ValueError as error:  # UnicodeDecodeError is one
+                    raise WrongArguments(f"{where} is no JSON ({error}): give one record a line") from None

@@ -83,11 +83,11 @@ class Outputs:
         if self._page is not None:
             self._page.compare(rows)
 
-    def close(self, step: Any, state: TrainState, batch: Any, say: Callable[[str], None]) -> None:
+    def close(self, step: Any, state: TrainState, batch: Callable[[], Any], say: Callable[[str], None]) -> None:
         """End the page with a profile of three more steps, whose results are not kept. Every rank must call it."""
         if not self._args.report:
             return
-        found = profile(step, state, batch, steps=3, plan=self._plan)
+        found = profile(step, state, batch(), steps=3, plan=self._plan)
         if self._page is not None:
             predicted, measured = (f"{1e3 * each:.2f} ms" for each in (found.predicted.total, found.seconds))
             self._page.compare([("seconds of a step", predicted, measured)])

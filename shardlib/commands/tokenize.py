@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.commands.arguments import WrongArguments
-from shardlib.commands.lines import lines_of, records_of
+from shardlib.commands.lines import records_of
 from shardlib.common.optional import require
 from shardlib.data.files import TokenFileError, kind_of, write_tokens
 
@@ -98,7 +98,8 @@ def _texts(paths: Sequence[Path], per: str, field: str) -> Iterator[str]:
             if file.suffix == ".jsonl":
                 yield from (_field(record, field, where) for where, record in records_of(file))
             elif per == "line":
-                yield from (text for _, text in lines_of(file))
+                with open(file, encoding="utf-8", errors="replace") as lines:
+                    yield from (text for line in lines if (text := line.rstrip("\n")))
             else:
                 yield file.read_text(encoding="utf-8", errors="replace")
 

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         picture = args.out / "loss.png"
         losses = (curves.train, curves.validation, bars)
         draw_picture(say, "loss plot", picture, lambda: plot_losses(picture, *losses, title="Byte-level GPT"))
-    shown.close(work.train_step, state, work.batch(state.step), say)
+    shown.close(work.train_step, state, lambda: work.batch(state.step), say)
     say(f"\nTo continue training to step {2 * args.steps}:\n{_again(mesh.size, sys.argv[1:], 2 * args.steps)}")
     return 0
 

@@ -21,9 +21,9 @@ class Waiting:
     def add(self, part: Any) -> None:
         self._parts.append(part)
 
-    def batch(self) -> Any:
+    def batch(self) -> Microbatches:
         """The batch of those that wait, which no longer do: each as ``(1.0, part)``. An epoch may end with fewer; then
         copies stand for the others, as ``(0.0, part)``, which are to weigh nothing."""
         parts, self._parts = self._parts, []
         marked = [*((1.0, part) for part in parts), *[(0.0, parts[0])] * (self._count - len(parts))]
-        return Microbatches(tuple(marked)) if self._count > 1 else marked[0]
+        return Microbatches(tuple(marked))

@@ -19,6 +19,8 @@ from helpers.shown_pages import Page
 
 import shardlib as sl
 from shardlib.commands import __main__ as cli
+from shardlib.commands.arguments import WrongArguments
+from shardlib.commands.lines import records_of
 from shardlib.models import huggingface
 
 transformers.logging.set_verbosity_error()
@@ -85,6 +87,15 @@ def plain(model, batches, steps, rate):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def test_records_are_counted_by_their_lines_and_damaged_ones_refused(tmp_path):
+    file = tmp_path / "records.jsonl"
+    file.write_bytes(b'{"text": "a"}\n  \n\n{"text": "b"}\n{"text": "\xff"}\n')
+    records = records_of(file)
+    assert [next(records), next(records)] == [(f"{file}, line {n}", {"text": t}) for n, t in ((1, "a"), (4, "b"))]
+    with pytest.raises(WrongArguments, match="line 5 is no JSON"):
+        next(records)
 
 
 def test_a_run_is_watched_and_reported(folder, tmp_path, capsys):

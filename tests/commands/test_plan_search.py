@@ -53,7 +53,9 @@ def test_the_search_keeps_the_limits(machine, capsys):
     device = ["--device-memory", "200kB"]
     assert "offload" not in searched() and "exceed device memory" in searched(*device, status=1)
     assert "sl.offload(" in searched(*device, "--host-memory", "1MiB")
+    assert "exceed host memory" in searched(*device, "--host-memory", "60kB", status=1)
     assert "disk" in searched(*device, "--disk", "1MiB").split("sl.make_plan(", 1)[1]
+    assert "exceed disk memory" in searched(*device, "--disk", "60kB", status=1)
     assert "several hosts of 1: give the machine's link between=" in searched("--ranks-per-host", "1", status=1)
 
 

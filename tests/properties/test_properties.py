@@ -7,6 +7,7 @@ from helpers import training
 from helpers.measure import SCALARS, count_payload, stored_bytes
 from helpers.merging import merging
 from helpers.models import share
+from helpers.profile import NIGHTLY
 from helpers.strategies import MESHES, STAGE, chains, models
 from helpers.trees import assert_close, assert_same
 from hypothesis import assume, given, note, settings
@@ -100,7 +101,7 @@ def test_every_zero_trains_and_sends_like_the_plain_implementation(case):
         assert_close(got[2], final, TOLERANCE)
 
 
-@settings(max_examples=settings().max_examples // 4)
+@settings(max_examples=settings().max_examples // (1 if NIGHTLY else 4))
 @given(cases())
 def test_bytes_held_and_sent_are_what_the_plan_says(case):
     with merging(case[1].merged):

@@ -5,6 +5,7 @@ from helpers import training
 from helpers.bits import digest, whole
 from helpers.merging import merging
 from helpers.models import share
+from helpers.profile import NIGHTLY
 from helpers.strategies import models
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -45,7 +46,7 @@ def on_one_device(case):
     return sl.simulate(run, model, transforms, batches, mesh=one)[0]
 
 
-@settings(max_examples=settings().max_examples // 3)
+@settings(max_examples=settings().max_examples // (1 if NIGHTLY else 3))
 @given(cases())
 def test_drawn_meshes_give_the_bits_of_one_device(case):
     model, mesh, transforms, batches = case
