@@ -15,6 +15,7 @@ from benchmarks.cases import (
     drops,
     experts,
     generating,
+    host_time,
     large_gpt,
     layer_kernels,
     long_sequences,
@@ -54,7 +55,7 @@ _OF_THE_CPU = (
     Table(
         "kernels_cpu",
         "Kernels of optimizers and of a dense layer on one core",
-        (optimizer_kernels.CASE, layer_kernels.CASE),
+        (optimizer_kernels.CASE, layer_kernels.CASE, host_time.CASE),
         plots.ratios,
     ),
     Table("checkpoints", "Checkpoints on one disk", checkpoints.CASES),
@@ -93,6 +94,7 @@ _OF_A_GPU = (
     communication.CASE,
     optimizer_kernels.CASE,
     layer_kernels.CASE,
+    host_time.CASE,
     sparse_attention.CASE,
 )
 

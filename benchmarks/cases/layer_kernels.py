@@ -41,7 +41,7 @@ def _on_one_core(sizes: Sizes, setting: Setting) -> Result:
                     {
                         f"{what}, {whose}{which}": call
                         for whose, function in (("", operation.kernel), ("eager, ", operation.plain))
-                        for which, call in _passes(function, operation).items()
+                        for which, call in passes(function, operation).items()
                     }
                 )
                 rows += [
@@ -56,7 +56,8 @@ def _on_one_core(sizes: Sizes, setting: Setting) -> Result:
     return tables.compared("Kernels of a dense layer", about, rows, times)
 
 
-def _passes(function: Function, operation: Operation) -> dict[str, Callable[[int], Any]]:
+def passes(function: Function, operation: Operation) -> dict[str, Callable[[int], Any]]:
+    """Calls of forward alone, without a graph, and of both passes."""
     leaves = [value.requires_grad_() for value in operation.inputs]
     with torch.no_grad():
         cotangents = [torch.randn_like(y) for y in _tuple(function(*leaves))]

@@ -94,6 +94,11 @@ SELECTIVE_MODES = checkpointing._CachingTorchDispatchMode, checkpointing._Cached
 without_top_mode = _pop_mode_temporarily  # without the mode that was entered last
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 no_autocast = partial(torch._C._ExcludeDispatchKeyGuard, _AUTOCAST)
+autocasts = torch._C._is_any_autocast_enabled
+dispatch_modes = torch._C._len_torch_dispatch_stack  # how many are at work
+profiling = torch.autograd._profiler_enabled
+jit_trace = torch._C._get_tracing_state  # None outside of torch.jit.trace
+is_zero_tensor: Callable[[torch.Tensor], bool] = methodcaller("_is_zerotensor")  # one of forward mode, without memory
 below_autograd = torch._C._AutoDispatchBelowAutograd
 # Raises for a false condition, with a message: at once on the CPU, later on a device, for which nothing waits.
 require_async: Callable[[torch.Tensor, str], None] = torch._assert_async
@@ -286,6 +291,11 @@ def traced(tensor: torch.Tensor) -> bool:
     return type(tensor) is FakeTensor or (
         torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACING))
     )
+
+
+def applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply``, at once, for calls outside of torch.func's transforms."""
+    return vars(torch._C._FunctionBase)["apply"].__get__(None, function)
 
 
 def transformed() -> bool:

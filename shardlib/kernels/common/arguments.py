@@ -39,8 +39,21 @@ def check_tensors(
     Traceback (most recent call last):
     TypeError: swish: x is torch.int64; pass floating-point numbers: x.float()
     """
+    device = None
+    for (
+        name,
+        value,
+    ) in tensors.items():  # plain loops, as torch.compile traces them; this one costs each call of a kernel
+        if value is None and name in optional:
+            continue
+        known = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if not known or value.dtype not in FLOATS or name in exactly or value.device != (device or value.device):
+            break
+        device = value.device
+    else:
+        return
     reasons, given = [], {}
-    for name, value in tensors.items():  # plain loops, as torch.compile traces them
+    for name, value in tensors.items():
         if value is None and name in optional:
             continue
         given[name] = value

@@ -10,7 +10,6 @@ implementation that holds a row in registers states in ``WIDEST`` how many colum
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import os
@@ -26,7 +25,9 @@ from shardlib.kernels.common.build import BuildError
 _WRITTEN_IN = {"cpu": "C++", "cuda": "CUDA", "triton": "Triton"}  # implementations, for messages
 _log = logging.getLogger("shardlib.kernels")
 _lock = threading.Lock()
+_chosen: dict[tuple[str, str], ReadyImplementation] = {}  # by operation and type of device
 _warned: set[str] = set()
+_NOTHING = contextlib.nullcontext()
 
 
 class Plain:
@@ -63,8 +64,11 @@ def operations() -> list[str]:
 
 def choose(operation: str, device: torch.device) -> ReadyImplementation:
     """The preferred implementation on ``device``; logged the first time, as a warning where it is plain torch."""
-    with _lock:
-        return _choose(operation, device.type)
+    known = _chosen.get((operation, device.type))  # asked in every call of a kernel
+    if known is None:
+        with _lock:
+            known = _chosen.setdefault((operation, device.type), _choose(operation, device.type))
+    return known
 
 
 def preferred(operation: str, device: torch.device) -> str:
@@ -103,7 +107,6 @@ def serving(operation: str, x: torch.Tensor, using: str | None = None) -> Any:
     return _implementation(operation, "reference")
 
 
-@functools.cache
 def _choose(operation: str, device: str) -> ReadyImplementation:
     passed: list[str] = []
     for implementation in _in_order(operation, device):
@@ -139,7 +142,7 @@ def _warn(subject: str, message: str) -> None:
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context in which kernels are launched on the GPU ``device``, whichever GPU is current."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
 
 
 def _implementation(operation: str, name: str) -> Any:

@@ -217,7 +217,7 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 
 def floats(x: torch.Tensor | None) -> torch.Tensor | None:
     """``x`` in contiguous fp32: how compiled kernels read small tensors, such as a norm's weight."""
-    return None if x is None else x.float().contiguous()
+    return None if x is None else (x if x.dtype == torch.float32 else x.float()).contiguous()
 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

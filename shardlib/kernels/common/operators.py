@@ -8,6 +8,9 @@ alike, and higher ones are right, at the speed of plain torch. Forward mode tran
 linear in the gradients. (`torch.library.register_autograd` does not support `torch.func.grad`. `torch.func.grad` inside a
 compiled function is refused here, since the compiler then drops the autograd.Function.)
 
+Where nothing but autograd looks on (no compiler, transform, mode or profiler) and tensors are ordinary ones, kernels are called
+at once, by an autograd.Function of the older form: operators and `setup_context` cost more than a small kernel.
+
 An operator of torch takes only tensors and numbers. A function may take a record (a NamedTuple, possibly nested), and its
 operator takes the record's fields, in order. So the arguments of a kernel are stated once, as a record that all of its
 functions take.
@@ -24,7 +27,19 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardlib.common._compat import below_autograd, forward_level, no_autocast, transformed
+from shardlib.common._compat import (
+    applying,
+    autocasts,
+    below_autograd,
+    dispatch_modes,
+    forward_level,
+    func_transform,
+    is_zero_tensor,
+    jit_trace,
+    no_autocast,
+    profiling,
+    transformed,
+)
 from shardlib.kernels.common.saved import can_hook
 
 # A pass takes tensors and constants and returns tensors.
@@ -115,8 +130,10 @@ def differentiable(
     tensor([2., 4.])
     """
     inputs_layout, kept_layout = layout_of(forward), layout_of(backward)
-    forward_pass = opaque(name, inputs_layout.spread(forward), inputs_layout.spread(forward_fake))
-    backward_pass = opaque(f"{name}_backward", kept_layout.spread(backward), kept_layout.spread(backward_fake))
+    forward_kernel, backward_kernel = inputs_layout.spread(forward), kept_layout.spread(backward)
+    forward_pass = opaque(name, forward_kernel, inputs_layout.spread(forward_fake))
+    backward_pass = opaque(f"{name}_backward", backward_kernel, kept_layout.spread(backward_fake))
+    forward_kernel, backward_kernel = _without_autocast(forward_kernel), _without_autocast(backward_kernel)
     plain_backward = kept_layout.spread(backward_reference)
 
     class Backward(torch.autograd.Function):
@@ -152,15 +169,29 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            gradients = gradients[: len(gradients) - backward_only]
-            gradients = tuple(gradient.contiguous() for gradient in gradients)
+            gradients = tuple(gradient.contiguous() for gradient in gradients[: len(gradients) - backward_only])
             values = (*_saved(ctx)[0], *gradients)
+            if not torch.is_grad_enabled() and _seen_by_none(values):
+                computed = tuple(backward_kernel(*values))
             # Seldom does anything differentiate a gradient, and applying the Function takes as long as a small kernel.
-            if _without_derivatives():
+            elif _without_derivatives():
                 computed = _computed(backward_pass, values)
             else:
                 computed = (PushedBackward if transformed() else _backwards[name]).apply(*values)
             return _replaced((None,) * ctx.count, ctx.positions, per_input(computed, gradients))
+
+    # The compiler, torch.func and forward mode take no Function whose forward takes a context.
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+            outputs = tuple(forward_kernel(*inputs))
+            if backward_only:
+                ctx.mark_non_differentiable(*outputs[-backward_only:])
+            ctx.count, ctx.positions = len(inputs), _floats(inputs)
+            _save(ctx, keep(inputs, outputs))
+            return outputs
+
+        backward = staticmethod(Forward.backward)
 
     # Apart, as the compiler takes no Function with a jvp.
     class PushedBackward(Backward):
@@ -180,7 +211,7 @@ def differentiable(
 
             return (*_pushed(pull, outputs, [tangents[i] for i in ctx.positions]), *(None,) * backward_only)
 
-    _backwards[name] = Backward
+    _backwards[name], direct = Backward, applying(Direct)
     # The compiler counts a forward's parameters to decide whether it takes a context.
     for function, layout in ((Forward, inputs_layout), (Backward, kept_layout)):
         function.forward.__signature__ = inspect.Signature(layout.parameters)  # type: ignore[attr-defined]
@@ -188,8 +219,9 @@ def differentiable(
     def call(*inputs: Any) -> tuple[torch.Tensor, ...]:
         if has_torch_function(inputs):  # an autograd.Function does not ask handles for their tensors
             return handle_torch_function(call, inputs, *inputs)
-        # Applying the Function takes as long as a small kernel.
-        if _without_derivatives():
+        if _seen_by_none(inputs):
+            outputs = direct(*inputs) if torch.is_grad_enabled() else forward_kernel(*inputs)
+        elif _without_derivatives():
             outputs = _computed(forward_pass, inputs)
         else:
             outputs = (PushedForward if transformed() else Forward).apply(*inputs)
@@ -202,6 +234,26 @@ def differentiable(
 def qualified_name(name: str) -> str:
     """An operator's name with its namespace, by default the library's."""
     return name if "::" in name else f"shardlib::{name}"
+
+
+_ORDINARY = {torch.Tensor, torch.nn.Parameter}
+_CONSTANTS = {type(None), bool, int, float, str}
+
+
+def _seen_by_none(values: Sequence[Any]) -> bool:
+    """Whether nothing but autograd sees what is computed now, and a kernel may read the tensors by their addresses."""
+    if torch.compiler.is_compiling() or func_transform() is not None or forward_level() >= 0:
+        return False
+    if dispatch_modes() or profiling() or jit_trace() is not None:
+        return False
+    for value in values:
+        kind = type(value)
+        if kind in _ORDINARY:
+            if value.is_meta or value.is_neg() or is_zero_tensor(value):
+                return False
+        elif kind not in _CONSTANTS and isinstance(value, torch.Tensor):
+            return False
+    return True
 
 
 def _without_derivatives() -> bool:
@@ -231,6 +283,8 @@ def _without_autocast(function: Operator) -> Operator:
 
     @functools.wraps(function)
     def kernel(*values: Any) -> Any:
+        if not autocasts():
+            return function(*values)
         with no_autocast():
             return function(*values)
 
@@ -281,15 +335,21 @@ def _replaced(values: Sequence[Any], positions: Sequence[int], new: Sequence[Any
     return tuple(result)
 
 
-def _save(ctx: Any, values: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: Any, values: tuple[Any, ...], outputs: tuple[torch.Tensor, ...] = ()) -> None:
     """Saves tensors by autograd, which notices changes in place, and constants on ``ctx``."""
-    tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-    saved = [values[i] for i in tensors]
-    if transformed():  # one list for both, as torch.func.vmap keeps the batch dimensions of the last one alone
+    tensors, saved, constants = [], [], list(values)
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            tensors.append(i)
+            saved.append(value)
+            constants[i] = None
+    if (
+        outputs and transformed()
+    ):  # one list for both, as torch.func.vmap keeps the batch dimensions of the last one alone
         saved += outputs
         ctx.save_for_forward(*saved)
     ctx.save_for_backward(*saved)
-    ctx.tensors, ctx.constants = tensors, _replaced(values, tensors, [None] * len(tensors))
+    ctx.tensors, ctx.constants = tensors, constants
 
 
 def _saved(ctx: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:

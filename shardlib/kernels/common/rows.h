@@ -1,6 +1,9 @@
 // Loops over rows: vectors that are not full at a row's end, and sums over rows that are the same for any number of threads.
 #pragma once
 
+#include <initializer_list>
+#include <vector>
+
 #include "simd.h"
 
 namespace {
@@ -56,24 +59,30 @@ inline void each_row(int64_t rows, int64_t columns, int threads, const Body& bod
     });
 }
 
-// Runs body(row, sums) for every row; body adds to sums[width]. Rows are cut into RANGES ranges, each with its own sums in
-// partial[RANGES][width], which are added in order: the result does not depend on the number of threads.
+// Runs body(row, sums) for every row; body adds to sums[outs][columns], which become those of outs that are not null. Rows are
+// cut into RANGES ranges, each with its own sums, which are added in order: the result does not depend on the number of threads.
 constexpr int64_t RANGES = 32;  // as in rows.py
 
 template <typename Body>
-inline void summed_rows(int64_t rows, int64_t columns, int64_t width, float* partial, float* out, int threads,
+inline void summed_rows(int64_t rows, int64_t columns, std::initializer_list<float*> outs, int threads,
                         const Body& body) {
-    memset(partial, 0, size_t(RANGES * width) * sizeof(float));
+    int64_t width = int64_t(outs.size()) * columns, first = 0;
+    std::vector<float> zeros(size_t(RANGES * width));
+    float* partial = zeros.data();
     parallel(RANGES, enough(threads, rows * columns), [&](int64_t from, int64_t to) {
         for (int64_t range = from; range < to; ++range)
             for (int64_t row = rows * range / RANGES; row < rows * (range + 1) / RANGES; ++row)
                 body(row, partial + range * width);
     });
-    vectors(width, [&](int64_t i, int64_t n) {
-        Floats total = {};
-        for (int64_t range = 0; range < RANGES; ++range) total += get<Float32>(partial + range * width + i, n);
-        put<Float32>(out + i, total, n);
-    });
+    for (float* out : outs) {
+        if (out)
+            vectors(columns, [&](int64_t i, int64_t n) {
+                Floats total = {};
+                for (int64_t range = 0; range < RANGES; ++range) total += get<Float32>(partial + range * width + first + i, n);
+                put<Float32>(out + i, total, n);
+            });
+        first += columns;
+    }
 }
 
 }  // namespace

@@ -25,14 +25,14 @@ def strided(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x.contiguous(), x.shape[-1]
 
 
-def partial_sums(columns: int) -> torch.Tensor:
-    """An empty buffer on the CPU for the sums of columns over each range of rows."""
-    return torch.empty(RANGES, columns)
-
-
 def like(x: torch.Tensor) -> torch.Tensor:
     """An empty contiguous tensor of the shape and dtype of ``x``, for a kernel's result."""
     return x.new_empty(x.shape)
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x.to(dtype)``, whose call costs microseconds even where there is nothing to cast."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def total(x: torch.Tensor) -> torch.Tensor:

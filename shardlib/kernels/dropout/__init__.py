@@ -87,13 +87,13 @@ def _forward(
     x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, draw: DropoutDraw, using: str | None
 ) -> list[torch.Tensor]:
     with on(x.device):
-        return [serving("dropout", x, using).forward(x, residual, bias, _spread(draw)).to(x.dtype)]
+        return [rows.cast(serving("dropout", x, using).forward(x, residual, bias, _spread(draw)), x.dtype)]
 
 
 def _backward(bias: torch.Tensor | None, draw: DropoutDraw, using: str | None, dy: torch.Tensor) -> list[torch.Tensor]:
     with on(dy.device):
         gradients = serving("dropout", dy, using).backward(bias, _spread(draw), dy)
-    return [gradient.to(value.dtype) for gradient, value in zip(gradients, (dy, bias)) if value is not None]
+    return [rows.cast(gradient, value.dtype) for gradient, value in zip(gradients, (dy, bias)) if value is not None]
 
 
 def _backward_reference(bias, draw, using, dy):
@@ -155,7 +155,7 @@ def _factor(x: torch.Tensor, draw: DropoutDraw) -> torch.Tensor:
     return (keep.to(x.dtype) / (1.0 - draw.p)).reshape(x.shape)
 
 
-class cpu(native.Compiled, dropout="pippfillpllpi", dropout_backward="pifillpllpppi"):
+class cpu(native.Compiled, dropout="pippfillpllpi", dropout_backward="pifillpllppi"):
     """By dropout.cpp."""
 
     @staticmethod
@@ -173,8 +173,8 @@ class cpu(native.Compiled, dropout="pippfillpllpi", dropout_backward="pifillpllp
     def backward(bias: torch.Tensor | None, draw: DropoutDraw, dy: torch.Tensor) -> list[torch.Tensor]:
         dy = native.readable(dy)
         dx = rows.like(dy)
-        dbias, partial = (None, None) if bias is None else (torch.empty(bias.shape), rows.partial_sums(len(bias)))
-        where = (*_drawn(draw), *rows.sizes(dy), dx, partial, dbias, threads())
+        dbias = None if bias is None else torch.empty(bias.shape)
+        where = (*_drawn(draw), *rows.sizes(dy), dx, dbias, threads())
         cpu.library().dropout_backward(dy, native.DTYPES[dy.dtype], *where)
         return [dx] if dbias is None else [dx, dbias]
 

@@ -60,8 +60,7 @@ void forward(const void* x_, const void* residual_, const float* bias, const Dra
 }
 
 template <typename Type>
-void backward(const void* dy_, const Draw& draw, int64_t rows, int64_t columns, void* dx_, float* partial, float* dbias,
-              int threads) {
+void backward(const void* dy_, const Draw& draw, int64_t rows, int64_t columns, void* dx_, float* dbias, int threads) {
     typedef typename Type::Element Element;
     const Element* dy = static_cast<const Element*>(dy_);
     Element* dx = static_cast<Element*>(dx_);
@@ -75,7 +74,7 @@ void backward(const void* dy_, const Draw& draw, int64_t rows, int64_t columns, 
             Mask mask(draw, draw.first(row, columns));
             vectors(columns, [&](int64_t i, int64_t n) { gradient(row * columns + i, mask, i, n); });
         });
-    summed_rows(rows, columns, columns, partial, dbias, threads, [&](int64_t row, float* sums) {
+    summed_rows(rows, columns, {dbias}, threads, [&](int64_t row, float* sums) {
         Mask mask(draw, draw.first(row, columns));
         vectors(columns, [&](int64_t i, int64_t n) {
             put<Float32>(sums + i, get<Float32>(sums + i, n) + gradient(row * columns + i, mask, i, n), n);
@@ -92,10 +91,10 @@ EXPORT(dropout)(const void* x, int dtype, const void* residual, const float* bia
     BY_TYPE(dtype, forward, x, residual, bias, draw, rows, columns, y, threads);
 }
 
-// dbias: null for none. partial: RANGES · columns floats.
+// dbias: null for none.
 EXPORT(dropout_backward)(const void* dy, int dtype, float scale, int threshold, int64_t seed, int64_t start,
-                         const int64_t* starts, int64_t rows, int64_t columns, void* dx, float* partial, float* dbias,
+                         const int64_t* starts, int64_t rows, int64_t columns, void* dx, float* dbias,
                          int threads) {
     Draw draw = {scale, threshold, uint64_t(seed), start, starts};
-    BY_TYPE(dtype, backward, dy, draw, rows, columns, dx, partial, dbias, threads);
+    BY_TYPE(dtype, backward, dy, draw, rows, columns, dx, dbias, threads);
 }

@@ -51,7 +51,7 @@ def gelu(
 
 def _forward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, using: str | None) -> list[torch.Tensor]:
     with on(x.device):
-        return [serving("gelu", x, using).forward(x, bias, tanh).to(x.dtype)]
+        return [rows.cast(serving("gelu", x, using).forward(x, bias, tanh), x.dtype)]
 
 
 def _backward(
@@ -59,7 +59,7 @@ def _backward(
 ) -> list[torch.Tensor]:
     with on(x.device):
         gradients = serving("gelu", x, using).backward(x, bias, tanh, dy)
-    return [gradient.to(value.dtype) for gradient, value in zip(gradients, (x, bias)) if value is not None]
+    return [rows.cast(gradient, value.dtype) for gradient, value in zip(gradients, (x, bias)) if value is not None]
 
 
 def _backward_reference(x, bias, tanh, using, dy):
@@ -99,7 +99,7 @@ def _sum(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return rows.wide(x) if bias is None else rows.wide(x) + bias
 
 
-class cpu(native.Compiled, gelu="pipillpi", gelu_backward="pipipllpppi"):
+class cpu(native.Compiled, gelu="pipillpi", gelu_backward="pipipllppi"):
     """By gelu.cpp."""
 
     @staticmethod
@@ -114,7 +114,7 @@ class cpu(native.Compiled, gelu="pipillpi", gelu_backward="pipipllpppi"):
     def backward(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, dy: torch.Tensor) -> list[torch.Tensor]:
         x, dy = native.readable(x), native.readable(dy)
         dx = results.like(x)
-        dbias, partial = (None, None) if bias is None else (torch.empty(bias.shape), rows.partial_sums(len(bias)))
-        where = (*rows.sizes(x), dx, partial, dbias, threads())
+        dbias = None if bias is None else torch.empty(bias.shape)
+        where = (*rows.sizes(x), dx, dbias, threads())
         cpu.library().gelu_backward(x, native.DTYPES[x.dtype], native.floats(bias), tanh, dy, *where)
         return [dx] if dbias is None else [dx, dbias]

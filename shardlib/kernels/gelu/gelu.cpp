@@ -35,7 +35,7 @@ void forward(const void* x_, const float* bias, int tanh, int64_t rows, int64_t 
 
 template <typename Type>
 void backward(const void* x_, const float* bias, int tanh, const void* dy_, int64_t rows, int64_t columns, void* dx_,
-              float* partial, float* dbias, int threads) {
+              float* dbias, int threads) {
     typedef typename Type::Element Element;
     const Element *x = static_cast<const Element*>(x_), *dy = static_cast<const Element*>(dy_);
     Element* dx = static_cast<Element*>(dx_);
@@ -50,7 +50,7 @@ void backward(const void* x_, const float* bias, int tanh, const void* dy_, int6
         return each_row(rows, columns, threads, [&](int64_t row) {
             vectors(columns, [&](int64_t i, int64_t n) { gradient(row * columns + i, i, n); });
         });
-    summed_rows(rows, columns, columns, partial, dbias, threads, [&](int64_t row, float* sums) {
+    summed_rows(rows, columns, {dbias}, threads, [&](int64_t row, float* sums) {
         vectors(columns, [&](int64_t i, int64_t n) {
             put<Float32>(sums + i, get<Float32>(sums + i, n) + gradient(row * columns + i, i, n), n);
         });
@@ -59,12 +59,12 @@ void backward(const void* x_, const float* bias, int tanh, const void* dy_, int6
 
 }  // namespace
 
-// dtype: 0 float, 1 bfloat16. bias: null for none. partial: RANGES · columns floats.
+// dtype: 0 float, 1 bfloat16. bias: null for none.
 EXPORT(gelu)(const void* x, int dtype, const float* bias, int tanh, int64_t rows, int64_t columns, void* y, int threads) {
     BY_TYPE(dtype, forward, x, bias, tanh, rows, columns, y, threads);
 }
 
 EXPORT(gelu_backward)(const void* x, int dtype, const float* bias, int tanh, const void* dy, int64_t rows,
-                      int64_t columns, void* dx, float* partial, float* dbias, int threads) {
-    BY_TYPE(dtype, backward, x, bias, tanh, dy, rows, columns, dx, partial, dbias, threads);
+                      int64_t columns, void* dx, float* dbias, int threads) {
+    BY_TYPE(dtype, backward, x, bias, tanh, dy, rows, columns, dx, dbias, threads);
 }

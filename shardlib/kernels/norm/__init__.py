@@ -124,13 +124,13 @@ def _check(function: str, given: dict[str, torch.Tensor | None]) -> None:
 
 def _forward_alone(x: torch.Tensor, norm: Norm, using: str | None) -> list[torch.Tensor]:
     with on(x.device):
-        return [serving("norm", x, using).forward(x, norm).to(x.dtype)]
+        return [rows.cast(serving("norm", x, using).forward(x, norm), x.dtype)]
 
 
 def _forward_of_sum(x: torch.Tensor, residual: torch.Tensor, norm: Norm, using: str | None) -> list[torch.Tensor]:
     with on(x.device):
         outputs = serving("norm", x, using).forward_of_sum(x, residual, norm)
-    return [tensor.to(x.dtype) for tensor in outputs]
+    return [rows.cast(tensor, x.dtype) for tensor in outputs]
 
 
 def _backward_alone(x: torch.Tensor, norm: Norm, using: str | None, dy: torch.Tensor) -> list[torch.Tensor]:
@@ -142,7 +142,7 @@ def _backward(
 ) -> list[torch.Tensor]:
     with on(total.device):
         gradients = serving("norm", total, using).backward(total, norm, dy, dtotal)
-    return [gradient.to(value.dtype) for gradient, value in zip(gradients, _differentiable(total, norm))]
+    return [rows.cast(gradient, value.dtype) for gradient, value in zip(gradients, _differentiable(total, norm))]
 
 
 def _backward_fake(total: torch.Tensor, norm: Norm, *_: object) -> list[torch.Tensor]:
@@ -226,7 +226,8 @@ class cpu(native.Compiled, norm="ppippfillppi", norm_backward="pipfillpppppi"):
     def forward(x: torch.Tensor, norm: Norm) -> torch.Tensor:
         weight, bias, eps, centred = norm
         if centred and weight.dtype == x.dtype:  # torch's is as fast as memory
-            return F.layer_norm(x.contiguous(), weight.shape, weight, None if bias is None else bias.to(x.dtype), eps)
+            bias = None if bias is None else rows.cast(bias, x.dtype)
+            return F.layer_norm(x.contiguous(), weight.shape, weight, bias, eps)
         return _forward(x, None, norm)[0]
 
     @staticmethod
@@ -241,11 +242,11 @@ class cpu(native.Compiled, norm="ppippfillppi", norm_backward="pipfillpppppi"):
         weight, bias, eps, centred = norm
         total, dy = native.readable(total), native.readable(dy)
         dtotal = None if dtotal is None else native.readable(dtotal)
-        ds, sums = rows.like(total), torch.empty(2 * len(weight))
-        where = (*rows.sizes(total), dy, dtotal, ds, rows.partial_sums(len(sums)), sums, threads())
+        columns = weight.shape[0]
+        ds, dweight, dbias = rows.like(total), torch.empty(columns), None if bias is None else torch.empty(columns)
+        where = (*rows.sizes(total), dy, dtotal, ds, dweight, dbias, threads())
         cpu.library().norm_backward(total, native.DTYPES[total.dtype], native.floats(weight), eps, centred, *where)
-        dweight, dbias = sums.view(2, -1).unbind()
-        return [ds, dweight.clone()] if bias is None else [ds, dweight.clone(), dbias.clone()]
+        return [ds, dweight] if dbias is None else [ds, dweight, dbias]
 
 
 def _forward(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> list[torch.Tensor]:

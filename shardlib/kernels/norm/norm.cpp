@@ -47,16 +47,15 @@ void forward(const void* x_, const void* residual_, const float* weight, const f
     });
 }
 
-// sums: the gradient of the weight, then that of the bias.
+// Sums over rows: the gradient of the weight, then that of the bias.
 template <typename Type>
 void backward(const void* total_, const float* weight, float eps, int centred, int64_t rows, int64_t columns,
-              const void* dy_, const void* dtotal_, void* ds_, float* partial, float* sums, int threads) {
+              const void* dy_, const void* dtotal_, void* ds_, float* dweight, float* dbias, int threads) {
     typedef typename Type::Element Element;
-    summed_rows(rows, columns, 2 * columns, partial, sums, threads, [&](int64_t row, float* dweight) {
+    summed_rows(rows, columns, {dweight, dbias}, threads, [&](int64_t row, float* sums) {
         const Element* s = static_cast<const Element*>(total_) + row * columns;
         const Element* dy = static_cast<const Element*>(dy_) + row * columns;
         Element* ds = static_cast<Element*>(ds_) + row * columns;
-        float* dbias = dweight + columns;
         float mean = centred ? mean_of<Type>(s, columns) : 0;
         Floats squares = {}, gs = {}, products = {};
         vectors(columns, [&](int64_t i, int64_t n) {
@@ -70,8 +69,8 @@ void backward(const void* total_, const float* weight, float eps, int centred, i
         float shift = centred ? sum(gs) / float(columns) : 0, product = sum(products) * scale / float(columns);
         vectors(columns, [&](int64_t i, int64_t n) {
             Floats normed = (get<Type>(s + i, n) - mean) * scale, d = get<Type>(dy + i, n);
-            put<Float32>(dweight + i, get<Float32>(dweight + i, n) + d * normed, n);
-            put<Float32>(dbias + i, get<Float32>(dbias + i, n) + d, n);
+            put<Float32>(sums + i, get<Float32>(sums + i, n) + d * normed, n);
+            put<Float32>(sums + columns + i, get<Float32>(sums + columns + i, n) + d, n);
             Floats grad = (d * get<Float32>(weight + i, n) - shift - normed * product) * scale;
             if (dtotal_) grad += get<Type>(static_cast<const Element*>(dtotal_) + row * columns + i, n);
             put<Type>(ds + i, grad, n);
@@ -87,9 +86,9 @@ EXPORT(norm)(const void* x, const void* residual, int dtype, const float* weight
     BY_TYPE(dtype, forward, x, residual, weight, bias, eps, centred, rows, columns, y, total, threads);
 }
 
-// dtotal: null for none. partial: RANGES · 2 · columns floats; sums: 2 · columns.
+// dtotal, dbias: null for none.
 EXPORT(norm_backward)(const void* total, int dtype, const float* weight, float eps, int centred, int64_t rows,
-                      int64_t columns, const void* dy, const void* dtotal, void* ds, float* partial, float* sums,
+                      int64_t columns, const void* dy, const void* dtotal, void* ds, float* dweight, float* dbias,
                       int threads) {
-    BY_TYPE(dtype, backward, total, weight, eps, centred, rows, columns, dy, dtotal, ds, partial, sums, threads);
+    BY_TYPE(dtype, backward, total, weight, eps, centred, rows, columns, dy, dtotal, ds, dweight, dbias, threads);
 }

@@ -86,7 +86,7 @@ def _turned(
     x: torch.Tensor, both: torch.Tensor, interleaved: bool, using: str | None, back: bool
 ) -> list[torch.Tensor]:
     with on(x.device):
-        return [serving("rotary", x, using).turn(x, both, interleaved, back).to(x.dtype)]
+        return [rows.cast(serving("rotary", x, using).turn(x, both, interleaved, back), x.dtype)]
 
 
 _rotary = differentiable(

@@ -57,12 +57,12 @@ def _forward(
     x: torch.Tensor, lengths: torch.Tensor | None, causal: bool, scale: float, using: str | None
 ) -> list[torch.Tensor]:
     with on(x.device):
-        return [serving("softmax", x, using).forward(x, lengths, causal, scale).to(x.dtype)]
+        return [rows.cast(serving("softmax", x, using).forward(x, lengths, causal, scale), x.dtype)]
 
 
 def _backward(y: torch.Tensor, causal: bool, scale: float, using: str | None, dy: torch.Tensor) -> list[torch.Tensor]:
     with on(y.device):
-        return [serving("softmax", y, using).backward(y, causal, scale, dy).to(y.dtype)]
+        return [rows.cast(serving("softmax", y, using).backward(y, causal, scale, dy), y.dtype)]
 
 
 _softmax = differentiable(

@@ -41,12 +41,12 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, using: str | None = None) ->
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, using: str | None) -> list[torch.Tensor]:
     with on(gate.device):
-        return [serving("swiglu", gate, using).forward(gate, up).to(gate.dtype)]
+        return [rows.cast(serving("swiglu", gate, using).forward(gate, up), gate.dtype)]
 
 
 def _backward(gate: torch.Tensor, up: torch.Tensor, using: str | None, dy: torch.Tensor) -> list[torch.Tensor]:
     with on(gate.device):
-        return [gradient.to(gate.dtype) for gradient in serving("swiglu", gate, using).backward(gate, up, dy)]
+        return [rows.cast(gradient, gate.dtype) for gradient in serving("swiglu", gate, using).backward(gate, up, dy)]
 
 
 _swiglu = differentiable(
