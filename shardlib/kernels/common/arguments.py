@@ -46,8 +46,9 @@ def check_tensors(
     ) in tensors.items():  # plain loops, as torch.compile traces them; this one costs each call of a kernel
         if value is None and name in optional:
             continue
-        known = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        if not known or value.dtype not in FLOATS or name in exactly or value.device != (device or value.device):
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            break
+        if value.dtype not in FLOATS or name in exactly or (device is not None and value.device != device):
             break
         device = value.device
     else:

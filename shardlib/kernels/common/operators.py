@@ -8,8 +8,8 @@ alike, and higher ones are right, at the speed of plain torch. Forward mode tran
 linear in the gradients. (`torch.library.register_autograd` does not support `torch.func.grad`. `torch.func.grad` inside a
 compiled function is refused here, since the compiler then drops the autograd.Function.)
 
-Where nothing but autograd looks on (no compiler, transform, mode or profiler) and tensors are ordinary ones, kernels are called
-at once, by an autograd.Function of the older form: operators and `setup_context` cost more than a small kernel.
+Where nothing but autograd looks on (no compiler, transform, mode or profiler) and tensors are ordinary ones, kernels are
+called at once, by an autograd.Function of the older form: operators and `setup_context` cost more than a small kernel.
 
 An operator of torch takes only tensors and numbers. A function may take a record (a NamedTuple, possibly nested), and its
 operator takes the record's fields, in order. So the arguments of a kernel are stated once, as a record that all of its

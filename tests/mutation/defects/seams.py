@@ -4,6 +4,7 @@ from ..planting import Defect
 
 _SEAMS = "tests/models/test_seams.py"
 _HELD = f"{_SEAMS}::test_what_holds_parts_of_a_module_trains_as_in_torch"
+_DIRECT = "tests/kernels/test_direct_calls.py"
 _GRAPH = "tests/execute/test_graph.py"
 _LENGTHS = "tests/execute/test_dynamic_lengths.py"
 _AROUND = "tests/execute/test_func_around.py"
@@ -532,5 +533,23 @@ DEFECTS = (
         "if leaf.name not in self._joined or self._joined[leaf.name].numel() != size:",
         "if leaf.name not in self._joined:",
         ("tests/transforms/test_tile.py::test_a_model_in_tiles_trains_as_whole",),
+    ),
+    Defect(
+        "kernels that read memory as it is",
+        "stale",
+        "kernels/common/operators.py",
+        "a kernel reads a tensor that is negated when it is read, by its address",
+        "if value.is_meta or value.is_neg() or is_zero_tensor(value):",
+        "if value.is_meta or is_zero_tensor(value):",
+        (f"{_DIRECT}::test_tensors_that_are_negated_when_read",),
+    ),
+    Defect(
+        "kernels that modes do not see",
+        "choice",
+        "kernels/common/operators.py",
+        "kernels are called at once under modes, which see no operator",
+        "if dispatch_modes() or profiling() or jit_trace() is not None:",
+        "if profiling() or jit_trace() is not None:",
+        (f"{_DIRECT}::test_a_mode_sees_operators",),
     ),
 )
