@@ -36,11 +36,10 @@ def attention(
         layout: the blocks of the whole sequence to compute, by `shardlib.nn.sparse_attention`; None for all.
         segments: integers (batch, sequence), of the whole sequence on every rank: a position sees only those of its own
             segment, such as the document that it belongs to in a packed sequence (`sl.data.packed`). Takes memory for a
-            mask of sequence² booleans for each row of the batch.
+            mask of sequence² booleans for each row of the batch; with kind="ring" for its part of one.
 
     Raises:
-        SpecError: kind="ulysses", and heads that do not divide over its axis; kind="ring", and ``key_mask``,
-            ``layout`` or ``segments``.
+        SpecError: kind="ulysses", and heads that do not divide over its axis; kind="ring", and a ``layout``.
         ValueError: a layout of another length; a layout of several heads that is not of this rank's number of heads (where
             heads are split over ranks, use a layout of one head); a causal layout and ``causal=False``; ``segments`` with a
             layout, or of another shape.
@@ -56,15 +55,7 @@ def attention(
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Attention) -> torch.Tensor:
     """`attention` on a rank whose q, k and v have all positions."""
-    if how.segments is not None and how.layout is not None:
-        raise ValueError("attention takes segments or a layout, and got both; use layout=None for packed documents")
-    if how.segments is not None:
-        wanted = (q.shape[0], q.shape[2])
-        if how.segments.shape != wanted or how.segments.is_floating_point():
-            raise ValueError(
-                f"segments are integers (batch, sequence) = {wanted}, of the whole sequence on every rank, and got "
-                f"{how.segments.dtype} of shape {tuple(how.segments.shape)}"
-            )
+    how.require_segments(q.shape[0], q.shape[2])
     if how.layout is not None:
         layout = how.layout.to(q.device)
         return sparse_attention(q, k, v, layout, causal=how.causal, scale=how.scale, key_mask=how.key_mask)

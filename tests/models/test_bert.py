@@ -12,7 +12,6 @@ from oracle import one_device
 from test_gpt import queries_first
 
 import shardlib as sl
-from shardlib.errors import SpecError
 from shardlib.models import bert
 from shardlib.rng import Key
 
@@ -94,6 +93,7 @@ MESHES = {
     "sliced": ({"model": 2}, sl.tensor_slicing(bert.slicing_rules(CONFIG), axis="model")),
     "3-d": ({"data": 2, "model": 2}, sl.chain(sl.zero(2), sl.tensor_slicing(bert.slicing_rules(CONFIG), axis="model"))),
     "ulysses": ({"seq": 2}, sl.sequence(axis="seq", kind="ulysses")),
+    "ring": ({"seq": 2}, sl.sequence(axis="seq", kind="ring")),
 }
 
 
@@ -111,12 +111,6 @@ def test_trains_like_one_device(name, config):
         return total / weight
 
     assert_close(got[2], one_device.train(mean, params, batches, max_norm=1.0)[2], 1e-10)
-
-
-def test_a_ring_refuses_padding():
-    fit, params, batches = bert.make_loss(CONFIG), random_params(CONFIG), [random_batch(CONFIG)]
-    with pytest.raises(SpecError, match="takes no key_mask"):
-        training.simulate({"seq": 2}, fit, params, batches, sl.sequence("seq", "ring"), training.optimizer(1.0))
 
 
 def test_every_dropout_has_a_key_of_its_own(monkeypatch):

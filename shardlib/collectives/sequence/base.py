@@ -31,6 +31,22 @@ class Attention:
     layout: Any = None
     segments: torch.Tensor | None = None
 
+    def require_segments(self, batch: int, length: int) -> None:
+        """Refuse segments that are not those of ``batch`` whole sequences of ``length``.
+
+        Raises:
+            ValueError: they are of another shape or dtype, or there is a layout too.
+        """
+        if self.segments is None:
+            return
+        if self.layout is not None:
+            raise ValueError("attention takes segments or a layout, and got both; use layout=None for packed documents")
+        if self.segments.shape != (batch, length) or self.segments.is_floating_point():
+            raise ValueError(
+                f"segments are integers (batch, sequence) = {(batch, length)}, of the whole sequence on every rank, and got "
+                f"{self.segments.dtype} of shape {tuple(self.segments.shape)}"
+            )
+
 
 # Attention of q, k and v, (batch, heads, sequence, size), on a rank that holds all positions.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Attention], torch.Tensor]

@@ -3,6 +3,7 @@
 from ..planting import Defect
 
 _DECODER = "tests/kernels/test_kernels_decoder"
+_RING = "tests/models/test_packed_documents.py::test_a_ring_sees_what_one_rank_sees"
 _SPARSE = ("tests/kernels/test_sparse_attention.py::test_drawn_cases",)
 
 DEFECTS = (
@@ -358,5 +359,23 @@ DEFECTS = (
         "bits % np.uint64(len(data) - sequence)",
         "bits % np.uint64(max(len(data) - sequence - 1, 1))",
         ("tests/data/test_data.py::test_every_window_can_be_drawn",),
+    ),
+    Defect(
+        "keys of a ring that keep a rank's own documents",
+        "mask",
+        "collectives/sequence/ring.py",
+        "keys that travel are taken for those of the rank's own positions",
+        "for rank in (self._rank, self._source(step)))",
+        "for rank in (self._rank, self._rank))",
+        (_RING,),
+    ),
+    Defect(
+        "weights of a query that sees nothing yet",
+        "numerics",
+        "collectives/sequence/ring.py",
+        "a query that sees no key of the first blocks becomes NaN",
+        "least = _finite(after)",
+        "least = after",
+        (_RING,),
     ),
 )
