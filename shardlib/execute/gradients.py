@@ -349,6 +349,9 @@ class Gradients:
         freed = sum(each.buffer.numel() for each in sums if each.within is not each.buffer)
         self._flying.append((self._reduction(sums, routes), freed))
         self._to_free += freed
+        # A sum over a second axis runs under the backward of the units that follow, with their sums over the first one.
+        for earlier, _ in list(self._flying)[:-1]:
+            earlier.go_on()
         # Whole gradients that are freed after their exchange must not pile up behind a slow network. Those of tiles must not
         # be there beside the next tile's.
         tiles = any(self._leaf_of[each.bucket.name].tiles > 1 for each in sums)

@@ -1,6 +1,7 @@
 """The reduction of buckets' partial sums to what one rank owns, along a route of reduce-scatters and all-reduces.
 
-The first exchange starts at once and runs while the caller computes. The others follow when the caller waits.
+The first exchange starts at once and runs while the caller computes. The others follow when the caller lets it go on, or
+waits.
 """
 
 from __future__ import annotations
@@ -128,13 +129,23 @@ class Reduction:
         """Whether no exchange is left, so that `wait` returns at once."""
         return not self._under_way
 
+    def go_on(self) -> None:
+        """Start the next exchange of the route, if there is one, as soon as the one under way has ended."""
+        if self._todo:
+            self._end()
+            self._launch()
+
     def wait(self) -> Sequence[Sum]:
         """The sums, each ``buffer`` now the result of its whole route."""
         while self._under_way:
-            for work in self._works:
-                work.wait()
-            if self._compressed is not None:
-                for partial, result in zip(self.sums, self._compressed.wait(), strict=True):
-                    partial.buffer = result.to(partial.bucket.reduce_dtype)
+            self._end()
             self._launch()
         return self.sums
+
+    def _end(self) -> None:
+        """Wait for the exchange that is under way."""
+        for work in self._works:
+            work.wait()
+        if self._compressed is not None:
+            for partial, result in zip(self.sums, self._compressed.wait(), strict=True):
+                partial.buffer = result.to(partial.bucket.reduce_dtype)

@@ -94,6 +94,39 @@ def test_ranks_make_the_exchanges_of_the_program(name, mesh, chain):
         assert {axis: exchanges for axis, exchanges in noted.items() if exchanges} == said
 
 
+def test_sums_over_a_second_axis_run_under_backward():
+    """Each starts once the next unit's sum over the first axis has."""
+    loss_fn, params, batch = model("mlp")
+
+    def run(mesh):
+        chain, noted = sl.zero(2, axis="local", replicate="node"), []
+        for axis in mesh.shape:
+            exchanges = InOrder(mesh.group(axis), Noted(noted, axis))
+            mesh._groups[axis] = exchanges
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, chain), ADAM)
+        for _ in range(2):
+            noted.clear()
+            state, _ = step(state, share(batch, mesh.rank, mesh.size))
+        return noted
+
+    for noted in sl.simulate(run, mesh={"node": 2, "local": 2}):
+        units = noted.count("node")
+        assert units > 2
+        summed = ["local", *["local", "node"] * (units - 1), "node"]
+        assert noted[: 2 * units] == summed
+
+
+class Noted(list):
+    """Notes an axis in place of what is appended."""
+
+    def __init__(self, noted, axis):
+        super().__init__()
+        self._noted, self._axis = noted, axis
+
+    def append(self, _):
+        self._noted.append(self._axis)
+
+
 def test_a_program_prints_itself():
     params = [{"w": torch.empty(4096, device="meta")} for _ in range(2)]
     plan = sl.make_plan(params, sl.abstract_mesh(data=2), sl.chain(sl.zero(3), sl.accumulate(2)))
