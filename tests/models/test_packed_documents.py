@@ -115,7 +115,7 @@ def test_rings_layouts_and_other_shapes_are_refused():
         state, step = sl.make_train_step(gpt.make_loss(CONFIG), sharded, sl.optim.sgd(0.1))
         step(state, batch_of())
 
-    with pytest.raises(SpecError, match=r"no layout and no segments.*use kind='ulysses'"):
+    with pytest.raises(SpecError, match=r"key_mask, layout or segments.*use kind='ulysses'"):
         sl.simulate(ring, mesh={"seq": 2})
     layout = sl.sparse.sliding_window(length=8, block=16, window=1)
     with pytest.raises(ValueError, match="segments or a layout, and got both"):

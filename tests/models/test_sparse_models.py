@@ -204,7 +204,7 @@ def test_a_sparse_gpt_trains_like_one_device(name):
 @pytest.mark.parametrize(
     ("transform", "layout", "message"),
     [
-        (sl.sequence("m", kind="ring"), LAYOUT, "takes no key_mask, no layout and no segments"),
+        (sl.sequence("m", kind="ring"), LAYOUT, "takes no key_mask, layout or segments"),
         (sl.sequence("m", kind="ulysses"), BY_HEAD, "the layout has 4 heads and q has 2"),
         (
             sl.tensor_slicing(gpt.slicing_rules(gpt.GPTConfig(**SIZES)), axis="m"),

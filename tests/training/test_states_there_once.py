@@ -129,7 +129,7 @@ def test_a_state_of_another_steps_files_is_refused(tmp_path):
     """Plans that differ in folders alone are equal."""
     state, step = start(sl.make_mesh(), sl.offload("disk", folder=tmp_path / "one"))
     state = stepped(state, step, BATCHES[:2])
-    with pytest.raises(StorageError, match="in another train step, save a checkpoint"):
+    with pytest.raises(StorageError, match="another folder, or save a checkpoint"):
         start(sl.make_mesh(), sl.offload("disk", folder=tmp_path / "one"))
     fresh, other = start(sl.make_mesh(), sl.offload("disk", folder=tmp_path / "two"))
     with pytest.raises(TreeError, match=r"in the files of another train step.*save a checkpoint"):

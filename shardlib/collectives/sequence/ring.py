@@ -57,12 +57,12 @@ class Ring(SequenceKind):
         """
         if k.shape[2] != q.shape[2] or q.shape[2] % 2:
             raise SpecError(
-                f"ring attention over axis {self.axis!r} got {k.shape[2]} keys and {q.shape[2]} queries on each rank; pad "
-                "both to one even number, or use kind='ulysses'"
+                f"ring attention over axis {self.axis!r} got {k.shape[2]} keys and {q.shape[2]} queries; pad both to "
+                "one even number, or use kind='ulysses'"
             )
         if how.key_mask is not None or how.layout is not None or how.segments is not None:
             raise SpecError(
-                f"ring attention over axis {self.axis!r} takes no key_mask, no layout and no segments; use kind='ulysses' or "
+                f"ring attention over axis {self.axis!r} takes no key_mask, layout or segments; use kind='ulysses' or "
                 "'megatron'"
             )
         scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
