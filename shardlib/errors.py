@@ -76,9 +76,8 @@ class RankFailure(ShardlibError, RuntimeError):
 
 
 REENTRANT = (
-    "calls torch.utils.checkpoint with use_reentrant=True, which loses gradients of parameters here; pass "
-    "use_reentrant=False, or mark blocks with sl.block and add sl.remat() to the plan. transformers' models take "
-    "model.gradient_checkpointing_enable({'use_reentrant': False})"
+    "calls torch.utils.checkpoint with use_reentrant=True, which loses gradients of parameters. Pass use_reentrant=False "
+    "(transformers: model.gradient_checkpointing_enable({'use_reentrant': False})), or use sl.block and sl.remat()"
 )
 
 

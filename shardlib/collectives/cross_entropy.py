@@ -83,8 +83,8 @@ def _own_words(scores: torch.Tensor, words: int, mesh: Mesh, axis: str) -> tuple
     held = min(share, words - first)
     if scores.shape[-1] not in (share, max(held, 1)):
         raise SpecError(
-            f"vocab_cross_entropy: {scores.shape[-1]} scores are not rank {mesh.coords[axis]}'s share of {words} words over "
-            f"axis {axis!r}, which is {held}; pass words=, the size of the whole vocabulary"
+            f"vocab_cross_entropy got {scores.shape[-1]} scores, and {held} of {words} words are this rank's over "
+            f"axis {axis!r}; pass words=, the whole vocabulary's size"
         )
     if not held:  # one score of −∞, of a word that is no target, so that there is a largest score
         return scores[..., :1].masked_fill(torch.ones_like(scores[..., :1], dtype=torch.bool), -torch.inf), first, held

@@ -200,7 +200,7 @@ def _landed(ticket: torch.Tensor, sent: torch.Tensor, shape: Sequence[int]) -> t
     started = _under_way.pop(int(ticket), None)
     if started is None:
         raise LossError(
-            f"exchange {int(ticket)} of a traced function was waited for before: copy or recompute start and wait together"
+            f"exchange {int(ticket)} of a traced function was waited for before: copy its start and wait together"
         )
     return _ended(*started)
 

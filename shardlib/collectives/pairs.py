@@ -206,7 +206,8 @@ def permute(x: torch.Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mes
     outside = [rank for rank in sources + destinations if not 0 <= rank < size]
     if outside or len(set(sources)) < len(sources) or len(set(destinations)) < len(destinations):
         raise SpecError(
-            f"permute pairs {wanted} do not fit axis {axis!r} of size {size}: each rank may send once and receive once"
+            f"permute pairs {wanted} do not fit axis {axis!r} of size {size}: each rank sends once and receives once "
+            "at most"
         )
     return _Permute.apply(x, place, axis, wanted)
 
@@ -233,8 +234,8 @@ def _require_one_loss(x: torch.Tensor, place: Place, axis: str, what: str, remed
     """Refuse a pair whose backward takes the loss for one that all ranks share, where it is the mean of the ranks' losses."""
     if _averaged(axis) and ranks(place, axis) > 1 and torch.is_grad_enabled() and differentiated(x):
         raise LossError(
-            f"{what} over axis {axis!r}, along which the batch varies: its gradient would be {ranks(place, axis)} times too "
-            f"large or small. {remedy}"
+            f"{what} over axis {axis!r}, along which the batch varies: its gradient would be wrong by "
+            f"{ranks(place, axis)} times. {remedy}"
         )
 
 
@@ -253,8 +254,8 @@ def _dim(x: torch.Tensor, dim: int) -> int:
 def _divisible(x: torch.Tensor, dim: int, place: Place, axis: str, what: str) -> None:
     if x.shape[dim] % ranks(place, axis):
         raise SpecError(
-            f"{what}: dimension {dim} of shape {tuple(x.shape)} is not divisible by axis {axis!r} of size "
-            f"{ranks(place, axis)}; pad it, or use another dimension"
+            f"{what}: dimension {dim} of shape {tuple(x.shape)} does not divide over axis {axis!r} of size "
+            f"{ranks(place, axis)}; pad it, or use another one"
         )
 
 

@@ -112,7 +112,7 @@ class Exact(Summation):
     def over(self, fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         if not isinstance(fn, SumOf):
             raise IllegalComposition(
-                f"reproducible() needs the terms of an optimizer's sums, and {fn!r} returns a sum: pass sl.optim.SumOf(terms)"
+                f"reproducible() needs the terms of sums, and {fn!r} returns a sum: pass sl.optim.SumOf(terms)"
             )
         if fn.exact is not None:
             return fn.exact(*tensors)

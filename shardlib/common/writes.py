@@ -123,7 +123,7 @@ def written(writer: str, *paths: str) -> HandleError:
     """The error of a write to a parameter, one of ``paths``."""
     which = f"parameter {paths[0]}" if len(paths) == 1 else f"a parameter, one of {', '.join(paths)}"
     return HandleError(
-        f"{writer} writes to {which} inside a function, and parameters are inputs of a pure function. "
+        f"{writer} writes to {which} inside a function, whose parameters are inputs. "
         + (_MAX_NORM if writer in _RENORMS else _OUTPUTS)
     )
 
@@ -134,7 +134,6 @@ _MAX_NORM = (
     "rows * (max_norm / rows.norm(dim=-1, keepdim=True).clamp(min=max_norm)).detach()"
 )
 _OUTPUTS = (
-    "Return what changes as an output: an average of parameters (EMA targets, momentum encoders) among make_train_step's "
-    "buffers=, or after the step by sl.optim.ema; a module's statistics by from_module(buffers=True). Or work on a copy: "
-    "p.clone()"
+    "Return what changes: an average of parameters among make_train_step's buffers=, or by sl.optim.ema; a module's "
+    "statistics by from_module(buffers=True). Or work on a copy: p.clone()"
 )

@@ -241,9 +241,8 @@ class ShardedStore:
         sums = primitives.all_gather_object(self._mesh, [self._axis], checksum(tensor))
         if len(set(sums)) > 1:
             raise HandleError(
-                f"remat(store='sharded') divides the inputs of blocks over axis {self._axis!r}, whose ranks hold different "
-                f"values of one, of shape {tuple(tensor.shape)} and {tensor.dtype}. Let no block begin between a column and "
-                "a row layer, or use store='host' or store='device'"
+                f"remat(store='sharded'): a block's inputs {tuple(tensor.shape)} differ along axis {self._axis!r}. "
+                "Begin no block between a column and a row layer, or use store='host'"
             )
 
 

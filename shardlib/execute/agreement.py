@@ -261,9 +261,8 @@ def require_alike(
                 bad.append(f"{path}: along axis {axis!r}")
     if failures := _of_any_rank(mesh, bad):
         raise HandleError(
-            f"parameters that are whole on every rank got other gradients on each, from slices of activations:\n"
-            f"{listing(failures)}\nGive one between a column and a row layer the style 'shared'; of layers side by side "
-            "(keys and queries) slice all, or none"
+            f"gradients of whole parameters differ between ranks:\n{listing(failures)}\nUse the style 'shared' "
+            "between a column and a row layer; slice all layers side by side, or none"
         )
 
 
@@ -277,8 +276,8 @@ def _require_one_loss(losses: _Losses, axes: Sequence[str], mesh: Mesh) -> None:
             bad.append(f"along axis {axis!r}: {', '.join(f'{total:g}' for total in columns[0])} (first micro-batch)")
     if failures := _of_any_rank(mesh, bad):
         raise HandleError(
-            f"ranks of one batch found other losses:\n{listing(failures)}\nThe loss is made of slices: give a column layer "
-            "that no row layer follows sl.column(gather=True), or leave whole what the loss reads ('replicated')"
+            f"losses of one batch differ between ranks:\n{listing(failures)}\nGive a column layer without a row layer "
+            "sl.column(gather=True), or 'replicated'"
         )
 
 

@@ -56,7 +56,7 @@ does not belong to rows
         if isinstance(leaf, np.ndarray):
             if leaf.ndim and len(leaf) == rows:
                 failures.append(
-                    f"{name}: a NumPy array of {leaf.dtype}, which no tensor holds, with {rows} rows; leave it out, or "
+                    f"{name}: a NumPy array of {leaf.dtype} with {rows} rows, which no tensor holds; leave it out, or "
                     "close over it in the loss function if it does not belong to rows"
                 )
         elif by_row(leaf, rows):
@@ -173,9 +173,8 @@ def split_batch(batch: Tree, plan: Plan, mesh: Mesh) -> list[Tree]:
     ]
     if failures:
         raise BatchError(
-            f"rank {mesh.rank}'s batch does not fit the plan:\n{listing(failures)}\nUse a batch per rank whose size is a "
-            f"multiple of {n}, the number of micro-batches, on the mesh's device. sl.data.loader(..., drop_last=True) leaves "
-            "out the last batch of its epochs if that has fewer rows."
+            f"rank {mesh.rank}'s batch does not fit the plan:\n{listing(failures)}\nGive a multiple of {n} rows "
+            "(sl.data.loader: drop_last=True)"
         )
     if n > 1 and not is_cut:
         _require_rows(batch, tensors, n, mesh)

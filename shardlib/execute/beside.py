@@ -91,9 +91,7 @@ class Beside:
                 return further.tree
         if sharded.role == "grad":
             if sharded.mesh.size > 1:
-                raise TreeError(
-                    "a loss reads sharded gradients, of which each rank has a share; give it sl.unshard(gradients)"
-                )
+                raise TreeError("the loss reads sharded gradients; give it sl.unshard(gradients)")
             return sharded.shards
         further = self._further(sharded)
         further.bind(sharded, self._mesh.abstract)
@@ -127,20 +125,19 @@ class Beside:
         elif sharded.on_disk is not None:
             what = "is on disk: keep it in memory with offload('host')"
         elif plan.step.tokens != own.step.tokens and any(leaf.dealt for leaf in plan.leaves):
-            what = "has experts that are dealt out otherwise than the function's: give both plans the same sl.experts"
+            what = "has its experts on other ranks than the function's: give both plans the same sl.experts"
         elif gathers and own.stages.axes:
             what = "is gathered on use, and the function is in stages: shard it with sl.zero(2)"
         elif gathers and (mesh.size, mesh.rank) != (self._mesh.size, self._mesh.rank):
             what = f"is on {mesh}, and the parameters on {self._mesh}: shard both on one mesh"
         elif sliced and (mesh.shape != self._mesh.shape or sliced & set(own.batch_axes)):
             what = (
-                f"is sliced over {', '.join(sorted(sliced))}, along which the ranks of the function have different batches: "
-                "slice the parameters over the same axis, or this tree over none"
+                f"is sliced over {', '.join(sorted(sliced))}, along which the function's batches differ: slice the "
+                "parameters over the same axis, or this tree over none"
             )
         if what:
             raise IllegalComposition(
-                f"a sharded tree that a function reads beside its parameters {what}. Or evaluate it by itself, "
-                "sl.make_eval_step(fn, params), and give the function what that returns, in the batch"
+                f"a further sharded tree {what}. Or pass results of sl.make_eval_step(fn, params) in the batch"
             )
 
 

@@ -104,8 +104,8 @@ def _require_equal(buffers: dict[str, torch.Tensor], plan: Plan, mesh: Mesh) -> 
         mesh,
         "buffers after a step",
         checksums(buffers),
-        "Say what a buffer is, by its path, in buffer_kinds={...} of make_train_step: 'averaged' over the ranks after each "
-        "step, or 'rank-local', such as a memory of this rank's rows; or gather in the loss what all ranks need.",
+        "Give its path in make_train_step(buffer_kinds={...}) as 'averaged' or 'rank-local', or gather in the loss "
+        "what all ranks need.",
         plan.batch_axes,
     )
 

@@ -79,10 +79,7 @@ def refuse_scaled(mode: ScaledProducts | None, value: Any) -> None:
 
 @outside_of_graphs
 def _refuse_compiled(what: str) -> NoReturn:
-    raise HandleError(
-        f"{what} whose products are in 8 bits (sl.precision('fp8')), which torch.compile does not see. Leave them out, "
-        "leaves={glob: 'bf16'}, or do not compile it"
-    )
+    raise HandleError(f"{what} in fp8. Leave them out of sl.precision, leaves={{glob: 'bf16'}}, or do not compile it")
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
@@ -175,9 +172,8 @@ class WholeBatch:
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         if self._microbatches > 1:
             raise LossError(
-                f"gather_batch in a plan with {self._microbatches} micro-batches, each of which would be compared with its "
-                "own rows alone. Leave out accumulate() (pipeline(), reproducible()), and encode the rows in tiles, which "
-                "takes as little memory: sl.nn.tiled(encode, rows, n, dim=0)"
+                f"gather_batch needs one micro-batch, and the plan has {self._microbatches}. Use sl.nn.tiled(encode, "
+                "rows, n, dim=0) to save memory"
             )
         axes = [axis for axis in reversed(self.axes) if self._mesh.shape[axis] > 1]
         if not axes:

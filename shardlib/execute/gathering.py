@@ -281,10 +281,9 @@ class Gathering:
         same = len(set(nexts)) == 1
         if not same and max(nexts) < 0:
             raise RankMismatch(
-                f"{nexts.count(_MEETING)} of {len(nexts)} ranks are at an exchange of tokens with experts that are dealt out "
-                "(sl.experts), or read a further sharded tree, which the others do not before the "
-                f"{'loss' if self.reductions is None else 'backward'} ends: call the layers of experts on every rank and "
-                "equally often, with no rows where there are none, and read the tree on every rank"
+                f"{nexts.count(_MEETING)} of {len(nexts)} ranks call a layer of experts or read a further sharded "
+                f"tree, and the others end the {'loss' if self.reductions is None else 'backward'} first. Do both "
+                "equally often on every rank, if need be without rows"
             )
         if not same or len(set(checksums)) > 1:
             units = {self._names[number % len(self._names)] for number in nexts if number >= 0}

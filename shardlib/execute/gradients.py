@@ -196,9 +196,8 @@ class Gradients:
             self._leave_out()
         if again_on_any_rank and self._trees is not None:
             raise HandleError(
-                "gradients of one micro-batch reach these parameters at two times, so they would not be summed in the order "
-                f"of reproducible():\n{listing(list(again_on_any_rank))}\nUse zero(stage=2), or take the parameters first "
-                "(w = p.clone()) where a torch.autograd.Function is given them"
+                f"reproducible(): two gradients of one micro-batch reach\n{listing(list(again_on_any_rank))}\nUse "
+                "zero(stage=2), or give a torch.autograd.Function p.clone()"
             )
         for name in again_on_any_rank:
             bucket = self._plan.bucket_of[name]

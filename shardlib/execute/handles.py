@@ -149,10 +149,8 @@ def with_handles(fn: Callable[[Handle], Any], value: Any, is_leaf: Callable[[Any
 def used_elsewhere(label: str) -> HandleError:
     """The error of gathered parameters that are used where nothing is gathered. ``label`` names them."""
     return HandleError(
-        f"parameters of {label} are used by a rank that they were not given to, or after the call that they were given to. "
-        "Simulated ranks are threads, and a module holds the parameters of one call at a time: let each rank make its own "
-        "module inside the function that sl.simulate runs, or take apply, params = sl.from_module(module), or real "
-        "processes (sl.launch). To keep a parameter return it as aux"
+        f"parameters of {label} are used on another rank, or after their call. Make the module inside the simulated "
+        "function, or use sl.from_module(module); return as aux what you keep"
     )
 
 

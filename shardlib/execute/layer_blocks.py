@@ -58,9 +58,8 @@ class LayerBlocks:
         layers = self._among(args, kwargs)
         if len(layers) > 1:
             raise LossError(
-                f"{name_of(fn)} is a block with parameters of {len(layers)} layers, {', '.join(layers)}, and each of them is "
-                "left out by itself: let each layer be an sl.block of its own, called with that layer's parameters, or "
-                "name as layers what one block is: layers=[...]"
+                f"{name_of(fn)} is a block of {len(layers)} layers, {', '.join(layers)}. Make each an sl.block with "
+                "its own parameters, or name as layers what one block is: layers=[...]"
             )
         self._inside = layer = next(iter(layers), "")
         if layer:
@@ -81,8 +80,8 @@ class LayerBlocks:
         if others := [layer for layer in self._among(args, kwargs) if layer != self._inside]:
             around = f"the layer {self._inside}" if self._inside else "a block that is no layer"
             raise LossError(
-                f"{name_of(fn)} is the layer {', '.join(others)}, and it runs within {around}, so that it cannot be left "
-                "out: call layers outside of other blocks"
+                f"{name_of(fn)}, the layer {', '.join(others)}, runs within {around} and cannot be left out. Call it "
+                "outside of other blocks"
             )
 
     def require_all(self) -> None:
@@ -98,8 +97,8 @@ class LayerBlocks:
             ran = [layer for layer in self._seen if layer in order]
             if ran != order:
                 raise LossError(
-                    f"the plan numbers layers in the order in which they run, {', '.join(order)}, and they ran as "
-                    f"{', '.join(ran)}: name them in that order, layers={ran}"
+                    f"the plan's layers are {', '.join(order)}, and ran in another order. Name them in that order, "
+                    f"layers={ran}"
                 )
 
     def _among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, None]:
@@ -132,13 +131,12 @@ def _orders_here(plan: Plan, layers: list[str]) -> list[list[str]]:
 def _no_blocks(missing: list[str], layers: list[str]) -> str:
     """Words for layers that did not run as blocks, of those of a stage."""
     remedy = (
-        "mark the layers' function with sl.block, called with a layer's parameters, or make the loss sl.sequential([...]); "
-        "for transformers' decoders sl.from_module(model, blocks=sl.models.huggingface.decoder_blocks(model))"
+        "mark the layers' function with sl.block, called with a layer's parameters, or use sl.sequential([...]); for "
+        "transformers' decoders sl.from_module(model, blocks=sl.models.huggingface.decoder_blocks(model))"
     )
     if len(missing) == len(layers):
-        return f"none of them ({layers[0]} … {layers[-1]}) ran as a block, which can be left out: {remedy}"
+        return f"none of them ({layers[0]} … {layers[-1]}) ran as a block: {remedy}"
     others = [layer for layer in layers if layer not in missing]
     return (
-        f"these did not run as blocks, which can be left out: {', '.join(missing)}. Either {remedy}; or name those that did: "
-        f"layers={others}"
+        f"these did not run as blocks: {', '.join(missing)}. Either {remedy}; or name those that did: layers={others}"
     )

@@ -141,9 +141,8 @@ class Layers:
             if not vectors or isinstance(error, ShardlibError):
                 raise
             raise LossError(
-                f"{name_of(fn)} failed on the {subset.index.shape[1]} tokens that random_ltd keeps, beside {_form(vectors)}, "
-                "which as a matrix of floats is a vector for each row and is not cut: values for each token are "
-                f"(B, tokens, 1) ({error})"
+                f"{name_of(fn)} failed on the {subset.index.shape[1]} tokens that random_ltd keeps, beside "
+                f"{_form(vectors)}, a vector per row. Give values per token as (B, tokens, 1) ({error})"
             ) from error
         return subset.back(whole, result)
 
@@ -187,7 +186,7 @@ class Layers:
         self._tokens += rows * count
         if visit.tokens is not None and not length:
             raise LossError(
-                f"random_ltd leaves out tokens of a residual stream (B, tokens, width), and this one is {list(stream.shape)}"
+                f"random_ltd leaves out tokens of a stream (B, tokens, width), and this one is {list(stream.shape)}"
             )
         if count == length:
             return None
@@ -215,9 +214,8 @@ class Layers:
         if any(value is not stream for _, value in alike):
             names = " and ".join(_argument(fn, place) for place, _ in alike)
             raise LossError(
-                f"the result of {name_of(fn)}, a layer that can be left out, takes the place of its residual stream, and "
-                f"{names} have one form, {_form(leaves_of(stream))}: pass the stream by position, and the others by keyword "
-                "(in sl.sequential let the batch have another form than the carry, such as a dictionary)"
+                f"{name_of(fn)} takes {names} of one form, {_form(leaves_of(stream))}. Pass the residual stream by "
+                "position, others by keyword (sl.sequential: give carry and batch different forms)"
             )
 
     def _between(self, gate: Gate, carry: Any, result: Any, fn: Callable[..., Any]) -> Any:
@@ -227,10 +225,9 @@ class Layers:
         if before[1] != after[1] or kinds[0] != kinds[1]:
             structures = "" if before[1] == after[1] else f", in the structures {before[1]} and {after[1]}"
             raise LossError(
-                f"{name_of(fn)} is a layer that can be left out, so its result must have the form of "
-                f"what it takes the place of: {_form(before[0])}, and it returns {_form(after[0])}{structures}. Return the "
-                "residual stream alone, or give the block a parameter gate (see sl.nn.Gate) and let it return what it "
-                "returns when it is left out; if it is no layer, name those that are: layers=[...]"
+                f"{name_of(fn)}, a layer that can be left out, takes {_form(before[0])} and returns "
+                f"{_form(after[0])}{structures}. Return the residual stream alone, take a gate (sl.nn.Gate), or name "
+                "the layers, layers=[...]"
             )
         return tree_map(lambda one, other: gate.between(one, other) if _floats(one) else other, carry, result)
 
@@ -238,9 +235,7 @@ class Layers:
 def _first(streams: list[tuple[int | str, Any]]) -> Any:
     """The residual stream."""
     if not streams:
-        raise LossError(
-            "a layer that can be left out takes a floating tensor beside its parameters: the residual stream"
-        )
+        raise LossError("a layer that can be left out takes a floating tensor, the residual stream")
     return streams[0][1]
 
 

@@ -188,8 +188,8 @@ def require_function(fn: Any, what: str, parameters: str) -> None:
     """
     if isinstance(fn, torch.nn.Module) and any(True for _ in fn.parameters()):
         raise LossError(
-            f"{what} is a module, {type(fn).__name__}, whose own parameters would be neither sharded nor trained: take "
-            f"apply, params = sl.from_module(module), and a function of ({parameters}) that calls apply(params, ...)"
+            f"{what} is a module, {type(fn).__name__}. Take apply, params = sl.from_module(module), and call apply in "
+            f"a function of ({parameters})"
         )
     if not callable(fn):
         raise LossError(f"{what} must be a function of ({parameters}) and is {described(fn)}")
@@ -271,25 +271,21 @@ def _checked(mean: Mean) -> Mean:
     _require_scalar("total of the loss", total)
     if not is_number(weight):
         raise LossError(
-            f"the weight of the loss must be a number or a scalar tensor and is {described(weight)}; reduce it with .sum()"
+            f"the weight of the loss must be a number or scalar tensor and is {described(weight)}; reduce it with "
+            ".sum()"
         )
     if isinstance(weight, torch.Tensor) and weight.requires_grad:
-        raise LossError(
-            "the weight of the loss, the second of sl.Mean(total, weight), requires a gradient, which is not computed. Pass "
-            "weight.detach(), or return the quotient, a scalar, as the loss"
-        )
+        raise LossError("the weight of sl.Mean requires a gradient. Pass weight.detach(), or return total / weight")
     return Mean(total.reshape(()), as_number(weight, total.device))
 
 
 def _require_scalar(name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor) and value.is_complex():
-        raise LossError(
-            f"the {name} is complex, and only a real one can be minimised; take .real, .abs() or .abs().square() of it"
-        )
+        raise LossError(f"the {name} is complex and must be real; take .real, .abs() or .abs().square() of it")
     if not is_number(value) or not isinstance(value, torch.Tensor):
         raise LossError(
-            f"the {name} must be a scalar tensor and is {described(value)}; reduce it with .mean(), or return "
-            "sl.Mean(total, weight), or (loss, aux) to return more"
+            f"the {name} must be a scalar tensor and is {described(value)}; use .mean(), sl.Mean(total, weight) or "
+            "(loss, aux)"
         )
 
 
@@ -301,8 +297,8 @@ def require_gradient(outcome: Outcome, drops: DropPlan | None, where: str) -> No
     left_out = drops is not None and drops.dropped
     if not outcome.total.requires_grad and not left_out and not (outcome.weighted and not outcome.weights.any()):
         raise LossError(
-            f"the loss {where} does not depend on any trained parameter: look for .detach(), .item(), torch.no_grad(), and "
-            "freeze() that matches everything. A batch with nothing to learn from returns sl.Mean(0, 0)"
+            f"the loss {where} does not depend on any trained parameter: look for .detach(), .item(), torch.no_grad() "
+            "and freeze(); an empty batch returns sl.Mean(0, 0)"
         )
 
 

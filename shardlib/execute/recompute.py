@@ -164,8 +164,8 @@ class Again(_Numbering):
         earlier = self._first.functions[number : number + 1]
         if earlier != [operator]:
             raise HandleError(
-                f"a block with named values (sl.remat(save=)) ran {operator} in backward where it had run "
-                f"{earlier[0] if earlier else 'nothing'}; let it run the same operations each time, or leave out save="
+                f"a block with remat(save=) ran {operator} in backward and {earlier[0] if earlier else 'nothing'} in "
+                "forward; run the same in both, or leave out save="
             )
         kept = self._first.kept.get(number)
         if kept is None:

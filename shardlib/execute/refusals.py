@@ -51,8 +51,8 @@ def refuse_autocast(unit: UnitState, plan: Plan, device: torch.device) -> None:
         if any(len(shape) > 1 for bucket in buckets for shape in bucket.shapes):
             name = _NAMES[torch.get_autocast_dtype(device.type)]
             raise HandleError(
-                f"torch.autocast is on while unit {unit.label!r} is gathered in fp32, and its copies of whole parameters "
-                f"would stay until backward. Put sl.precision({name!r}, autocast=True) in the plan instead"
+                f"torch.autocast is on while unit {unit.label!r} is gathered in fp32. Use sl.precision({name!r}, "
+                "autocast=True)"
             )
 
 
@@ -69,12 +69,12 @@ def _explain_dtypes(error: Exception, plan: Plan) -> HandleError | None:
         return None
     name = _NAMES[held.pop()]
     if plan.step.autocast is None:
-        remedy = f"Take sl.precision({name!r}, autocast=True), which casts them; or"
+        remedy = f"Take sl.precision({name!r}, autocast=True), or"
     else:
-        remedy = "Autocast casts nothing for this operation:"
+        remedy = "Autocast does not cast this operation:"
     return HandleError(
-        f"{text}: the function makes numbers of another dtype than {name}, in which sl.precision holds parameters (masks, "
-        f"positions). {remedy} leave the layer's parameters in their own dtype, keep='*/layer/*'"
+        f"{text}: parameters are in {name}, and an operand (mask, positions) is not. {remedy} leave the layer's in "
+        "their dtype, keep='*/layer/*'"
     )
 
 
@@ -83,8 +83,8 @@ def _explain_hooks(error: Exception) -> HandleError | None:
     if not refused_for_hooks(error):
         return None
     return HandleError(
-        "torch.func is called in a block that is recomputed (sl.remat, torch.utils.checkpoint), whose hooks on saved tensors "
-        "its transforms do not allow. Call it outside of such blocks, or recompute none (leave out sl.remat)"
+        "torch.func is called in a recomputed block (sl.remat, torch.utils.checkpoint). Call it outside, or do not "
+        "recompute"
     )
 
 
@@ -145,6 +145,6 @@ def require_open(tree: Tree, what: str) -> None:
     ]
     if hidden:
         raise LossError(
-            f"{what}: objects that hold tensors, or sl.Mean, and are not pytrees:\n{listing(hidden)}\nReturn a dict or a "
-            "tuple of what you need of them, or register the class (optree.register_pytree_node)"
+            f"{what}: these hold tensors, or sl.Mean, and are not pytrees:\n{listing(hidden)}\nReturn a dict or "
+            "tuple, or register the class (optree.register_pytree_node)"
         )

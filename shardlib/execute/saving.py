@@ -27,9 +27,9 @@ class Saved(NamedTuple):
     def changed(self) -> RuntimeError:
         """Torch's error for a tensor of its own that was written to after it was saved."""
         return RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-            f"shape {tuple(self.tensor.shape)}, {self.tensor.dtype}, is at version {version_of(self.tensor)}; expected "
-            f"version {self.version} instead. Write to a copy: x = x.clone() before the operation that changes x in place"
+            "one of the variables needed for gradient computation has been modified by an inplace operation: shape "
+            f"{tuple(self.tensor.shape)}, {self.tensor.dtype}, saved at version {self.version} and now at "
+            f"{version_of(self.tensor)}. Write to a copy, x.clone()"
         )
 
 

@@ -107,9 +107,8 @@ class SequenceParts:
         """
         if targets.dim() < 2 or x.shape[:-1] != (targets.shape[0], targets.shape[1] // self.size, *targets.shape[2:]):
             raise SpecError(
-                f"linear_cross_entropy under {self.kind}: targets of shape {tuple(targets.shape)} must be whole and have "
-                f"dimensions (batch, sequence), and x of shape {tuple(x.shape)} this rank's part of the sequence, 1 of "
-                f"{self.size}; pass targets that are not sharded, and x as (batch, sequence, width)"
+                f"linear_cross_entropy under {self.kind} got targets {tuple(targets.shape)} and x {tuple(x.shape)}; "
+                f"pass (batch, sequence) and (batch, sequence / {self.size}, width)"
             )
         with self._inside():
             local_targets = self.shard(targets, 1)
@@ -153,17 +152,16 @@ def require_whole_loss(
     missing = [functions for name, functions in _STEPS.items() if name not in taken]
     if missing:
         raise LossError(
-            f"the plan cuts sequences ({kind}) and the loss function never calls\n{listing(missing)}\nso its "
-            "gradients would be wrong. Build the model of these functions (see shardlib.models.gpt), or take "
-            "sequence(...) out of the plan."
+            f"the plan cuts sequences ({kind}) and the loss function never calls\n{listing(missing)}\nUse these, or "
+            "leave out sequence(...)."
         )
     losses = [of_rank for _, of_rank in everyone if of_rank is not None]
     # Equal losses are sums of the same numbers in the same order. A difference beyond rounding means partial losses.
     if any(abs(a - b) > 1e-6 * abs(b) for of_rank in losses for a, b in zip(of_rank, losses[0])):
         values = ", ".join(f"rank {rank}: {total:g} (weight {w:g})" for rank, (total, w) in enumerate(losses))
         raise LossError(
-            f"the loss differs along axis {kind.axis!r}, whose ranks share one batch ({kind}): {values}. A loss must "
-            "be that of the whole sequence: use sl.nn.linear_cross_entropy, or sum what each rank has by sl.nn.sum_sequence"
+            f"the loss differs along axis {kind.axis!r} ({kind}): {values}. Use sl.nn.linear_cross_entropy, or add "
+            "the ranks' parts by sl.nn.sum_sequence"
         )
 
 

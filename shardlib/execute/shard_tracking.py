@@ -102,9 +102,8 @@ class FirstRun:
         """
         if found := [] if self._looked else differentiated(result):
             raise LossError(
-                f"parameters of a module itself, in whose place the function is given others, are differentiated:\n"
-                f"{listing(found)}\nCall apply(params, ...), and read params; where the module is to stay as it is (as a "
-                "teacher), call it in torch.no_grad()"
+                f"the module's own parameters are differentiated, not those given:\n{listing(found)}\nCall "
+                "apply(params, ...), and a teacher in torch.no_grad()"
             )
         self._looked = True
 
@@ -181,10 +180,7 @@ def _refuse_attention(kind: SequenceKind, layers: list[str]) -> NoReturn:
             "here), or take sequence(...) out of the plan"
         )
     made = f", made by layers that are whole on every rank:\n{listing(layers)}\n" if layers else ". "
-    raise LossError(
-        f"attention has queries and keys of this rank's part of the sequence only ({kind}): positions of different ranks "
-        f"would never see each other{made}{remedy}."
-    )
+    raise LossError(f"attention has queries and keys of this rank's part of the sequence only ({kind}){made}{remedy}.")
 
 
 class DimTag(NamedTuple):
@@ -351,7 +347,7 @@ class _OutputShares(_Tags):
         what = "heads or other groups of outputs" if tag.groups else "outputs"
         raise HandleError(
             f"{name} takes all {what} of {tag.of} together, and this rank has {size} of them ({self._sliced(tag)}). "
-            f"{_GATHER}; a number to look at can be taken of the share's detach()"
+            f"{_GATHER}"
         )
 
     def _require_whole(self, tag: DimTag, size: int, pieces: Sequence[DimView]) -> None:
@@ -365,9 +361,8 @@ class _OutputShares(_Tags):
         if len(pieces) == 1:
             taken = f"outputs {one.start} to {one.start + one.size - 1} of the {size} on this rank"
         raise HandleError(
-            f"{tag.of} is sliced ({self._sliced(tag)}), and the model takes its {taken}: of a layer that is several in one "
-            f"(gate and up) these are parts of others. Make them leaves of their own, or {_GATHER[0].lower()}{_GATHER[1:]}; "
-            "where they are heads, give their number, sl.column(heads=...)"
+            f"{tag.of} is sliced ({self._sliced(tag)}), and the model takes its {taken}. Make layers in one (gate and "
+            f"up) leaves of their own, pass sl.column(heads=...), or {_GATHER[0].lower()}{_GATHER[1:]}"
         )
 
     def _require_heads(self, tag: DimTag, call: _TaggedCall, view: DimView) -> None:
@@ -378,11 +373,10 @@ class _OutputShares(_Tags):
             return
         if call.fixed or (heads and each % (size // heads)):
             raise HandleError(
-                f"{tag.of} is sliced ({self._sliced(tag)}), and the model puts its {size} outputs on this rank in {count} "
-                f"groups of {each}: ranks have fewer heads, not smaller ones. Leave their number open, as in "
-                f"view(..., -1, {size // heads if heads else each * call.ways}), or give it if {count} is this rank's, "
-                f"sl.column(heads={count * call.ways}); for query, key and value in one give 'replicated', and "
-                "sl.row(split=True) for the layer after it"
+                f"{tag.of} is sliced ({self._sliced(tag)}), and the model makes {count} groups of {each} of its "
+                f"{size} outputs on this rank. Use view(..., -1, {size // heads if heads else each * call.ways}), or "
+                f"sl.column(heads={count * call.ways}) if a rank has {count}; for query, key and value in one "
+                "'replicated', then sl.row(split=True)"
             )
 
     def _heads(self, tag: DimTag) -> int:

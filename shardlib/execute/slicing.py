@@ -87,13 +87,12 @@ def refuse_slices(value: Any) -> None:
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, ShardedExperts):
             raise HandleError(
-                f"a compiled block is given {leaf.path}, whose experts are dealt out (sl.experts); compile functions that "
-                "have no layer of experts in them"
+                f"a compiled block is given {leaf.path}, of sl.experts; compile functions without experts"
             )
         if isinstance(leaf, SlicedHandle) and not leaf._style.sums:
             raise HandleError(
-                f"a compiled block is given {leaf._path}, which is sliced ({leaf._style}); compile functions that use no "
-                "sliced parameter, or take its layer out of tensor_slicing's rules"
+                f"a compiled block is given {leaf._path}, which is sliced ({leaf._style}); do not compile it, or do "
+                "not slice it"
             )
 
 
@@ -212,9 +211,9 @@ def refuse_operands(func: Any, values: list[Any]) -> None:
         if isinstance(handle, SlicedHandle) and not handle._style.sums:
             name, style = getattr(func, "__name__", None) or func, handle._style
             raise HandleError(
-                f"{name} uses {handle._path}, of which this rank holds a slice ({style} over axis {style.axis!r}): the "
-                "result would be wrong. Consume it by F.linear, F.embedding, x @ weight or sl.nn.linear_cross_entropy, or "
-                f"leave its layer whole: put {_layer_of(handle._path)!r}: 'replicated' before its rule"
+                f"{name} uses {handle._path}, of which this rank holds a slice ({style} over axis {style.axis!r}). "
+                "Use F.linear, F.embedding, x @ weight or sl.nn.linear_cross_entropy, or put "
+                f"{_layer_of(handle._path)!r}: 'replicated' first"
             )
 
 
@@ -258,10 +257,8 @@ class _Shut:
     def _refuse(self, index: int) -> NoReturn:
         path, held, over = self._path, (*self._shape, 1)[0], " and ".join(map(repr, self._axes))
         raise HandleError(
-            f"{path} is used by something else than a layer of experts. sl.experts deals it out over axis {over}: this rank "
-            f"holds {held} of it along dimension 0, for all ranks' tokens. Stack a layer's experts along dimension 0 of each "
-            "leaf and give the leaves to sl.nn.moe or sl.nn.run_experts, whose expert function may use them as it likes; or "
-            f"leave {path} out of the rules of sl.experts"
+            f"{path} is used outside of a layer of experts ({held} here over axis {over}). Stack experts along "
+            "dimension 0 for sl.nn.moe or sl.nn.run_experts, or leave it out of sl.experts"
         )
 
     leaf = data = root_gradient = _refuse

@@ -112,8 +112,7 @@ class LossStep:
             require_no_buffers(loss_fn, "give them by buffers=")
         if with_buffers and plan.step.tree:
             raise IllegalComposition(
-                "reproducible() cannot give the same bits on every mesh with buffers=: they change from micro-batch to "
-                "micro-batch and are averaged over ranks; leave them out, with layers that need none (LayerNorm, GroupNorm)"
+                "reproducible() does not go together with buffers=. Use layers without them (LayerNorm)"
             )
         self._loss_fn, self._plan, self._mesh, self._kinds = loss_fn, plan, mesh, BufferKinds(kinds)
         self._codecs = BoundCodecs(mesh)
@@ -165,8 +164,7 @@ class LossStep:
             raise TreeError("the loss function has a parameter rng and none was given; pass rng=sl.Key(seed)")
         if plan.step.has_drops and (step is None or rng is None):
             raise TreeError(
-                "what this plan leaves out of layers depends on the step: pass step= and rng=, the key of the step "
-                "(sl.make_train_step does: sl.Key(seed).fold_in(step))"
+                "what this plan leaves out depends on the step: pass step= and rng=sl.Key(seed).fold_in(step)"
             )
         batch = as_tensors(batch, mesh.device)
         require_no_graph(f"rank {mesh.rank}'s batch", batch, BatchError)
@@ -268,8 +266,8 @@ class LossStep:
             return nothing, nothing, True
         if scale > self._largest:
             raise LossError(
-                f"the weights of sl.Mean sum to {weight:g}, by which gradients cannot be divided: {scale:g} is beyond their "
-                "dtype. Multiply total and weight by the same number"
+                f"the weights of sl.Mean sum to {weight:g}, and gradients times {scale:g} overflow. Scale total and "
+                "weight alike"
             )
         finite = all(map(math.isfinite, (weight, total / weight))) and math.sqrt(squares) * scale <= self._largest
         return sums.total / sums.weight, sums.squares.sqrt() * scale, finite
@@ -305,18 +303,14 @@ def require_usable(evaluation: Evaluation, plan: Plan, mesh: Mesh, step: int) ->
         of_ranks = primitives.all_gather_object(mesh, list(mesh.shape), (hollow, empty))
         if nothing := [f"rank {rank}: {empty}" for rank, (_, empty) in enumerate(of_ranks) if empty]:
             raise BatchError(
-                f"step {step}: batches without rows, whose loss is not finite:\n{listing(nothing)}\nThe state is unchanged. "
-                "Leave such batches out; or, where other ranks have rows, return sl.Mean(total, weight) with sums, to which "
-                "an empty batch adds 0"
+                f"step {step}: batches without rows, whose loss is not finite:\n{listing(nothing)}\nThe state is "
+                "unchanged. Leave them out, or return sl.Mean of sums"
             )
         path = first_bad_leaf(evaluation, plan, mesh)
         norm, weight = evaluation.norm.item(), evaluation.weight
         why = ""
         if any(hollow for hollow, _ in of_ranks):
-            why = (
-                " A sl.Mean of weight 0 has a total that is not finite: a mean over nothing, times 0, is NaN; let its total "
-                "be a sum (reduction='sum')."
-            )
+            why = " The total of a sl.Mean of weight 0 is not finite: take a sum (reduction='sum')."
         if path:
             what = f"the gradient of {path}"
         elif not math.isfinite(weight):
@@ -324,12 +318,11 @@ def require_usable(evaluation: Evaluation, plan: Plan, mesh: Mesh, step: int) ->
         else:
             what = "the loss" if not evaluation.loss.isfinite() else f"the gradient's norm ({norm:g}, in its dtype)"
         raise NonFiniteError(
-            f"step {step}: {what} is not finite (loss {evaluation.loss.item():g}).{why} The state is unchanged. Lower the "
-            "learning rate, clip gradients, or pass nonfinite='skip' to make_train_step to drop such steps"
+            f"step {step}: {what} is not finite (loss {evaluation.loss.item():g}).{why} The state is unchanged. Lower "
+            "the learning rate, clip, or pass make_train_step(nonfinite='skip')"
         )
     if evaluation.weight == 0:
         raise LossError(
-            f"step {step}: the weights of sl.Mean are 0 on all ranks and in all micro-batches, so there is no mean to train "
-            "on. The state is unchanged. Leave out batches in which nothing counts, or pass nonfinite='skip' to "
-            "make_train_step to drop such steps"
+            f"step {step}: the weights of sl.Mean are 0 on all ranks. The state is unchanged. Leave out such batches, "
+            "or pass make_train_step(nonfinite='skip')"
         )

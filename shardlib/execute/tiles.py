@@ -106,8 +106,8 @@ class TiledLeaf:
 
     def refuse(self, name: str) -> NoReturn:
         raise HandleError(
-            f"{name} uses {self.path}, which is gathered in {self.count} tiles, one at a time. Use it by F.linear, x @ "
-            "weight, torch.addmm, F.embedding or sl.nn.linear_cross_entropy, or take it out of sl.tile's globs"
+            f"{name} uses {self.path}, which is gathered in {self.count} tiles. Use F.linear, x @ weight, "
+            "torch.addmm, F.embedding or sl.nn.linear_cross_entropy, or leave it out of sl.tile"
         )
 
 

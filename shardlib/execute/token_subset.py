@@ -79,8 +79,8 @@ class Subset:
         forms = [[leaf.shape[2:] for leaf in each] for each in (kept, [leaves[place] for place in places])]
         if forms[0] != forms[1]:
             raise LossError(
-                "a layer of which some tokens are left out returns for each token what it takes the place of, "
-                f"{_shown(forms[0])}, and not {_shown(forms[1])}: for tokens that are left out there is nothing else"
+                f"random_ltd: a layer takes {_shown(forms[0])} and returns {_shown(forms[1])}; return what it takes "
+                "for each token"
             )
         for place, whole in zip(places, kept, strict=True):
             leaf = leaves[place]

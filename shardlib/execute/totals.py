@@ -192,10 +192,7 @@ def _loss(terms: int, weighted: bool) -> str:
     return "sl.Mean as the loss" if weighted else "a scalar as the loss"
 
 
-_REMEDY = (
-    "The loss function returns the same kind of loss, with the same sl.Mean in aux, on every rank and for every micro-batch: "
-    "sl.Mean(total, weight) throughout where weights differ"
-)
+_REMEDY = "Return the same kind of loss, with the same sl.Mean in aux, on every rank and for every micro-batch"
 
 
 # The weights of a loss that is a sum of means, which must be known before its backward starts.
@@ -260,8 +257,8 @@ class Weighing:
             return True
         if self._learnt:
             raise LossError(
-                "the weights of a sum of means changed when the step was computed again, as it is to learn them: the loss "
-                "function draws or counts by itself. Draw by its rng (sl.dropout), or torch's own generators"
+                "the weights of a sum of sl.Mean changed when the loss ran again. Draw by its rng, or torch's "
+                "generators"
             )
         self._weights, self._learnt = weights, True
         return False

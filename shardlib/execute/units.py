@@ -42,8 +42,8 @@ class _Root(torch.autograd.Function):
         gradients, bucket = ctx.state.summing, ctx.state.bucket
         if gradients is None:
             raise LossError(
-                f"backward() inside the loss reaches {bucket.label}, and would add to the step's gradients. Take those that "
-                "you need by (g,) = torch.autograd.grad(value, [x]), or call value.backward(inputs=[x])"
+                f"backward() inside the loss reaches {bucket.label}. Use torch.autograd.grad(value, [x]) or "
+                "value.backward(inputs=[x])"
             )
         if whole is not None or gradients.added(bucket):
             gradients.add(bucket, whole)

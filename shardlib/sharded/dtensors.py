@@ -114,14 +114,10 @@ def _require_whole_model(what: str, params: Sharded) -> None:
     plan: Plan = params.plan
     if plan.stages.axes:
         raise IllegalComposition(
-            f"{what}: each rank holds the blocks of its stages, and a DTensor is on all ranks of its mesh. Shard by a chain "
-            "without pipeline first: sl.shard(params, mesh, chain)"
+            f"{what}: parameters are in stages; shard them without pipeline: sl.shard(params, mesh, chain)"
         )
     if params.on_disk is not None:
-        raise IllegalComposition(
-            f"{what}: parameters are on disk, and a DTensor is in memory. Shard by a chain with them in memory first: "
-            "sl.shard(params, mesh, chain)"
-        )
+        raise IllegalComposition(f"{what}: parameters are on disk; shard them in memory: sl.shard(params, mesh, chain)")
 
 
 def _device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -130,10 +126,7 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
     groups = [group.group for axis in axes if isinstance(group := mesh.group(axis), ProcessGroup)]
     if not axes or len(groups) < len(axes):
         why = "one rank alone" if not axes else "simulated ranks"
-        raise MeshError(
-            f"{mesh} has {why}, of which torch makes no DeviceMesh; start processes with torchrun or sl.launch, or take "
-            "whole tensors, sl.unshard(params)"
-        )
+        raise MeshError(f"{mesh} has {why} and no DeviceMesh; use torchrun or sl.launch, or sl.unshard(params)")
     sizes = [mesh.shape[axis] for axis in axes]
     ranks = torch.arange(math.prod(sizes)).reshape(sizes)
     if len(axes) == 1:

@@ -56,8 +56,7 @@ class Local:
         )
         if why is not None:
             raise IllegalComposition(
-                f"{what} takes parameters that each rank holds as it computes with them, and here {why}: gather them, "
-                "sl.unshard(params), and shard them by a plan with sl.zero(0), and without stages or disks"
+                f"{what} takes parameters whole on each rank, and here {why}: shard sl.unshard(params) with sl.zero(0)"
             )
         whole = cls(plan, params.mesh, params.tree)
         cut = [_cut(leaf, *whole.window(placement).sizes[:1]) for placement, leaf in whole.leaves()]
@@ -92,13 +91,13 @@ def given_params(what: str, given: Any) -> Any:
     """
     if isinstance(given, tuple) and any(isinstance(_sharded(each), Sharded) for each in given):
         raise TreeError(
-            f"{what}: a tuple of {', '.join(type(each).__name__ for each in given)}, where parameters are due; give one of "
-            "them, such as the state of state, metrics = train_step(state, batch)"
+            f"{what}: a tuple of {', '.join(type(each).__name__ for each in given)}, where parameters are due; give "
+            "one of them, such as the state"
         )
     if isinstance(given, torch.nn.Module):
         raise TreeError(
-            f"{what}: {type(given).__name__} is a module, where parameters are due; take its own, "
-            "apply, params = sl.from_module(module)"
+            f"{what}: {type(given).__name__} is a module, where parameters are due; take apply, params = "
+            "sl.from_module(module)"
         )
     given = _sharded(given)
     if isinstance(given, Sharded):
@@ -129,9 +128,8 @@ def require_no_graph(what: str, tree: Tree, error: type[ShardlibError], variable
     ]
     if found:
         raise error(
-            f"{what}: tensors by which a caller would differentiate, and results have no graph:\n{listing(found)}\nPass "
-            "tensor.detach(), put what is trained into the parameters, or differentiate inside the loss: "
-            "x.detach().requires_grad_(), torch.autograd.grad(..., create_graph=True)"
+            f"{what}: results have no graph, and these require gradients:\n{listing(found)}\nDetach them, make them "
+            "parameters, or differentiate in the loss"
         )
 
 
@@ -146,8 +144,7 @@ def read_params(what: str, given: Any) -> Any:
         return given
     if environment().reads is None:
         raise TreeError(
-            f"{what} was given sharded parameters outside of a loss, where nothing gathers them; evaluate it with "
-            "sl.make_eval_step(fn, params), or give it whole ones, sl.unshard(params)"
+            f"{what} was given sharded parameters outside of a loss; use sl.make_eval_step or sl.unshard(params)"
         )
     return given.tree
 
@@ -191,14 +188,11 @@ def sharded_params(what: str, given: Any) -> Sharded:
     """
     params = given if isinstance(given, Sharded) else given_params(what, given)
     if not isinstance(params, Sharded):
-        raise TreeError(
-            f"{what}: {type(params).__name__}, where what sl.shard returned is due, or a train state; plain trees are whole"
-        )
+        raise TreeError(f"{what}: {type(params).__name__}, where a tree of sl.shard is due, or a train state")
     _require_one(what, params)
     if params.in_func:
         raise TreeError(
-            f"{what}: shards that torch.func differentiates or maps, whose values are known outside of it. Return them, and "
-            "give what torch.func returns; a product over all ranks is sl.optim.vdot(one, other)"
+            f"{what}: shards inside of torch.func have no values; give what torch.func returns, or use sl.optim.vdot"
         )
     return params
 
@@ -207,8 +201,8 @@ def _require_one(what: str, params: Sharded) -> None:
     """Refuse several trees in one. Raises `TreeError`."""
     if params.stacked:
         raise TreeError(
-            f"{what}: shards with a dimension of torch.func.vmap or jacrev in front, which are several trees; take one, "
-            "torch.utils._pytree.tree_map(lambda buffer: buffer[i], trees)"
+            f"{what}: several trees in one (vmap, jacrev); take one, torch.utils._pytree.tree_map(lambda x: x[i], "
+            "trees)"
         )
 
 

@@ -231,8 +231,8 @@ def _check_values(tree: Tree, mesh: Mesh) -> None:
     ]
     if hollow:
         raise TreeError(
-            f"{len(hollow)} parameters are on the meta device and have no values for {mesh.device}:\n{listing(hollow)}\n"
-            "Pass sl.shard the function that makes the model; of a module, sl.from_module(module) returns it as params."
+            f"{len(hollow)} parameters on the meta device have no values for {mesh.device}:\n{listing(hollow)}\nPass "
+            "sl.shard the function that makes them (params of sl.from_module)."
         )
 
 

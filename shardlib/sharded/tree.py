@@ -234,17 +234,13 @@ class Sharded(Shown, Generic[T_co]):
             TreeError: the parameters are on disk.
         """
         if self.on_disk is not None:
-            raise TreeError(
-                "parameters on disk are there once, and a copy would have no files: save them by sl.checkpoint.save(folder, "
-                "state), or take a copy in memory by sl.unshard(params)"
-            )
+            raise TreeError("parameters on disk cannot be copied: save a checkpoint, or take sl.unshard(params)")
         buffers = {name: cloned(buffer) for name, buffer in self.buffers.items()}
         return Sharded(self.plan, self.mesh, self.role, buffers)
 
     def __reduce__(self) -> NoReturn:
         raise TreeError(
-            "a Sharded tree is one rank's part, with its mesh, and cannot be pickled (or returned by sl.launch): return or "
-            "torch.save sl.unshard(params), which is a plain pytree, or save the state"
+            "a Sharded tree, one rank's part, cannot be pickled: return sl.unshard(params), or save a checkpoint"
         )
 
     def __getitem__(self, key: Any) -> Any:
@@ -329,9 +325,7 @@ def _torch_build(static: Any, children: Iterable[Any]) -> Any:
         bucket.name: given.get(bucket.name, constants.buffers.get(bucket.name)) for bucket in made.buckets
     }
     if any(isinstance(buffer, torch.Tensor) and not buffer.dim() for buffer in given.values()):
-        raise TreeError(
-            "torch.func maps over a Sharded tree, whose buffers have no dimension of a batch: pass None for it in in_dims"
-        )
+        raise TreeError("torch.func cannot map over a Sharded tree: pass None for it in in_dims")
     return made
 
 
@@ -348,8 +342,8 @@ def check_ties(plan: Plan, leaves: Mapping[str, torch.Tensor]) -> None:
     ]
     if differing:
         raise TreeError(
-            f"leaves that were tied when the tree was sharded, and are one parameter, hold different values:\n"
-            f"{listing(differing)}\nGive both the same values, or shard a tree in which they are not tied with sl.shard."
+            f"tied leaves hold different values:\n{listing(differing)}\nGive both the same, or shard a tree without "
+            "ties."
         )
 
 
@@ -377,9 +371,7 @@ def check_same_tree(
             share = "" if whole else f" (this rank's share of {placement.param.shape})"
             failures.append(f"{path}: shape {got[path]}, planned {planned}{share}")
     if failures:
-        raise TreeError(
-            f"the {what} differ from the plan:\n{listing(failures)}\nShard the changed tree anew with sl.shard."
-        )
+        raise TreeError(f"the {what} differ from the plan:\n{listing(failures)}\nShard the changed tree with sl.shard.")
 
 
 # Marks on the memory of shards that were read out of sharded trees, so that none is taken for a plain tree of one device.
@@ -414,8 +406,8 @@ def require_no_shards(what: str, tree: Any) -> None:
     ]
     if shards:
         raise TreeError(
-            f"{what} was given a part of a sharded tree, whose leaves are this rank's shards:\n{listing(shards)}\nGive the "
-            "whole tree (sl.freeze(globs) keeps a part), or shard the part of sl.unshard(params) by itself"
+            f"{what} was given a part of a sharded tree:\n{listing(shards)}\nGive the whole tree, or a part of "
+            "sl.unshard(params)"
         )
 
 

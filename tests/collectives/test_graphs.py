@@ -58,7 +58,7 @@ def test_a_second_wait_is_refused():
             total = graph.graph.call_function(operator.add, (wait, again))
         graph.graph.output_node().args = (total,)
         graph.recompile()
-        with pytest.raises(LossError, match="was waited for before: copy or recompute start and wait together"):
+        with pytest.raises(LossError, match="was waited for before: copy its start and wait together"):
             graph(X)
         return True
 

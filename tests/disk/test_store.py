@@ -256,7 +256,7 @@ def test_memory_that_nobody_gives_back_is_an_error_not_a_hang(tmp_path):
     with Store([tmp_path], buffers, 8192) as store:
         kept = store.fetch("a").result()
         with pytest.raises(
-            StorageError, match=r"8,192 bytes of host memory are needed .* 8,192 of 8,192 are lent: write or"
+            StorageError, match=r"needs 8,192 bytes of host memory, and 8,192 of 8,192 are lent: write or"
         ):
             store.fetch("b")
         store.release(kept)
@@ -316,7 +316,7 @@ def test_a_folder_of_another_run_is_refused_with_what_differs(tmp_path):
         "  - params/1: 1,024 × float64, here 1,000 × float64\n",
         "  - one: 1 × int64, here absent\n",
         "  - new: absent, here 2 × float16\n",
-        "Go on with the plan that made them, name another folder, or remove these files",
+        "Use its plan, another folder, or remove these files",
     ):
         assert line in str(refused.value)
     for ranks, rank in ((1, 0), (3, 2)):

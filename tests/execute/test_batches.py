@@ -360,10 +360,10 @@ def test_what_would_get_no_gradient_is_refused(stage):
         state, step = sl.make_train_step(loss_fn, sharded, sl.optim.sgd(0.1))
         batch = {"x": c * torch.ones(2), "y": torch.ones(1)}
         for act in (lambda: sl.value_and_grad(loss_fn)(sharded, batch), lambda: step(state, batch)):
-            with pytest.raises(BatchError, match=r"(?s)- x: shape \(2,\), of MulBackward.*Pass tensor\.detach\(\)"):
+            with pytest.raises(BatchError, match=r"(?s)- x: shape \(2,\), of MulBackward.*Detach them"):
                 act()
         step(state, {"x": batch["x"].detach()})
 
     sl.simulate(run, mesh={"data": 2})
-    with pytest.raises(TreeError, match=r"(?s)- w: shape \(2,\), of MulBackward.*tensor\.detach\(\)"):
+    with pytest.raises(TreeError, match=r"(?s)- w: shape \(2,\), of MulBackward.*Detach them"):
         sl.value_and_grad(loss_fn)({"w": c * params["w"]}, {"x": torch.ones(2)})

@@ -98,7 +98,7 @@ def test_a_sliced_vocabulary(name, stage):
         ("by frequency", r"embed/table: scale_grad_by_freq needs the whole embedding; do not slice it"),
         (
             "bags",
-            r"embedding_bag uses embed/table, of which this rank holds a slice .* F.embedding,.*or leave its layer whole",
+            r"embedding_bag uses embed/table, of which this rank holds a slice .* F.embedding,.*'embed': 'replicated' first",
         ),
     ],
 )

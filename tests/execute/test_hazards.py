@@ -260,7 +260,7 @@ def test_autocast_is_refused_at_stage_3_where_it_copies_and_fine_below():
 def test_a_compiled_loss_is_refused_at_stage_3_and_fine_below(pool):
     loss_fn = mlp([6, 9, 4])[0]
     compiled = torch.compile(loss_fn, backend="eager")
-    with pytest.raises(HandleError, match=r"ZeRO stage 3 .* compile='inductor'"):
+    with pytest.raises(HandleError, match=r"ZeRO stage 3 .*compile='inductor'"):
         run_step(compiled, 3)
     wanted = one_device.train(mean_of_shares(loss_fn), network(), BATCHES, max_norm=0.5)
 
@@ -340,7 +340,7 @@ def test_torch_func_inside_of_a_recomputed_block():
         )
         return slope.square().mean()
 
-    with pytest.raises(HandleError, match=r"in a block that is recomputed \(sl.remat.*outside of such blocks"):
+    with pytest.raises(HandleError, match=r"in a recomputed block \(sl.remat.*Call it outside"):
         run_step(loss_fn, 3)
 
 
@@ -362,7 +362,7 @@ def test_checkpointing(stage):
 
 @STAGES
 def test_reentrant_checkpointing_is_refused(stage):
-    with pytest.raises(LossError, match=r"use_reentrant=False, or mark blocks with sl.block"):
+    with pytest.raises(LossError, match=r"use_reentrant=False .*or use sl.block"):
         run_step(functools.partial(checkpointed, reentrant=True), stage)
 
 

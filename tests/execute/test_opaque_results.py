@@ -141,7 +141,7 @@ def test_objects_that_hide_tensors_are_refused_wherever_results_are(stage, kind)
             "the result": lambda: evaluate(sharded, BATCH),
             "the result:": lambda: evaluate.over(sharded, [BATCH]),
         }.items():
-            with pytest.raises(LossError, match=rf"(?s){what}.*objects that hold tensors.* {named}\nReturn a dict or"):
+            with pytest.raises(LossError, match=rf"(?s){what}.*these hold tensors.* {named}\nReturn a dict or"):
                 act()
 
     sl.simulate(run, mesh={"data": 2})
@@ -155,10 +155,10 @@ def test_carries_that_hide_tensors_are_refused(schedule):
     loss_fn = sl.sequential([*blocks, lambda p, x, batch: last(p, x.values[0], batch)])
     params = [BLOCKS[0], *({"w": torch.ones(1)} for _ in blocks[1:]), BLOCKS[1]]
     transform = sl.chain(sl.zero(1), sl.pipeline(schedule, 2))
-    with pytest.raises(LossError, match="what passes between pipeline stages: objects that hold"):
+    with pytest.raises(LossError, match="what passes between pipeline stages: these hold"):
         sl.simulate(stepped(loss_fn, params, transform), mesh={"data": 1, "pipe": 2})
     mesh = sl.abstract_mesh(data=1, pipe=2)
-    with pytest.raises(LossError, match="what passes between pipeline stages: objects that hold"):
+    with pytest.raises(LossError, match="what passes between pipeline stages: these hold"):
         sl.make_plan(params, mesh, transform, loss_fn=loss_fn, batch=BATCH)
 
 

@@ -182,7 +182,7 @@ def test_what_is_not_right_is_refused():
     def without_weight(params, batch):
         return sum(sl.Mean(mean.total, 0) for mean in loss_fn(params, batch)[0].terms[:2])
 
-    with pytest.raises(LossError, match="changed when the step was computed again"):
+    with pytest.raises(LossError, match="changed when the loss ran again"):
         state, step = sl.make_train_step(counting, PARAMS, sl.optim.sgd(0.1))
         step(state, batch_of(0))
     with pytest.raises(LossError, match="are 0 on all ranks"):

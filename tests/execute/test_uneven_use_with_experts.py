@@ -99,6 +99,6 @@ def test_real_processes(pool, name):
 @pytest.mark.timeout(60)
 def test_a_layer_of_experts_that_one_rank_leaves_out(pool):
     """Nothing can be made up for it: all ranks raise at once, in processes of their own too."""
-    message = "1 of 2 ranks are at an exchange of tokens with experts"
+    message = "1 of 2 ranks call a layer of experts"
     for good, error in pool.outcomes(train, [(10, 0)], mesh={"expert": 2}):
         assert not good and isinstance(error, RankMismatch) and re.search(message, str(error)), error

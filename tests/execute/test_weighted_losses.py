@@ -318,7 +318,7 @@ def test_a_weight_too_small_to_divide_by(stage):
         refused(
             lambda mesh: trained(mesh, sl.zero(stage), sl.optim.sgd(0.1), smallest, nonfinite=policy),  # noqa: B023
             lambda mesh: ALL, LossError,
-            r"the weights of sl.Mean sum to 2e-40, .* Multiply total and weight by the same number",
+            r"the weights of sl.Mean sum to 2e-40, .* Scale total and weight alike",
         )  # fmt: skip
 
 
@@ -361,7 +361,7 @@ def test_a_mean_over_nothing_times_its_number(stage):
     refused(
         lambda mesh: trained(mesh, transform, sl.optim.sgd(0.1), of_reduction("mean")),
         lambda mesh: part if mesh.rank else ALL, NonFiniteError,
-        r"A sl.Mean of weight 0 has a total that is not finite: .* let its total be a sum \(reduction='sum'\)",
+        r"The total of a sl.Mean of weight 0 is not finite: take a sum \(reduction='sum'\)",
     )  # fmt: skip
 
     def run(mesh):
@@ -380,7 +380,7 @@ def test_a_weight_that_depends_on_parameters(stage, ranks):
 
     refused(
         lambda mesh: trained(mesh, sl.zero(stage), sl.optim.sgd(0.1), learned), lambda mesh: ALL, LossError,
-        r"the weight of the loss, .* Pass weight.detach\(\), or return the quotient", mesh={"data": ranks},
+        r"the weight of sl.Mean requires .* Pass weight.detach\(\), or return total / weight", mesh={"data": ranks},
     )  # fmt: skip
 
 

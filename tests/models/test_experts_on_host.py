@@ -215,7 +215,7 @@ def test_parameters_that_are_gathered_or_sliced_are_refused():
         experts_on_host(CONFIG, sl.shard(PARAMS, mesh, sl.chain(*plan)), 2)
 
     with pytest.raises(
-        IllegalComposition, match=r"experts_on_host takes parameters that .* \(ZeRO stage 3 over data\)"
+        IllegalComposition, match=r"experts_on_host takes parameters whole .* \(ZeRO stage 3 over data\)"
     ):
         sl.simulate(sharded, sl.zero(3), mesh={"data": 2})
     with pytest.raises(IllegalComposition, match=r"slices of each expert.*blocks/1/moe/experts/down"):

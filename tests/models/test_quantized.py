@@ -78,5 +78,5 @@ def test_parameters_that_are_gathered_are_refused():
     def run(mesh):
         quantized(CONFIG, sl.shard(PARAMS, mesh, stage=3))
 
-    with pytest.raises(IllegalComposition, match=r"quantized takes parameters that each rank holds.*sl.zero\(0\)"):
+    with pytest.raises(IllegalComposition, match=r"quantized takes parameters whole on each rank.*sl.zero\(0\)"):
         sl.simulate(run, mesh={"data": 2})

@@ -236,7 +236,7 @@ def test_parameters_of_the_module_itself_are_refused():
     apply, params = sl.from_module(net)
     params = sl.shard(params, sl.make_mesh(), stage=3)
     for outside in (lambda x: net(x), lambda x: net.a.weight):
-        with pytest.raises(LossError, match=r"(?s)a module itself.*Net's a.weight.*torch.no_grad"):
+        with pytest.raises(LossError, match=r"(?s)the module's own parameters are.*Net's a.weight.*torch.no_grad"):
             sl.value_and_grad(lambda p, x: apply(p, x).mean() + outside(x).mean())(params, batches()[0][0])  # noqa: B023
     with torch.no_grad():
         wanted = module_of(None)(batches()[0][0]).mean()

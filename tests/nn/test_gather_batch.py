@@ -97,7 +97,7 @@ def test_an_evaluation_gathers_in_the_order_of_the_batch():
 )
 def test_micro_batches_are_refused(transform):
     """Each would be compared with its own rows alone; tiles of rows take as little memory."""
-    with pytest.raises(LossError, match=r"gather_batch in a plan with . micro-batches.*sl.nn.tiled"):
+    with pytest.raises(LossError, match=r"gather_batch needs one micro-batch, and the plan has \d.*sl.nn.tiled"):
         sl.simulate(trained, transform, mesh={"data": 2})
     tiled = sl.simulate(trained, sl.zero(3), lambda params, batch: clip(params, batch, 2), mesh={"data": 2})
     assert_close(tiled[0], one_device(), 1e-10)

@@ -111,6 +111,6 @@ def test_what_is_refused(tmp_path):
         sl.to_dtensors(sl.shard(WHOLE, sl.make_mesh()))
     with pytest.raises(MeshError, match="simulated ranks"):
         sl.simulate(lambda mesh: sl.to_dtensors(sl.shard(WHOLE, mesh)), mesh={"data": 2})
-    with pytest.raises(IllegalComposition, match="blocks of its stages"):
+    with pytest.raises(IllegalComposition, match="parameters are in stages"):
         blocks = [{"w": torch.ones(4, 4)} for _ in range(2)]
         sl.simulate(lambda mesh: sl.to_dtensors(sl.shard(blocks, mesh, sl.pipeline())), mesh={"data": 1, "pipe": 2})

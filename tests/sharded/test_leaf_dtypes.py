@@ -139,7 +139,7 @@ def test_complex_losses_and_means_are_refused():
     params, imaginary = {"w": torch.ones(3)}, 1j
     losses = {
         "the loss is complex": lambda p, x: (p["w"] * imaginary).sum(),
-        "the loss is complex, and": lambda p, x: sl.Mean((p["w"] * imaginary).sum(), 1.0),
+        "the loss is complex and": lambda p, x: sl.Mean((p["w"] * imaginary).sum(), 1.0),
         "a sl.Mean is of real": lambda p, x: (p["w"].sum(), {"m": sl.Mean((p["w"] * imaginary).sum(), 1.0)}),
     }
     for message, loss in losses.items():

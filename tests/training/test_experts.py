@@ -733,7 +733,7 @@ def test_layers_that_do_not_fit_the_plan():
         sl.simulate(run, sl.experts(padded=True), TOP_2, mesh={"expert": 2})
     slices = sl.tensor_slicing({"experts/gate": "column", "experts/up": "column"})
     with pytest.raises(
-        HandleError, match=r"is consumed as \(experts, out, in\) weight and sliced as one layer's; .*experts=True"
+        HandleError, match=r"is used as \(experts, out, in\) weight and sliced as one layer's; .*experts=True"
     ):
         sl.simulate(run, slices, TOP_2, mesh={"model": 2})
 
@@ -777,11 +777,11 @@ def of_this_ranks_experts(params, batch):
 
 ROWS_OF = {"experts": {"w": normal(EXPERTS, WIDTH)}}
 MISUSED = [
-    (all_of_them, PARAMS[0], sl.experts(), HandleError, "experts/up is used by something else than a layer of experts"),
-    (as_a_weight, ROWS_OF, sl.experts(), HandleError, "experts/w is .*Stack a layer's experts along dimension 0"),
-    (as_rows, ROWS_OF, sl.experts(), HandleError, "experts/w is used by something else"),
-    (by_gradients, PARAMS[0], sl.experts(), HandleError, "experts/up is used by something else"),
-    (model(TOP_2), PARAMS[:1], sl.experts(rules="*"), HandleError, "0/w is used by something else"),
+    (all_of_them, PARAMS[0], sl.experts(), HandleError, "experts/up is used outside of a layer of experts"),
+    (as_a_weight, ROWS_OF, sl.experts(), HandleError, "experts/w is .*Stack experts along dimension 0"),
+    (as_rows, ROWS_OF, sl.experts(), HandleError, "experts/w is used outside"),
+    (by_gradients, PARAMS[0], sl.experts(), HandleError, "experts/up is used outside"),
+    (model(TOP_2), PARAMS[:1], sl.experts(rules="*"), HandleError, "0/w is used outside"),
     (counted(TOP_2), PARAMS[0], sl.experts(rules=["experts/*", "router/*"]), HandleError, "router/weight is used"),
     (of_this_ranks_number, PARAMS[0], sl.experts(), RuntimeError, "a choice is not among −1 … 1, of 2 experts"),
     (of_this_ranks_experts, PARAMS[0], sl.experts(), ValueError, "the leaves hold 2 of them, on each of 2 ranks"),

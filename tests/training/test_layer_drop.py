@@ -435,32 +435,32 @@ MARK = r"mark the layers' function with sl\.block"
 REFUSED = {
     "two in a block": (
         lambda p, x: two_layers(p["blocks"][2:], two_layers(p["blocks"][:2], x)),
-        r"two_layers is a block with parameters of 2 layers, blocks/0, blocks/1.*let each layer be an sl\.block of its own",
+        r"two_layers is a block of 2 layers, blocks/0, blocks/1.*Make each an sl\.block with its own parameters",
     ),
     "blocks in a block": (
         lambda p, x: around(p["out"], x, p["blocks"]),
-        r"around is a block with parameters of 4 layers, blocks/0, blocks/1, blocks/2, blocks/3",
+        r"around is a block of 4 layers, blocks/0, blocks/1, blocks/2, blocks/3",
     ),
     "blocks in a block that is none": (
         closed,
-        r"one_layer is the layer blocks/0, and it runs within a block that is no layer.*outside of other blocks",
+        r"one_layer, the layer blocks/0, runs within a block that is no layer.*outside of other blocks",
     ),
     "another layer in a layer": (
         lambda p, x: sl.block(lambda mine, x: one_layer(p["blocks"][1], x + mine["w"].sum()))(p["blocks"][0], x),
-        r"one_layer is the layer blocks/1, and it runs within the layer blocks/0",
+        r"one_layer, the layer blocks/1, runs within the layer blocks/0",
     ),
     "some are no blocks": (
         lambda p, x: in_order(p, x, range(4), (1, 3)),
-        rf"not run as blocks, which can be left out: blocks/0, blocks/2\. Either {MARK}.*layers=\['blocks/1', 'blocks/3'\]",
+        rf"not run as blocks: blocks/0, blocks/2\. Either {MARK}.*layers=\['blocks/1', 'blocks/3'\]",
     ),
     "none is a block": (lambda p, x: in_order(p, x, range(4), ()), rf"none of them \(blocks/0 … blocks/3\).*{MARK}"),
     "some are copies": (
         lambda p, x: one_layer({"w": p["blocks"][3]["w"] * 1}, in_order(p, x, range(3))),
-        rf"did not run as blocks, which can be left out: blocks/3\. Either {MARK}.*called with a layer's parameters",
+        rf"did not run as blocks: blocks/3\. Either {MARK}.*called with a layer's parameters",
     ),
     "in another order": (
         lambda p, x: in_order(p, x, (3, 2, 1, 0)),
-        r"blocks/0, blocks/1, blocks/2, blocks/3, and they ran as blocks/3, .*layers=\['blocks/3', 'blocks/2', 'bl",
+        r"blocks/0, blocks/1, blocks/2, blocks/3, and ran in another order.*layers=\['blocks/3', 'blocks/2', 'bl",
     ),
 }  # fmt: skip
 
@@ -535,7 +535,9 @@ def test_a_layer_with_two_arguments_that_may_be_its_stream_is_refused(call, drop
 
     loss_fn, params = of_four(run)
     state, step = sl.make_train_step(loss_fn, sl.shard(params, sl.make_mesh(), drop), sl.optim.sgd(RATE))
-    with pytest.raises(LossError, match=r"(memory and h|h and memory) have one form, .*: pass the stream by position"):
+    with pytest.raises(
+        LossError, match=r"(memory and h|h and memory) of one form, .*Pass the residual stream by position"
+    ):
         step(state, torch.ones(2, 3, 4))
 
 
@@ -573,9 +575,7 @@ def test_the_residual_stream_is_the_argument_by_position():
 def test_a_layer_that_returns_another_form_is_refused():
     loss_fn, params = linear_blocks(sl.block(lambda p, x: (x @ p["w"]).flatten()[:3]))
     state, step = sl.make_train_step(loss_fn, sl.shard(params, sl.make_mesh(), DROP), sl.optim.sgd(RATE))
-    with pytest.raises(
-        LossError, match=r"the form of what it takes the place of: \(\[2, 3\]\), and it returns \(\[3\]\)"
-    ):
+    with pytest.raises(LossError, match=r"a layer that can be left out, takes \(\[2, 3\]\) and returns \(\[3\]\)"):
         step(state, torch.ones(2, 3).double())
 
 

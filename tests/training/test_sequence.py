@@ -560,7 +560,7 @@ def plan_of(transform, **mesh):
             r"sequence\('other', kind='ring'\) and sequence\('seq'\) both claim",
         ),
         (sl.sequence("seq"), {"data": 2}, "uses axis 'seq', which abstract_mesh"),
-        (sl.sequence("seq", "megatron"), {"seq": 2}, r"none is: add tensor_slicing\(rules, axis='seq'\)"),
+        (sl.sequence("seq", "megatron"), {"seq": 2}, r"needs tensor_slicing\(rules, axis='seq'\)"),
         (
             sl.chain(sl.sequence("seq", "ring"), sl.tensor_slicing(RULES, axis="seq")),
             {"seq": 2},
@@ -658,13 +658,13 @@ def attended(p, x):
             "ring",
             lambda p, x: sl.nn.linear_cross_entropy(attended(p, x), p["w"], sl.nn.shard_sequence(TARGETS)),
             SpecError,
-            "must be whole",
+            r"got targets \(2, 2\) and x",
         ),
         (
             "ring",
             lambda p, x: sl.nn.linear_cross_entropy(attended(p, x).flatten(0, 1), p["w"], TARGETS.flatten()),
             SpecError,
-            "as \\(batch, sequence, width\\)",
+            "pass \\(batch, sequence\\) and \\(batch, sequence / 2, width\\)",
         ),
         ("megatron", lambda p, x: F.linear(x[:, 0], p["w"]).sum(), SpecError, r"got shape \(2, 6\)"),
         (
@@ -706,8 +706,8 @@ def own_mean(h):
 @pytest.mark.parametrize(
     ("mix", "leave", "message"),
     [
-        (torch.sin, lambda h: sl.nn.sum_sequence(h.sum()), r"never calls\n  - sl.nn.attention [^-]*\nso its"),
-        (attend, torch.mean, r"never calls\n  - sl.nn.linear_cross_entropy[^-]*\nso its"),
+        (torch.sin, lambda h: sl.nn.sum_sequence(h.sum()), r"never calls\n  - sl.nn.attention [^-]*\nUse these"),
+        (attend, torch.mean, r"never calls\n  - sl.nn.linear_cross_entropy[^-]*\nUse these"),
         (attend, own_mean, r"loss differs along axis 'seq'.*rank 0: \d.* rank 1: \d"),
     ],
 )

@@ -339,12 +339,12 @@ def of_layers(layer):
 @pytest.mark.parametrize(
     ("layer", "batch", "message"),
     [
-        (lambda p, x: x @ p["w"], torch.ones(2, 3), "a residual stream (B, tokens, width), and this one is [2, 3]"),
-        (lambda p, x: ((x @ p["w"]), x), torch.ones(2, 5, 3), "returns for each token what it takes the place of"),
+        (lambda p, x: x @ p["w"], torch.ones(2, 3), "a stream (B, tokens, width), and this one is [2, 3]"),
+        (lambda p, x: ((x @ p["w"]), x), torch.ones(2, 5, 3), "return what it takes for each token"),
         (
             lambda p, x: x if x.shape[1] == 5 else x.mean(1, keepdim=True) @ p["w"],
             torch.ones(2, 5, 3),
-            "(B, tokens, 3), and not nothing",
+            "takes (B, tokens, 3) and returns nothing",
         ),
     ],
 )

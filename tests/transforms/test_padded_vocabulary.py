@@ -422,7 +422,7 @@ def test_logits_of_a_wrong_width_are_refused():
     def run(mesh):
         sl.collectives.vocab_cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), "model", words=11)
 
-    with pytest.raises(SpecError, match=r"3 scores are not rank 0's share of 11 words .* which is 6; pass words="):
+    with pytest.raises(SpecError, match=r"got 3 scores, and 6 of 11 words are this rank's .*; pass words="):
         sl.simulate(run, mesh={"model": 2})
 
 

@@ -409,7 +409,7 @@ def quadratic(params, batch):
 
 
 def test_buffers_and_moments_in_blocks_are_refused():
-    with pytest.raises(IllegalComposition, match=r"with buffers=: .*layers that need none"):
+    with pytest.raises(IllegalComposition, match=r"with buffers=. Use layers without them"):
         steps(lambda params, buffers, batch: (quadratic(params, batch), buffers), sl.optim.sgd(0.1), buffers={})
     with pytest.raises(IllegalComposition, match="whose state is in CodedMoment tensors"):
         steps(lambda params, batch: params["w"].square().sum(), sl.optim.adamw8bit(0.1), {"w": torch.ones(5000)})

@@ -450,21 +450,21 @@ def test_a_tied_leaf_with_two_styles():
     [
         ({"w": "column"}, lambda p, x: p["w"].square().sum(), "pow uses w|square uses w"),
         ({"w": "column"}, lambda p, x: (p["w"] @ x.T).sum(), "a layer as its input uses w"),
-        ({"w": "column"}, lambda p, x: (x @ p["w"]).sum(), r"consumed as \(in, out\)"),
-        ({"w": sl.column(transposed=True)}, lambda p, x: F.linear(x, p["w"]).sum(), r"consumed as \(out, in\)"),
-        ({"w": "row"}, lambda p, x: F.linear(x, p["w"]).sum(), r"takes 2 inputs on this rank, but gets 4"),
+        ({"w": "column"}, lambda p, x: (x @ p["w"]).sum(), r"used as \(in, out\)"),
+        ({"w": sl.column(transposed=True)}, lambda p, x: F.linear(x, p["w"]).sum(), r"used as \(out, in\)"),
+        ({"w": "row"}, lambda p, x: F.linear(x, p["w"]).sum(), r"2 inputs on this rank, and got 4"),
         ({"w": "column"}, lambda p, x: F.embedding(x.long(), p["w"]).sum(), "looked up and has the style column"),
         ({"w": "vocab"}, lambda p, x: F.embedding(x.long(), p["w"], max_norm=1.0).sum(), "max_norm"),
         ({"b": "column"}, lambda p, x: F.linear(x, p["w"], p["b"]).sum(), "b is sliced and its weight"),
         (
             {"w": "column"},
             lambda p, x: F.linear(x, p["w"], p["b"]).sum(),
-            r"gets a bias of 4; give both the same rule\nraised",
+            r"a bias of 4; give both the same rule\nraised",
         ),
         (
             {"l/w": "column"},
             lambda p, x: F.linear(x, p["l"]["w"], p["l"]["b"]).sum(),
-            "l/w has .* gets a bias of 4; give both the same rule: a rule for 'l' is one",
+            "l/w has .* a bias of 4; give both the same rule: a rule for 'l' is one",
         ),
         ({"w": "column"}, lambda p, x: torch.addmm(p["b"], x, p["w"], alpha=2).sum(), "alpha=1"),
         (

@@ -50,7 +50,7 @@ def scales_of(what: str, scales: Any) -> str | int:
         return "leaf"
     if isinstance(scales, bool) or not isinstance(scales, Integral) or scales < 8 or scales % 8:
         raise IllegalComposition(
-            f"{what}(scales={scales!r}): use 'leaf', or the number of elements that share a scale, a multiple of 8"
+            f"{what}(scales={scales!r}): use 'leaf', or a number of elements per scale, a multiple of 8"
         )
     return int(scales)
 

@@ -112,6 +112,6 @@ class SequenceKind(ABC):
         if length % chunks or not length:
             raise SpecError(
                 f"a sequence of length {length} does not divide over axis {self.axis!r} of size {size} "
-                f"(sequence, kind={self.name!r}{why}); pad it to a multiple of {chunks}, targets with ignore_index"
+                f"(kind={self.name!r}{why}); pad it to a multiple of {chunks}, targets with ignore_index"
             )
         return length // chunks

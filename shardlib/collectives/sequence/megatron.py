@@ -23,8 +23,8 @@ class Megatron(SequenceKind):
     def check(self, sliced: Collection[str]) -> None:
         if self.axis not in sliced:
             raise IllegalComposition(
-                f"sequence(axis={self.axis!r}, kind={self.name!r}) is for sliced layers, and none is: add "
-                f"tensor_slicing(rules, axis={self.axis!r}), or use kind='ulysses' or 'ring'"
+                f"sequence(axis={self.axis!r}, kind={self.name!r}) needs tensor_slicing(rules, axis={self.axis!r}): "
+                "add it, or use kind='ulysses' or 'ring'"
             )
 
     def attention(

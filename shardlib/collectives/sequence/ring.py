@@ -58,8 +58,8 @@ class Ring(SequenceKind):
         """
         if k.shape[2] != q.shape[2] or q.shape[2] % 2:
             raise SpecError(
-                f"ring attention over axis {self.axis!r} got {k.shape[2]} keys and {q.shape[2]} queries on each rank; pad "
-                "both to one even number, or use kind='ulysses'"
+                f"ring attention over axis {self.axis!r} got {k.shape[2]} keys and {q.shape[2]} queries; pad both to "
+                "one even number, or use kind='ulysses'"
             )
         if how.layout is not None:
             raise SpecError(f"ring attention over axis {self.axis!r} takes no layout; use kind='ulysses' or 'megatron'")

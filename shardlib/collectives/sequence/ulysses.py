@@ -34,8 +34,8 @@ class Ulysses(SequenceKind):
         ]
         if failures:
             raise SpecError(
-                f"{' and '.join(failures)} do not divide over axis {axis!r} of size {ways}: use a smaller axis, repeat the "
-                "keys' heads, or use kind='ring'"
+                f"{' and '.join(failures)} do not divide over axis {axis!r} of size {ways}: use a smaller axis, "
+                "repeat keys' heads, or use kind='ring'"
             )
         q, k, v = (all_to_all(x, axis, split_dim=1, concat_dim=2, mesh=mesh) for x in (q, k, v))
         return all_to_all(attend(q, k, v, how), axis, split_dim=2, concat_dim=1, mesh=mesh)

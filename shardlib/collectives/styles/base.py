@@ -191,8 +191,8 @@ class LayerStyle(Style):
         if self.experts != experts:
             taken, cut = ("(experts, out, in)", "one layer's") if experts else ("one layer's", "that of experts")
             raise HandleError(
-                f"{weight.path} is consumed as {taken} weight and sliced as {cut}; give its layer sl.{self.name}("
-                f"experts={experts}) in tensor_slicing's rules"
+                f"{weight.path} is used as {taken} weight and sliced as {cut}; give its layer the rule "
+                f"sl.{self.name}(experts={experts})"
             )
 
     def _check_order(self, weight: Slice, transposed: bool) -> None:
@@ -200,6 +200,6 @@ class LayerStyle(Style):
         if self.transposed != transposed:
             order = "(in, out)" if transposed else "(out, in)"
             raise HandleError(
-                f"{weight.path} is consumed as {order} and sliced as the other order; give its layer sl.{self.name}("
-                f"transposed={transposed}) in tensor_slicing's rules"
+                f"{weight.path} is used as {order} and sliced in the other order; give its layer the rule "
+                f"sl.{self.name}(transposed={transposed})"
             )

@@ -53,7 +53,7 @@ class Column(LayerStyle):
             layer = weight.path.rpartition("/")[0]
             rule = f": a rule for {layer!r} is one" if layer else ""
             raise HandleError(
-                f"{weight.path} has the style column and {held} outputs on this rank, but gets a bias of {bias.shape[-1]}; "
+                f"{weight.path} has the style column, {held} outputs on this rank and a bias of {bias.shape[-1]}; "
                 f"give both the same rule{rule}"
             )
         y = compute(weight.enter(x), weight.local, bias)

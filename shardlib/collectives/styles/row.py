@@ -42,8 +42,8 @@ class Row(LayerStyle):
         inputs = weight.local.shape[self.dim(weight.local.shape)]
         if x.shape[-1] != inputs:
             raise HandleError(
-                f"{weight.path} has the style row and takes {inputs} inputs on this rank, but gets {x.shape[-1]}; use "
-                "sl.row(split=True) where the input comes whole"
+                f"{weight.path} has the style row and {inputs} inputs on this rank, and got {x.shape[-1]}; use "
+                "sl.row(split=True) for a whole input"
             )
         y = weight.leave(compute(x, weight.local, None))
         # The bias is whole, and added once, after the sum.

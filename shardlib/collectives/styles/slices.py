@@ -101,12 +101,10 @@ class Slices:
             return None
         shares = listing([f"{path}: {share}" for path, share in self._shares.items()])
         return HandleError(
-            f"a shape does not fit ({error}) after layers that returned this rank's share of their outputs:\n{shares}\n"
-            "The code after them must take sizes from its input (view(..., -1, head_size)), and a share must be whole heads: "
-            "give their number, sl.column(heads=...), and the plan refuses an axis that cuts a head; use an axis whose size "
-            "divides it. shardlib.models.huggingface.slicing_rules(model) has the numbers for transformers' models, and "
-            "sliceable(model) removes GPT-2's hard-coded sizes. Or leave these layers whole ('replicated'), and put "
-            "sl.row(split=True) in the place of the rules of the layers after them."
+            f"a shape does not fit ({error}) after layers that return this rank's share of their "
+            f"outputs:\n{shares}\nTake sizes from the input, view(..., -1, head_size), and give heads, "
+            "sl.column(heads=...) (transformers: sl.models.huggingface.slicing_rules and sliceable); or give these "
+            "layers 'replicated' and sl.row(split=True) after them"
         )
 
     def clear(self) -> None:
@@ -117,8 +115,8 @@ class Slices:
     def _with_sequence(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() < 3:
             raise SpecError(
-                f"a sliced layer where sequences are cut ({self._sequence}) got shape {tuple(x.shape)}; pass (batch, "
-                "sequence, width), or leave the layer whole"
+                f"a sliced layer under {self._sequence} got shape {tuple(x.shape)}; pass (batch, sequence, width), or "
+                "leave the layer whole"
             )
         return x
 

@@ -136,13 +136,13 @@ class AllToAllExchange(TokenExchange):
         counts = without_derivatives(counts)
         if of_func(counts):
             raise LossError(
-                f"{self} inside of torch.func.vmap, where each sample has counts of its own. Route outside of vmap, or loop "
+                f"{self} inside of torch.func.vmap, where counts differ by sample. Route outside of vmap, or loop "
                 "over the samples"
             )
         if slots is None and traced(counts) and not mesh.abstract and not can_read_numbers(counts):
             raise LossError(
-                f"{self} in a traced function: how many rows a rank sends is known only in a run. Pad them, "
-                "sl.experts(padded=True), or trace with tracing_mode='fake'"
+                f"{self} in a traced function, where counts are unknown. Pad rows, sl.experts(padded=True), or use "
+                "tracing_mode='fake'"
             )
         return counts
 

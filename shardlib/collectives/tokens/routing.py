@@ -251,7 +251,7 @@ class RowTransfer:
         """
         if not isinstance(self.route.arriving, int):
             raise LossError(
-                f"tangents of {self._about} in a traced function: their number is known only in a run. Pad rows, "
+                f"tangents of {self._about} in a traced function, where their number is unknown. Pad rows, "
                 "sl.experts(padded=True)"
             )
         return RowTransfer(self._mesh, self.route, self._dispatches, self._packings, f"tangents of {self._about}")

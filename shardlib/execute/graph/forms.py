@@ -97,8 +97,7 @@ class Graphs(Generic[T]):
             self.order = order
         elif order != self.order:
             raise HandleError(
-                "compile=True: a batch of another form exchanges in another order than the first. Let sizes not change the "
-                "order of layers"
+                "compile=True: a batch of another form exchanges in another order. Keep the order of layers"
             )
         _, *rest = form()  # after the trace: a count of the loss's own calls goes on in it
         self._count += 1
@@ -194,7 +193,7 @@ class Trial:
             )
         if not failed and any(other != order for _, theirs, other in told if theirs == alike):
             raise RankMismatch(
-                "compile=True: the ranks' graphs exchange in different orders. Run the same layers on every rank"
+                "compile=True: the ranks exchange in different orders. Run the same layers on every rank"
             )
 
 

@@ -97,8 +97,8 @@ class Stands:
         if unused or _UNKNOWN in used:
             paths = ", ".join("/".join(map(str, path)) or "the step's key" for path in dict.fromkeys(unused)) or "a key"
             raise IllegalComposition(
-                f"a graph would draw the same numbers by rng, folded with {paths}, in every step. Draw by sl.dropout, or by "
-                "sl.rng.uniform outside of the loss"
+                f"a graph draws the same numbers in every step by rng folded with {paths}. Use sl.dropout, or draw "
+                "outside the loss"
             )
 
 

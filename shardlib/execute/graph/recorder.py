@@ -302,7 +302,7 @@ class Recorder(OperatorMode):
                 made_by, node, form = getattr(value, "recorded", (None, None, None))
                 if made_by is not self:
                     raise IllegalComposition(
-                        "the loss function uses a tensor that it computed in another call. Compute it in each, or outside"
+                        "the loss uses a tensor that it computed in another call. Compute it in each, or outside"
                     )
             else:
                 node, form = self._constant(value), None
@@ -392,7 +392,7 @@ def as_traced(value: Any) -> Any:
         return _PLAIN_KINDS[type(value)](value) if type(value) in _PLAIN_KINDS else value
     except RuntimeError:
         raise IllegalComposition(
-            f"the loss computes with a number that is known in a run alone, {value}. Pad rows: sl.experts(padded=True)"
+            f"the loss computes with a number known only in a run, {value}. Use sl.experts(padded=True)"
         ) from None
 
 

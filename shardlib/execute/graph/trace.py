@@ -330,8 +330,8 @@ def _recorded(of: MicroBatch, forward: Any, backward: Any, more: Sequence[torch.
             node.meta[GIVEN] = noted
     if any(draws(node) and node.meta[PHASE] != FORWARD for node in graph.nodes):
         raise IllegalComposition(
-            "backward draws from torch's generators, and a graph would draw other numbers there than in forward. Use "
-            "sl.dropout, or sl.remat() in a checkpoint's place"
+            "in a graph backward would draw other numbers than forward. Use sl.dropout, or sl.remat() for the "
+            "checkpoint"
         )
     stands.made_inputs(graph)
     *_, output = graph.nodes
@@ -363,8 +363,7 @@ def _without_random_numbers() -> Iterator[None]:
     for (name, call), now in states().items():
         if now != before[name, call]:
             raise IllegalComposition(
-                f"the loss function draws by {name}, which a graph would do once for all steps. Put the numbers into the "
-                f"batch: torch.tensor({call})"
+                f"the loss draws by {name}, which a graph does once. Pass torch.tensor({call}) in the batch"
             )
 
 
@@ -413,6 +412,6 @@ def _told(node: Node | None) -> str:
 
 def _other(before: str, now: str) -> CallsDiffer:
     return CallsDiffer(
-        f"the loss function computes something else when it is called again ({before}, and then {now}). Put what changes "
+        f"the loss function computes something else when called again ({before}, and then {now}). Put what changes "
         "into the batch: torch.tensor(count)"
     )

@@ -95,8 +95,7 @@ def send_tree(
         header = pickle.dumps((adopted_in(treedef), pickle.dumps((treedef, described))))
     except Exception as error:
         raise LossError(
-            f"what passes between stages must be a pytree of tensors and picklable values ({error}). Define its classes at "
-            "the top of a module"
+            f"what passes between stages cannot be pickled ({error}). Define its classes at the top of a module"
         ) from error
     device = link.mesh.device
     framed = len(header).to_bytes(8, "little") + header

@@ -113,7 +113,7 @@ class OneStage:
         if trained and is_compiled(fn) and (self.executor.gathers or plan.styles):
             what = "ZeRO stage 3 gathers parameters" if self.executor.gathers else "tensor slicing sends messages"
             raise HandleError(
-                f"the loss function is compiled as a whole, and {what} in it. Use make_train_step(..., compile='inductor')"
+                f"the loss is compiled as a whole, and {what} in it. Use make_train_step(compile='inductor')"
             )
 
     def train(self, call: StepInputs, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:

@@ -51,8 +51,8 @@ def require_blocks(loss_fn: Any, plan: Plan) -> Sequential:
     if not isinstance(loss_fn, Sequential):
         name = getattr(loss_fn, "__name__", loss_fn)
         raise IllegalComposition(
-            f"pipeline needs blocks, and {name!r} is one function. Make it sl.sequential([...]), as "
-            "gpt.make_sequential(config) or sl.from_module(module, blocks=)"
+            f"pipeline needs blocks, and {name!r} is one function. Use sl.sequential([...]) or sl.from_module(module, "
+            "blocks=)"
         )
     trees = plan.shape.treedef.num_children
     if len(loss_fn) != trees:
@@ -72,9 +72,7 @@ class Pipe:
 
     def __init__(self, loss_fn: Any, plan: Plan, mesh: Mesh, trained: bool, with_buffers: bool = False) -> None:
         if with_buffers:
-            raise IllegalComposition(
-                "pipeline does not bring buffers= from stage to stage. Leave them out, or use accumulate()"
-            )
+            raise IllegalComposition("pipeline does not go together with buffers=. Leave them out, or use accumulate()")
         self._blocks = require_blocks(loss_fn, plan)
         self._plan, self._mesh = plan, mesh
         self._schedule = schedule = plan.stages.schedule
@@ -142,8 +140,7 @@ class Pipe:
         rows = [rows_of(microbatch) for microbatch in call.microbatches]
         if not sums.weighted and len(set(rows)) > 1:
             raise BatchError(
-                f"the batch's {sum(rows)} rows make {len(rows)} micro-batches of different sizes, and the loss is a mean of "
-                "each. Return sl.Mean(total, weight)"
+                f"{sum(rows)} rows make {len(rows)} micro-batches of different sizes. Return sl.Mean(total, weight)"
             )
         return self._broadcast(aux, scalars=True) if sums.with_aux else None
 

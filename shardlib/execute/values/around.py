@@ -208,9 +208,8 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         raise LossError(
-            f"a gradient of what {ctx.what} returned of this rank's rows alone: on several ranks it would be the sum of the "
-            "gradients of different numbers. Return sl.Mean(total, weight), which is one number of all ranks, or use forward "
-            "mode"
+            f"what {ctx.what} returned of this rank's rows is differentiated. Return sl.Mean(total, weight), or use "
+            "forward mode"
         )
 
     @staticmethod

@@ -241,8 +241,8 @@ def _summed(
 
 def _refuse_further(tree: Sharded) -> Tree:
     raise HandleError(
-        "a function as a function of values (torch.func around it, or compile=True) reads a further sharded tree: give it "
-        "whole leaves, sl.unshard(params), or put it into the tree of parameters and sl.freeze(globs) it"
+        "a function under torch.func or compile=True reads a further sharded tree. Give it sl.unshard(params), or "
+        "freeze it among the parameters"
     )
 
 

@@ -345,9 +345,8 @@ class Files:
             lock = locked(path, os.O_RDWR | os.O_CREAT)
         if lock is None:
             raise StorageError(
-                f"{folder} is in use: another run or a state of this process holds {path.name}. Give each its own folder; to "
-                "go on with a state in another train step, save a checkpoint and drop state and step (del; in a notebook "
-                "sys.last_value = sys.last_traceback = None)"
+                f"{folder} is in use: another run or a state of this process holds {path.name}. Name another folder, "
+                "or save a checkpoint and del state and step"
             )
         self._closing.callback(lock.close)
 
@@ -394,8 +393,8 @@ def _recognised(folder: Path, layout: FileLayout) -> dict[str, Any] | None:
             return found
         if found["rank"] == layout.rank or found["ranks"] != layout.ranks:
             raise StorageError(
-                f"{folder} holds buffers of another run ({path.name}), which differ:\n{listing(layout.differences(found))}\n"
-                "Go on with the plan that made them, name another folder, or remove these files"
+                f"{folder} holds buffers of another run ({path.name}), which "
+                f"differ:\n{listing(layout.differences(found))}\nUse its plan, another folder, or remove these files"
             )
     return None
 

@@ -48,8 +48,8 @@ class Pool:
                 if not self._sent:
                     held = sum(block.numel() for block in self._lent.values())
                     raise StorageError(
-                        f"{size:,} bytes of host memory are needed for a buffer, and {held:,} of {self._limit:,} are lent: "
-                        "write or release what was fetched before"
+                        f"a buffer needs {size:,} bytes of host memory, and {held:,} of {self._limit:,} are lent: "
+                        "write or release some"
                     )
                 self._changed.wait()
             return self._new(size)

@@ -316,8 +316,8 @@ class Store:
         pool.read(fd, view, offset, name, path)
         if zlib.crc32(view) != self._sums[name][index]:
             raise StorageError(
-                f"reading {name} at bytes {offset:,} to {offset + extent.length:,} of {path}: the bytes are not those that "
-                "were written. The disk fails, or the file was changed: restore the run from a checkpoint, on another disk"
+                f"{path} has other bytes of {name} at {offset:,} to {offset + extent.length:,} than were written. "
+                "Restore a checkpoint on another disk"
             )
 
     def _write(self, name: str, slot: int, index: int, extent: Extent, writing: Write) -> None:

@@ -94,10 +94,7 @@ class TieredBuffers:
             DonatedStateError: it was written over; names ``what``.
         """
         if version < self.version:
-            raise DonatedStateError(
-                f"{what} lay on disk, where a later state has been written. Go on with the state that the last step returned;"
-                " to keep one, save a checkpoint of it, or sl.unshard(params)"
-            )
+            raise DonatedStateError(f"{what} lay on disk, where a later state is now. Use the state of the last step")
 
     def get(self, name: str) -> torch.Tensor:
         """A copy of a buffer, in plain host memory."""
