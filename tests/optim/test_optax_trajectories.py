@@ -188,17 +188,21 @@ class Written(torch.optim.Optimizer):
             group["step"] += 1
             every = sum(leaf.grad.square().sum() for leaf in group["params"]).sqrt()
             for leaf in group["params"]:
+                angle = torch.cosine_similarity(leaf.flatten(), leaf.grad.flatten(), dim=0).abs()
                 by = {
                     "counts in the group": 1 / (1 - 0.9 ** group["step"]),
                     "clips by the norm of all": min(1.0, 20 / every),
                     "divides by the norm of each": 1 / leaf.grad.norm(),
+                    "projects matrices": 0.5 if leaf.dim() > 1 and angle < 0.01 else 1.0,
                     "adds": 1.0,
                 }[group["kind"]]
                 leaf.sub_(leaf.grad * by, alpha=group["lr"])
 
 
 @pytest.mark.parametrize("lr", [0.1, opt.linear_schedule(0.0, 0.1, 5)], ids=["number", "schedule"])
-@pytest.mark.parametrize("kind", ["counts in the group", "clips by the norm of all", "divides by the norm of each"])
+@pytest.mark.parametrize(
+    "kind", ["counts in the group", "clips by the norm of all", "divides by the norm of each", "projects matrices"]
+)
 def test_optimizers_that_know_more_than_their_state_are_refused(kind, lr):
     """They would not train on shards, by an optimizer that each step makes, as they do by themselves."""
     with pytest.raises(sl.errors.IllegalComposition, match="does not update each element alone: the parameters differ"):

@@ -144,7 +144,8 @@ def _probe(name: str, make: Callable[[list[torch.Tensor]], torch.optim.Optimizer
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(24, generator=generator, dtype=torch.float64)
     grads = torch.randn(_STEPS, 24, generator=generator, dtype=torch.float64)
-    grads[-1] *= 30  # for an optimizer that clips what is large
+    grads[0] -= start * (grads[0] @ start) / (start @ start)  # for one that looks at the angle to the parameter
+    grads[-1] *= 30  # for one that clips what is large
     whole = [start.view(4, 6).clone()]
     runs = [run.clone() for run in start.split([1, 2, 21])]
     try:
