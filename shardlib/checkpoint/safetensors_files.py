@@ -164,7 +164,7 @@ def opened(path: Path, module: Any = None) -> tuple[Path, Manifest]:
     folder = path if path.is_dir() else path.parent
     if path.is_file():
         files = [path.name]
-    elif (path / _INDEX).exists():
+    elif not (path / _ONE).exists() and (path / _INDEX).exists():  # transformers looks for the one file first, too
         files = _indexed(path / _INDEX)
     else:
         files = [_ONE]

@@ -262,7 +262,9 @@ class GradientTransformation:
             updates, params = trained_part(updates), trained_part(params)
         if params is not None:
             check_alike("update", updates, params, ("updates", "parameters"))
-            if shards is WHOLE and self.locality is Locality.GLOBAL:
+            if (
+                not isinstance(shards, MeshShards) and self.locality is Locality.GLOBAL
+            ):  # in a chain of any locality, too
                 _require_counted_once(params, updates)
         if self.locality is None:
             return self._update(updates, state, params)
@@ -409,13 +411,12 @@ def _copy_values(memory: Tree, values: Tree) -> None:
 
 
 def scaled(updates: Tree, scale: torch.Tensor | None) -> Tree:
-    """``updates * scale``, where 16-bit updates become fp32, since fp16 cannot hold gradients without their loss scale."""
-    if scale is None:
-        return updates
+    """``updates * scale``, where 16-bit updates become fp32: fp16 cannot hold gradients without their loss scale, and of a
+    small term that a transformation adds (a decay, noise) 16 bits would keep nothing."""
 
     def product(update: torch.Tensor) -> torch.Tensor:
         wide = update.to(torch.promote_types(update.dtype, torch.float32))
-        return wide * scale.to(wide.dtype)
+        return wide if scale is None else wide * scale.to(wide.dtype)
 
     return tree_map(product, updates)
 

@@ -7,22 +7,27 @@ it was. States that lie on disk anyway are copied to the folder of a state that 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, NoReturn
 
+import numpy as np
 import optree
 import torch
 
 from shardlib.common.devices import pages, pins
 from shardlib.common.tensors import dtype_name
-from shardlib.errors import DonatedStateError, TreeError
+from shardlib.errors import DonatedStateError, TreeError, listing
 from shardlib.mesh.mesh import Mesh
 from shardlib.optim.on_disk import OnDisk, buckets_on_disk
 from shardlib.optim.train_state import TrainState
 from shardlib.sharded.tree import Sharded
 from shardlib.tree import T_co, path_name
+
+# A state's numbers, which lie in no storage: Python's, and NumPy's and its arrays.
+_NUMBERS = (bool, int, float, complex, np.generic, np.ndarray)
+_SMALL = 1000  # numbers of an array
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,9 @@ class StateSkeleton:
             repr((path, dtype_name(v.dtype), v.offset, v.shape, v.stride)) for path, v in _leaves(self.state, View)
         ]
         lines += [repr((path, dtype_name(r.like.dtype), tuple(r.like.shape))) for path, r in self.on_disk.items()]
+        lines += [
+            repr((path, type(number).__name__, np.shape(number))) for path, number in _leaves(self.state, _NUMBERS)
+        ]
         for part in _sharded(self.state):
             lines.append(repr(dict(part.mesh.shape)))
             lines += [
@@ -101,6 +109,37 @@ class StateSkeleton:
                 for each in part.plan.placements
             ]
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+    @property
+    def numbers(self) -> list[Any]:
+        """The state's numbers in the order of its leaves, as JSON can hold them.
+
+        Raises:
+            TreeError: numbers that it cannot hold; lists them.
+        """
+        found = list(_leaves(self.state, _NUMBERS))
+        lost = [
+            f"{path}: {type(number).__name__}"
+            for path, number in found
+            if np.asarray(number).dtype.kind not in "biuf" or np.size(number) > _SMALL
+        ]
+        if lost:
+            raise TreeError(
+                f"the files of a moved state have no place for these:\n{listing(lost)}\nHold them in tensors"
+            )
+        return [number.tolist() if isinstance(number, (np.generic, np.ndarray)) else number for _, number in found]
+
+    def take_numbers(self, values: Iterable[Any]) -> None:
+        """Give the state other numbers, as `numbers` returns them."""
+        given = iter(values)
+
+        def taken(number: Any) -> Any:
+            value = next(given)
+            if isinstance(number, np.ndarray):
+                return np.array(value, number.dtype).reshape(number.shape)
+            return type(number)(value)
+
+        self.state = _rebuilt(self.state, taken, _NUMBERS)
 
     def whole(self, storages: dict[str, torch.Tensor]) -> Any:
         """The state over storages."""
@@ -151,22 +190,22 @@ def _is_part(node: Any) -> bool:
     return isinstance(node, (Sharded, TrainState))
 
 
-def _rebuilt(state: Any, move: Callable[[Any], Any]) -> Any:
-    """A state with other tensors, or views in place of them."""
+def _rebuilt(state: Any, move: Callable[[Any], Any], kinds: tuple[type, ...] = (torch.Tensor, View)) -> Any:
+    """A state with other leaves in place of those of some kinds: by default other tensors, or views in place of them."""
     if isinstance(state, Sharded):
         buffers: Any = state.on_disk
         if buffers is None:
-            buffers = {name: move(leaf) for name, leaf in state.buffers.items()}
+            buffers = {name: move(leaf) if isinstance(leaf, kinds) else leaf for name, leaf in state.buffers.items()}
         return Sharded(state.plan, state.mesh, state.role, buffers)
     if isinstance(state, TrainState):
-        parts = (_rebuilt(part, move) for part in (state.params, state.opt, state.comm, state.buffers))
+        parts = (_rebuilt(part, move, kinds) for part in (state.params, state.opt, state.comm, state.buffers))
         params, opt, comm, buffers = parts
         return TrainState(state.step, params, opt, comm, buffers, state.scale, state.rng)
 
     def moved(node: Any) -> Any:
         if _is_part(node):
-            return _rebuilt(node, move)
-        return move(node) if isinstance(node, (torch.Tensor, View)) else node
+            return _rebuilt(node, move, kinds)
+        return move(node) if isinstance(node, kinds) else node
 
     return optree.tree_map(moved, state, is_leaf=_is_part)
 

@@ -87,7 +87,7 @@ def to_disk(state: Any, folder: Folders) -> Moved:
         StorageError: the folder is in use, holds another plan's state, or one that has not been brought back; or it has too
             little space. The state stays as it was.
         RankFailure: another rank could not write.
-        TreeError: a pytree without sharded parts, on several ranks.
+        TreeError: a pytree without sharded parts, on several ranks; or complex numbers, or large arrays of NumPy's.
 
     >>> state, train_step = sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.ones(2)}, sl.optim.sgd(0.1))
     >>> sl.to_disk(state, "parked")
@@ -270,6 +270,7 @@ class MovedFiles:
         """
         state = self._skeleton.state
         notes = {"move": self._draw, "taken": False, "what": self._skeleton.what, "form": self._skeleton.form}
+        notes["numbers"] = self._skeleton.numbers
         if isinstance(state, TrainState):
             scale = asdict(state.scale) if state.scale else None
             notes |= {"step": state.step, "seed": state.rng.seed, "scale": scale}
@@ -313,9 +314,11 @@ class MovedFiles:
 
     def restore_notes(self) -> None:
         """Give the skeleton what of the newest state is no tensor."""
-        state, notes = self._skeleton.state, self.notes
+        notes = self.notes
         assert notes is not None
         self._skeleton.what = notes["what"]
+        self._skeleton.take_numbers(notes["numbers"])
+        state = self._skeleton.state
         if isinstance(state, TrainState):
             state.step, state.rng = notes["step"], Key(notes["seed"])
             state.scale = LossScale(**notes["scale"]) if notes["scale"] else None

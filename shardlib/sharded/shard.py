@@ -69,7 +69,7 @@ def shard_alike(params: Tree, plan: Plan, mesh: Mesh) -> Sharded:
     """
     paths, leaves, _ = flatten(params)
     check_tensors(paths, leaves)
-    check_same_tree(plan.everywhere, paths, [tuple(leaf.shape) for leaf in leaves], "parameters", whole=True)
+    check_same_tree(plan.everywhere, paths, [tuple(leaf.shape) for leaf in leaves], whole=True)
     check_ties(plan, dict(zip(paths, leaves, strict=True)))
     _check_values(params, mesh)
     return _placed(plan, mesh, params)

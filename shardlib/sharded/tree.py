@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -202,22 +203,24 @@ class Sharded(Shown, Generic[T_co]):
     def _pack(self) -> dict[str, torch.Tensor]:
         paths, leaves, _ = flatten(self._held.tree)
         by_path = dict(zip(paths, leaves, strict=True))
-        if self.role == "param":
-            wrong = [
-                f"{path}: {type(leaf).__name__}" for path, leaf in by_path.items() if not isinstance(leaf, torch.Tensor)
-            ]
-            if wrong:
-                raise TreeError(f"leaves of a sharded tree must be tensors:\n{listing(wrong)}")
-            check_same_tree(self.plan, paths, [tuple(leaf.shape) for leaf in leaves], "parameters")
-            if not any(map(of_func, leaves)):  # those have no values to compare
-                check_ties(self.plan, by_path)
+        wrong = [
+            f"{path}: {type(leaf).__name__}" for path, leaf in by_path.items() if not isinstance(leaf, torch.Tensor)
+        ]
+        if wrong:
+            raise TreeError(f"leaves of a sharded tree must be tensors:\n{listing(wrong)}")
+        check_same_tree(self.plan, paths, [tuple(leaf.shape) for leaf in leaves], self.role)
+        if not any(map(of_func, leaves)):  # those have no values to compare
+            check_ties(self.plan, by_path)
         buffers = {}
         for bucket in self.buckets:
             level = self.level(bucket)
             if any(of_func(by_path[path]) for path in bucket.paths):
                 buffers[bucket.name] = _joined(bucket, level, [by_path[path] for path in bucket.paths])
                 continue
-            buffer = self.mesh.zeros(bucket.size(level), bucket.dtype, self.memory(bucket))
+            dtypes = {by_path[path].dtype for path in bucket.paths}
+            # Gradients may be in a wider dtype than parameters, which could not hold them.
+            dtype = bucket.dtype if self.role == "param" else functools.reduce(torch.promote_types, dtypes)
+            buffer = self.mesh.zeros(bucket.size(level), dtype, self.memory(bucket))
             for path, flat in zip(bucket.paths, bucket.leaf_segments(buffer, level), strict=True):
                 flat[: by_path[path].numel()].copy_(by_path[path].detach().reshape(-1))
             buffers[bucket.name] = buffer
@@ -352,26 +355,31 @@ def _same(leaf: torch.Tensor, alias: torch.Tensor) -> bool:
 
 
 def check_same_tree(
-    plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]], what: str, *, whole: bool = False
+    plan: Plan, paths: Sequence[str], shapes: Sequence[tuple[int, ...]], role: str = "param", *, whole: bool = False
 ) -> None:
-    """Raise `TreeError` listing each leaf of ``what`` that is missing, new, or of another shape than in the plan.
+    """Raise `TreeError` listing each leaf of a tree that is missing, new, or of another shape than in the plan.
 
     ``shapes`` are of this rank's shards, or with ``whole`` of whole leaves.
     """
-    # In a rank's tree the leaves of other stages are None.
-    wanted = {
-        path: leaf for path, leaf in zip(plan.shape.paths, plan.leaves, strict=True) if leaf.bucket in plan.bucket_of
-    }
+    what = "parameters" if role == "param" else "gradients"
+    # In a rank's tree the leaves of other stages are None; in one of gradients those of frozen leaves are, too.
+    held = {bucket.name for bucket in (plan.buckets if role == "param" else plan.trained)}
+    wanted = {path: leaf for path, leaf in zip(plan.shape.paths, plan.leaves, strict=True) if leaf.bucket in held}
     got = dict(zip(paths, shapes, strict=True))
     failures = [f"{path}: missing" for path in wanted if path not in got]
     failures += [f"{path}: not in the plan" for path in got if path not in wanted]
     for path, placement in wanted.items():
-        planned = placement.compute.shape if whole else plan.local_shape(placement, "param")
+        planned = placement.compute.shape if whole else plan.local_shape(placement, role)
         if path in got and got[path] != planned:
             share = "" if whole else f" (this rank's share of {placement.param.shape})"
             failures.append(f"{path}: shape {got[path]}, planned {planned}{share}")
     if failures:
-        raise TreeError(f"the {what} differ from the plan:\n{listing(failures)}\nShard the changed tree with sl.shard.")
+        remedy = (
+            "Shard the changed tree with sl.shard."
+            if role == "param"
+            else "Give each trained parameter a gradient of its shape, zeros for none."
+        )
+        raise TreeError(f"the {what} differ from the plan:\n{listing(failures)}\n{remedy}")
 
 
 # Marks on the memory of shards that were read out of sharded trees, so that none is taken for a plain tree of one device.

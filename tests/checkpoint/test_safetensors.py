@@ -126,6 +126,15 @@ def test_parameters_keep_their_dtype(tmp_path):
     assert found["w"].dtype == torch.float32 and found["w"].tolist() == [1.25] * 4
 
 
+def test_one_file_is_read_before_an_index(tmp_path):
+    """As transformers does: a file that was written into the folder of an older model in several ones."""
+    params = {"a": torch.ones(100), "b": torch.ones(100)}
+    sl.checkpoint.export_safetensors(tmp_path, sl.shard(params, sl.make_mesh()), max_shard_size=500)
+    save_file({"a": torch.zeros(100), "b": torch.zeros(100)}, tmp_path / "model.safetensors")
+    found = sl.checkpoint.import_safetensors(tmp_path, sl.shard(params, sl.make_mesh()))
+    assert not found["a"].any() and not found["b"].any()
+
+
 def test_other_names_and_shapes_are_listed_and_nothing_changes(tmp_path):
     save_file({"a": torch.ones(3), "b": torch.ones(2), "only": torch.ones(1)}, tmp_path / "model.safetensors")
 

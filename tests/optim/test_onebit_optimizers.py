@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -393,6 +394,18 @@ def test_states_of_parameters_move_with_them_to_another_mesh(tmp_path, name):
         finals = [sl.simulate(run, mesh={"data": 1, "local": 2}) for run in (straight, resumed)]
     for wanted, got in zip(*finals):
         assert_close(got, wanted, 1e-10)
+
+
+def test_a_freeze_step_of_numpy_is_a_number():
+    def run(mesh, step):
+        params = sl.shard({"w": torch.ones(8)}, mesh, sl.zero(0))
+        loss_fn = lambda params, batch: (params["w"] * batch).sum()  # noqa: E731
+        state, train_step = sl.make_train_step(loss_fn, params, sl.optim.onebit_adam(0.1, step))
+        for _ in range(2):
+            state, _ = train_step(state, torch.ones(8))
+        return state.opt.inner.frozen.item()
+
+    assert sl.simulate(run, np.int64(2), mesh={"data": 2}) == [1.0, 1.0]
 
 
 def test_diverged_ranks_are_not_restored_before_the_freeze(tmp_path):

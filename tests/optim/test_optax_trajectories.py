@@ -174,3 +174,37 @@ def test_optimizers_of_torch_that_are_not_elementwise_are_refused(cls, options, 
     with pytest.raises(sl.errors.IllegalComposition, match=why) as refused:
         opt.from_torch(cls, **options)
     assert cls.__name__ in str(refused.value)
+
+
+class Written(torch.optim.Optimizer):
+    """An optimizer as others write them: with the number of steps in the group, a norm of all gradients, or of each one."""
+
+    def __init__(self, params, kind, lr=0.1):
+        super().__init__(params, {"lr": lr, "kind": kind, "step": 0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["step"] += 1
+            every = sum(leaf.grad.square().sum() for leaf in group["params"]).sqrt()
+            for leaf in group["params"]:
+                angle = torch.cosine_similarity(leaf.flatten(), leaf.grad.flatten(), dim=0).abs()
+                by = {
+                    "counts in the group": 1 / (1 - 0.9 ** group["step"]),
+                    "clips by the norm of all": min(1.0, 20 / every),
+                    "divides by the norm of each": 1 / leaf.grad.norm(),
+                    "projects matrices": 0.5 if leaf.dim() > 1 and angle < 0.01 else 1.0,
+                    "adds": 1.0,
+                }[group["kind"]]
+                leaf.sub_(leaf.grad * by, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("lr", [0.1, opt.linear_schedule(0.0, 0.1, 5)], ids=["number", "schedule"])
+@pytest.mark.parametrize(
+    "kind", ["counts in the group", "clips by the norm of all", "divides by the norm of each", "projects matrices"]
+)
+def test_optimizers_that_know_more_than_their_state_are_refused(kind, lr):
+    """They would not train on shards, by an optimizer that each step makes, as they do by themselves."""
+    with pytest.raises(sl.errors.IllegalComposition, match="does not update each element alone: the parameters differ"):
+        opt.from_torch(Written, kind=kind, lr=lr)
+    opt.from_torch(Written, kind="adds", lr=lr)

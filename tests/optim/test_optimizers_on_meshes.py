@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -354,6 +355,23 @@ def test_nonfinite_values_on_one_rank_are_skipped_on_all():
 
 
 # --- hyper-parameters and names --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, torch.tensor])
+def test_a_hyperparameter_may_be_replaced(tmp_path, kind):
+    """By any number, as optax's may; a checkpoint has it before the next step, too."""
+
+    def start():
+        tx = opt.chain(opt.clip_by_value(9.0), opt.inject_hyperparams(opt.sgd)(1.0))
+        return sl.make_train_step(lambda p, x: (p["w"] * x).sum(), {"w": torch.zeros(2)}, tx)
+
+    state, step = start()
+    state, _ = step(state, torch.ones(2))
+    state.opt.inner[1].hyperparams["lr"] = kind(0.25)
+    checkpoint.save(tmp_path, state)
+    for each in (state, checkpoint.restore(tmp_path, start()[0])):
+        after, _ = step(step(each, torch.ones(2))[0], torch.ones(2))
+        assert sl.unshard(after.params)["w"].tolist() == [-1.5, -1.5]
 
 
 def test_hyperparameters_are_read_written_and_saved(tmp_path):

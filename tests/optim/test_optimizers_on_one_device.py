@@ -299,6 +299,38 @@ def test_scaled_gradients_are_unscaled_where_they_fit(options, gradient, make):
             torch.testing.assert_close(leaf.float(), torch.full_like(leaf, 0.99).float(), rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sl.optim.sgd(3e-3),
+        lambda: sl.optim.chain(sl.optim.add_decayed_weights(1e-3), sl.optim.sgd(0.125)),
+        lambda: sl.optim.chain(sl.optim.masked(sl.optim.add_decayed_weights(1e-3), "w"), sl.optim.sgd(0.125)),
+        lambda: sl.optim.chain(sl.optim.add_noise(1e-6, 0.5, key=1), sl.optim.sgd(0.125)),
+        lambda: sl.optim.partition({"all": sl.optim.sgd(3e-3)}, {"*": "all"}),
+    ],
+)
+def test_nothing_is_lost_beside_a_gradient_in_16_bits(make, ranks):
+    """A rate, a decay and noise that 16 bits do not hold beside the gradient move fp32 masters as they would from fp32."""
+    params, factor = (
+        {"w": torch.tensor([1.0, 0.5, 2.0, -3.0])},
+        torch.tensor([0.75, 0.125, -0.25, 1.0]),
+    )  # exact in bf16
+
+    def run(mesh, reduce_dtype):
+        transform = sl.chain(sl.zero(0), sl.precision("bf16", reduce_dtype=reduce_dtype))
+        loss_fn = lambda params, batch: (params["w"] * batch).sum()  # noqa: E731
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), make())
+        for _ in range(3):
+            state, _ = step(state, factor)
+        return sl.checkpoint.read_leaf(state, "w")["master"]
+
+    for ours, theirs in zip(
+        *(sl.simulate(run, dtype, mesh={"data": ranks}) for dtype in ("bf16", "fp32")), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-7)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("name", "dtype", "scale"), [("bf16", torch.bfloat16, 1.0), ("fp16", torch.float16, 2.0**8)])
 def test_mixed_precision_is_the_textbooks(stage, name, dtype, scale):

@@ -313,6 +313,12 @@ def test_schedules_must_return_numbers(make, message):
         make()
 
 
+def test_a_joined_function_is_asked_where_it_holds_alone():
+    """Before that 1 + i is negative, and after it the table has ended."""
+    joined = sl.optim.join_schedules([lambda i: [0.0, 0.25, 0.5, 0.75][int(i)], lambda i: 1 / math.sqrt(1 + i)], [4])
+    assert [float(joined(i)) for i in (0, 2, 3, 4, 7)] == [0.0, 0.5, 0.75, 1.0, 0.5]
+
+
 def test_larger_batches():
     # Goyal et al. train ResNet-50 with 8192 images at a rate of 3.2, where 256 take 0.1.
     assert sl.optim.linear_scaling(0.1, 8192, 256) == pytest.approx(3.2)

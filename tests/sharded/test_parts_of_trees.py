@@ -132,3 +132,40 @@ def test_an_average_in_the_tree(stage, precision):
             student = optree.tree_map(lambda leaf: (leaf - 0.5 * leaf.grad).detach(), leaves)
             teacher = optree.tree_map(lambda t, s: t.lerp(s, 0.25), teacher, student)
         assert_close(one, {"student": student, "teacher": teacher}, 1e-5)
+
+
+# --- gradients that a caller changes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_changed_gradients_keep_the_dtype_that_holds_them(name, master):
+    """fp16 has no 1e-9, and bf16 no third digit; gradients are in fp32."""
+
+    def run(mesh):
+        params = sl.shard({"w": torch.ones(6)}, mesh, sl.chain(sl.zero(2), sl.precision(name, master=master)))
+        _, grads = sl.value_and_grad(lambda p, x: p["w"].float().sum() * 2.0**-30)(params, X)
+        changed = optree.tree_map(lambda leaf: leaf * 1.001, grads)
+        return sl.unshard(changed)["w"], sl.optim.global_norm(changed) / sl.optim.global_norm(grads)
+
+    for found, ratio in sl.simulate(run, mesh={"data": 2}):
+        assert torch.equal(found, torch.full((6,), 2.0**-30) * 1.001) and abs(ratio - 1.001) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda grads: optree.tree_map(torch.Tensor.mean, grads), r"body/b: shape \(\), planned \(7,\)"),
+        (lambda grads: optree.tree_map(lambda leaf: None, grads), "head/w: missing"),
+        (
+            lambda grads: optree.tree_map_with_path(lambda path, leaf: leaf * (path[-1] != "tied"), grads),
+            "head/w and tied",
+        ),
+    ],
+)
+def test_gradients_of_other_leaves_or_shapes_are_refused(change, message):
+    params = sl.shard(PARAMS | {"tied": PARAMS["head"]["w"]}, sl.make_mesh(), stage=2)
+    _, grads = sl.value_and_grad(lambda p, x: loss(p["body"], x) + p["head"]["w"].sum())(params, X)
+    assert sl.optim.global_norm(optree.tree_map(torch.neg, grads)) == sl.optim.global_norm(grads)
+    with pytest.raises(TreeError, match=message):
+        sl.optim.global_norm(change(grads))

@@ -1,7 +1,9 @@
 """States that were moved come back whole or not at all: nothing is left behind, mixed or written over unnoticed."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from helpers.models import mlp, regression_batch, share
@@ -10,6 +12,7 @@ from helpers.trees import assert_same
 import shardlib as sl
 from shardlib.errors import StorageError, TreeError
 from shardlib.optim.moved import View
+from shardlib.tree import tree_map
 
 LOSS, PARAMS = mlp([5, 7, 3], torch.float32)
 BATCHES = [regression_batch(12, 5, 3, torch.float32, seed=seed) for seed in range(4)]
@@ -123,3 +126,40 @@ def test_a_state_of_another_form_with_as_many_bytes_is_refused(tmp_path, other):
         "axis": ((4, 2), torch.float16, {"model": 1, "data": 2}),
     }[other]
     sl.simulate(run, given[0], given[1], 3, True, mesh=given[2])
+
+
+class Counted(NamedTuple):
+    """The state of an optimizer with numbers of Python's and NumPy's."""
+
+    count: int
+    last: dict
+
+
+def _counting():
+    def init(params, shards):
+        return Counted(0, {"rate": 1.0, "seen": np.zeros(2, np.int64), "on": False, "share": np.float32(0)})
+
+    def update(updates, state, params, *, shards):
+        count, rate = state.count + 1, state.last["rate"] / 3
+        last = {"rate": rate, "seen": state.last["seen"] + 1, "on": True, "share": np.float32(rate)}
+        return tree_map(lambda grad: -rate * grad, updates), Counted(count, last)
+
+    return sl.optim.GradientTransformation(init, update, sl.optim.Locality.ELEMENTWISE)
+
+
+def test_numbers_are_there_in_another_process(tmp_path):
+    def made():
+        buffers = {"steps": 0, "mean": torch.zeros(1)}
+        loss_fn = lambda p, b, x: ((p["w"] * x).sum(), {"steps": b["steps"] + 1, "mean": b["mean"]})  # noqa: E731
+        return sl.make_train_step(loss_fn, {"w": torch.ones(2)}, _counting(), buffers=buffers)
+
+    state, step = made()
+    for _ in range(3):
+        state, _ = step(state, torch.ones(2))
+    held, steps = state.opt.inner, state.buffers["steps"]
+    sl.to_disk(state, tmp_path)
+    found = sl.to_device(tmp_path, like=made()[0])
+    assert found.buffers["steps"] == steps == 3
+    assert repr(found.opt.inner) == repr(held) and held.count == 3
+    with pytest.raises(TreeError, match="no place for these:\n  - x: complex"):
+        sl.to_disk({"x": 1j, "y": torch.ones(2)}, tmp_path / "other")

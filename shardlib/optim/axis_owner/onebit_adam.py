@@ -113,7 +113,7 @@ def onebit_adam(
     def freeze(state: OneBitAdamState, shards: Shards) -> OneBitAdamState:
         """The state, frozen if the step just taken was the last one before the freeze."""
         count = int(state.count)
-        if isinstance(freeze_step, int):
+        if not isinstance(freeze_step, str):
             return state._replace(frozen=torch.tensor(float(count >= freeze_step)))
         if count % every:
             return state

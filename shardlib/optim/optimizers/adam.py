@@ -131,6 +131,6 @@ def add_decayed_weights(weight_decay: float) -> GradientTransformation:
 
     def update(updates: Tree, state: Tree, params: Tree, *, shards: Shards) -> tuple[Tree, Tree]:
         require_params("add_decayed_weights", params)
-        return tree_map(lambda u, p: u + weight_decay * p.to(u.dtype), updates, params), state
+        return tree_map(lambda u, p: u + weight_decay * p, updates, params), state
 
     return GradientTransformation(empty_init, update, Locality.ELEMENTWISE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardlib.common._compat import transformed
 from shardlib.optim.checks import check, is_count, is_integer, is_number, is_positive, is_real, is_size, is_step
 from shardlib.optim.code import coded_schedule
 
@@ -305,6 +307,9 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 
     @on_numbers
     def schedule(step: torch.Tensor) -> torch.Tensor:
+        if not step.dim() and not transformed():  # a user's function may have no value where it does not hold
+            number = bisect_right(boundaries, float(step))
+            return schedules[number](step - (0, *boundaries)[number])
         value = schedules[0](step)
         for boundary, later in zip(boundaries, schedules[1:], strict=True):
             value = torch.where(step < boundary, value, later(step - boundary))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,13 +45,14 @@ class Kinds(NamedTuple):
 def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransformation:
     """A ``torch.optim.Optimizer`` as a gradient transformation: ``from_torch(torch.optim.NAdam, lr=1e-3)``.
 
-    It runs on shards, so it must be elementwise. This is probed: for some steps a parameter is updated whole and as several
-    tensors of other shapes, with equal results. ``lr`` may be a schedule.
+    It runs on shards, and is made anew at each step, so it must be elementwise and keep all it knows in its state. This is
+    probed: for some steps a parameter is updated whole, and in several parts that know nothing of each other, with equal
+    results. ``lr`` may be a schedule.
 
     Raises:
         TypeError: an optimizer instead of its class.
-        IllegalComposition: the optimizer is not elementwise (Muon, Adafactor), or needs a closure (LBFGS), sparse gradients
-            (SparseAdam) or anything but parameters and gradients; says why.
+        IllegalComposition: the optimizer is not elementwise (Muon, Adafactor), keeps numbers in its groups, or needs a
+            closure (LBFGS), sparse gradients (SparseAdam) or anything but parameters and gradients; says why.
 
     >>> p, g = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, -0.8])}
     >>> tx = sl.optim.from_torch(torch.optim.NAdam, lr=0.1)
@@ -71,7 +73,8 @@ def from_torch(optimizer_class: Optimizer, **options: Any) -> GradientTransforma
         now = options if rate is None else {**options, "lr": float(rate(count))}
         return optimizer_class(params, **now)
 
-    kinds = _probe(name, make)
+    # A schedule may begin at 0, where no parameter moves.
+    kinds = _probe(name, partial(optimizer_class, **(options if rate is None else {**options, "lr": 0.01})))
 
     def init(params: Tree, _: Shards) -> TorchState:
         elements = {
@@ -136,15 +139,18 @@ def _numbers_back(numbers: dict[str, torch.Tensor], kinds: Kinds) -> Iterator[tu
 _STEPS = 3
 
 
-def _probe(name: str, make: Callable[[list[torch.Tensor], torch.Tensor], torch.optim.Optimizer]) -> Kinds:
+def _probe(name: str, make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]) -> Kinds:
     """The contents of the optimizer's state. Raises `IllegalComposition` for an optimizer that is not elementwise."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(24, generator=generator, dtype=torch.float64)
     grads = torch.randn(_STEPS, 24, generator=generator, dtype=torch.float64)
+    grads[0] -= start * (grads[0] @ start) / (start @ start)  # for one that looks at the angle to the parameter
+    grads[-1] *= 30  # for one that clips what is large
     whole = [start.view(4, 6).clone()]
     runs = [run.clone() for run in start.split([1, 2, 21])]
     try:
-        states = [_run(make, leaves, grads) for leaves in (whole, runs)]
+        states = [_run(make, whole, grads)]
+        states += [[_run(make, [run], rows, anew=True)[0] for run, rows in zip(runs, grads.split([1, 2, 21], dim=1))]]
     except Exception as error:
         raise IllegalComposition(
             f"from_torch: {name} does not step on parameters and gradients alone ({type(error).__name__}: {error}). Use one "
@@ -169,8 +175,9 @@ def _probe(name: str, make: Callable[[list[torch.Tensor], torch.Tensor], torch.o
     different += ["the parameters"] if not _same(whole, runs) else []
     if different:
         raise IllegalComposition(
-            f"from_torch: {name} does not update each element alone: {', '.join(different)} differ when the same elements "
-            "have other shapes. Use one of shardlib.optim, or a GradientTransformation with the locality it needs"
+            f"from_torch: {name} does not update each element alone: {', '.join(different)} differ when parts of a parameter "
+            "are updated by themselves, by an optimizer that each step makes with their state. Use one of shardlib.optim, or "
+            "a GradientTransformation with the locality it needs"
         )
     if lost := [k for k, v in states[0][0].items() if k not in elements and k not in numbers and v is not None]:
         raise IllegalComposition(
@@ -181,16 +188,22 @@ def _probe(name: str, make: Callable[[list[torch.Tensor], torch.Tensor], torch.o
 
 
 def _run(
-    make: Callable[[list[torch.Tensor], torch.Tensor], torch.optim.Optimizer],
+    make: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
     leaves: list[torch.Tensor],
     grads: torch.Tensor,
+    anew: bool = False,
 ) -> list[dict[str, Any]]:
     """The optimizer's state of each of ``leaves`` after a step for each row of ``grads``, which change ``leaves`` in
-    place."""
+    place. ``anew``: whether each step has an optimizer of its own, with the state of the one before."""
     sizes = [leaf.numel() for leaf in leaves]
     inputs = [_as_parameter(leaf, torch.zeros_like(leaf)) for leaf in leaves]
-    tx = make(inputs, torch.zeros(()))
-    for row in grads:
+    tx = make(inputs)
+    for number, row in enumerate(grads):
+        if anew and number:
+            states = tx.state
+            tx = make(inputs)
+            for leaf in inputs:
+                tx.state[leaf].update(states[leaf])
         for leaf, grad in zip(inputs, row.split(sizes), strict=True):
             leaf.grad = grad.view(leaf.shape).clone()
         tx.step()

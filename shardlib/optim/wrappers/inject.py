@@ -48,7 +48,7 @@ def inject_hyperparams(
 
     Every argument that is a float, or an int where floats are due (the parameter is annotated ``float``, alone or in a
     union, or its default is one), becomes an entry of ``hyperparams``, default values included. So does every schedule,
-    which is called at each step. Write ``state.hyperparams["lr"].fill_(1e-4)`` to set a number for all later steps. Other
+    which is called at each step. Write ``state.hyperparams["lr"] = 1e-4`` to set a number for all later steps. Other
     arguments are passed on. As optax.inject_hyperparams.
 
     Args:
@@ -92,7 +92,12 @@ def inject_hyperparams(
 
         def at(count: torch.Tensor, hyperparams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             scheduled = {name: schedule(count).cpu() for name, schedule in schedules.items()}
-            return {name: scheduled.get(name, value) for name, value in hyperparams.items()}
+            return {
+                name: scheduled[name]
+                if name in scheduled
+                else torch.as_tensor(value, dtype=torch.float64, device="cpu")
+                for name, value in hyperparams.items()
+            }
 
         def inner(hyperparams: Mapping[str, torch.Tensor]) -> GradientTransformation:
             now = inspect.BoundArguments(signature, dict(bound.arguments))
@@ -178,7 +183,7 @@ def injected(state: Tree) -> dict[str, str]:
     """Name -> value of the hyper-parameters in an optimizer's state, where a user may change them between steps."""
     nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, InjectState))
     held = enumerate(node.hyperparams for node in nodes if isinstance(node, InjectState))
-    return {f"{name} ({number})": repr(value.item()) for number, values in held for name, value in values.items()}
+    return {f"{name} ({number})": repr(float(value)) for number, values in held for name, value in values.items()}
 
 
 def _settings(name: str, value: Any, met: set[int], internal: bool) -> Iterator[tuple[str, str]]:

@@ -306,9 +306,9 @@ DEFECTS = (
         "norm",
         "optim/base.py",
         "a global norm over a plain tree counts tied leaves twice",
-        "if shards is WHOLE and self.locality is Locality.GLOBAL:",
-        "if shards is WHOLE and self.locality is Locality.LEAF:",
-        ("tests/optim/test_plain_trees.py::test_a_global_norm_that_would_count_tied_leaves_twice_is_refused",),
+        "and self.locality is Locality.GLOBAL:",
+        "and self.locality is Locality.LEAF:",
+        ("tests/optim/test_plain_trees.py::test_a_global_norm_that_would_count_tied_leaves_twice_is_refused[sgd]",),
     ),
     Defect(
         "states in memory that is written to",
