@@ -380,7 +380,7 @@ class _OutputShares(_Tags):
         def merged(result: Any) -> None:
             if follow is not None:
                 follow(result)
-            if self.of(result) is None and result.shape[-1] > args[0].shape[-1]:
+            if self.of(result) is None and result.dim() > 1 and result.shape[-1] > args[0].shape[-1]:
                 self._known[result] = tag._replace(joined=True)
 
         return merged
@@ -488,6 +488,9 @@ class _PositionParts(_Tags):
         elementwise = pointwise(func, args, kwargs)
         if (elementwise or name in PRODUCTS or func is torch.einsum) and by and any(map(self.of, given)):
             self._fail(f"{by} over positions, whose result is used beside them,")
+        tags = [self.of(x) for x in args[:2]]
+        if name in PRODUCTS and all(tag and tag.dim == -2 for tag in tags):  # a matrix of positions times positions
+            self._fail(f"{name} over positions")
         follow = super().look(func, args, kwargs)
         tag = self.of(args[0]) if args else None
         sums = name if tag and tag.dim in together(func, args[0], args[1:], kwargs) else by if elementwise else None

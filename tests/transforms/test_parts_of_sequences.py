@@ -95,6 +95,7 @@ WRONG = {
     "median": lambda x: x - x.median(1, keepdim=True)[0],
     "batch_norm": lambda x: F.batch_norm(x.mT, None, None, training=True).mT,
     "matmul": lambda x: x + x @ (x.mT @ x),
+    "matmul ": lambda x: x + x @ x.mT @ x,
     "einsum": lambda x: x + torch.einsum("bsw, btw -> btw", x, x),
     "gru": lambda x: x + torch.gru(x, x.new_zeros(1, len(x), WIDTH), GRU, False, 1, 0.0, False, False, True)[0],
 }
