@@ -90,7 +90,8 @@ STATISTICS = ("running_mean", "running_var")
 
 def has_place(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory of its own: not what stands for others (handles, those of torch.func), nor a sparse one."""
-    plain = type(tensor) in (torch.Tensor, FakeTensor) or isinstance(tensor, torch.nn.Parameter)
+    # By the type: what stands for a parameter in a module's call answers isinstance as one.
+    plain = type(tensor) in (torch.Tensor, FakeTensor) or issubclass(type(tensor), torch.nn.Parameter)
     return plain and tensor.layout is torch.strided and not of_func(tensor)
 
 

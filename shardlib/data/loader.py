@@ -76,7 +76,8 @@ def loader(
             sample are rows of a tensor.
         map: ``map(batch, step)`` -> batch, where ``step`` is the number of batches before this one; called after the
             curriculum has cut the batch.
-        workers: processes that read ahead, as in torch's ``DataLoader``, which runs them.
+        workers: processes that read ahead, as in torch's ``DataLoader``, which runs them. What a dataset draws at random in
+            them depends on the seed, the rank's share and the sample at which the loop begins.
         pin: whether batches go through pinned memory; by default if the mesh is on a GPU. Batches arrive on its device.
 
     Raises:
@@ -106,7 +107,7 @@ def loader(
     # Every epoch that the batches reach into costs a computation of its own.
     ahead = min(_INDICES() * share.count, len(dataset))
     rows = _Rows(fetch_of(dataset, collate), plan, map)
-    made = Loader(order, share, plan.rows, end, drop_last, rows, ahead, workers, pinned).seek(samples)
+    made = Loader(order, share, plan.rows, end, drop_last, rows, ahead, workers, pinned, seed).seek(samples)
     primitives.require_equal(
         share.mesh,
         "data loaders",
@@ -131,8 +132,8 @@ def loader(
 class Loader:
     """An iterable over this rank's share of batches, from `loader`.
 
-    A loop goes on where the last one stopped. What workers have read ahead does not count: `samples` are those in the batches
-    that were handed out.
+    A loop goes on where the last one stopped; after one that came to the end it raises `BatchError`, until `seek`. What
+    workers have read ahead does not count: `samples` are those in the batches that were handed out.
 
     Attributes:
         samples: the number of samples consumed, over all ranks.
@@ -151,9 +152,10 @@ class Loader:
         ahead: int,
         workers: int,
         pin: bool,
+        seed: int,
     ) -> None:
         self._order, self._share, self._batch, self._end, self._drop_last = order, share, batch, end, drop_last
-        self._rows, self._ahead, self._workers, self._pin = rows, ahead, workers, pin
+        self._rows, self._ahead, self._workers, self._pin, self._seed = rows, ahead, workers, pin, seed
 
     def seek(self, samples: int) -> Self:
         """Go on after ``samples`` samples, and return this loader. Costs the same for any number.
@@ -164,7 +166,7 @@ class Loader:
         if not is_count(samples) or (self._end is not None and samples > self._end):
             most = "" if self._end is None else f", and the last of {self._end}"
             raise BatchError(f"loader: samples={samples!r}: the first is 0{most}; give an integer")
-        self.samples = operator.index(samples)
+        self.samples, self._over = operator.index(samples), False
         return self
 
     def state_dict(self) -> dict[str, int]:
@@ -182,6 +184,11 @@ class Loader:
         self.seek(state["samples"])
 
     def __iter__(self) -> Iterator[Any]:
+        if self._over:
+            raise BatchError(
+                f"loader: its last loop came to the end, at sample {self._end}, and another one has no batches: give epochs= "
+                "their number, or begin again by seek(0)"
+            )
         start = self.samples
         batches = DataLoader(
             self._rows,
@@ -190,8 +197,7 @@ class Loader:
             collate_fn=_unchanged,
             num_workers=self._workers,
             pin_memory=self._pin,
-            # Of its own: torch's default generator would be advanced, and dropout with it.
-            generator=torch.Generator().manual_seed(0),
+            generator=workers_generator(self._seed, self._share, start),
         )
         for batch in batches:
             if self.samples != start:
@@ -202,6 +208,7 @@ class Loader:
             start += self._rows_from(start)
             self.samples = start
             yield to_device(batch, self._share.mesh.device)
+        self._over = True
 
     def _rows_from(self, start: int) -> int:
         """The rows of the global batch that begins with sample ``start``."""
@@ -303,6 +310,12 @@ class Share:
     axes: tuple[str, ...]
     index: int
     count: int
+
+
+def workers_generator(seed: int, share: Share, samples: int) -> torch.Generator:
+    """What the random numbers of workers are seeded by, from sample ``samples`` on: equal on ranks that have the same rows,
+    and different on others. (Torch's default generator would be advanced, and dropout with it.)"""
+    return torch.Generator().manual_seed(Key(seed).fold_in(f"workers of share {share.index}").fold_in(samples).seed)
 
 
 def share_of(where: Any, over: Sequence[str] | None) -> Share:

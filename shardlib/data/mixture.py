@@ -36,7 +36,7 @@ def mixture(sources: Sequence[Any], weights: Sequence[float | Fraction] | None =
     its own, each with every sample once. Samples of all sources must collate into one batch.
 
     Args:
-        sources: map-style datasets, as `loader` takes them.
+        sources: map-style datasets, as `loader` takes them; mixtures too, which keep their proportions.
         weights: one above 0 for each source, as numbers or fractions; they need not sum to 1. By default the sources' sizes.
             Where their smallest common denominator is above 65,536 they are rounded to 65,536ths; `Mixture.weights` are
             those that are used.
@@ -86,31 +86,36 @@ class Mixture:
         return tree_map(lambda *leaves: torch.cat(leaves)[places.argsort()], *parts)
 
     def order(self, seed: int, shuffle: bool) -> MixedOrder:
-        return MixedOrder(tuple(map(len, self._sources)), self._shares, seed, shuffle)
+        seeds = (Key(seed).fold_in(f"source {number}").seed for number in range(len(self._sources)))
+        orders = (_order(source, own, shuffle) for source, own in zip(self._sources, seeds))
+        return MixedOrder(tuple(orders), tuple(map(len, self._sources)), self._shares)
 
 
 @dataclass(frozen=True)
 class MixedOrder:
-    """The order of a mixture's samples. ``shares`` of their sum are the sources' weights."""
+    """The order of a mixture's samples, by those of its sources. ``shares`` of their sum are the sources' weights."""
 
+    orders: tuple[Order, ...]
     sizes: tuple[int, ...]
     shares: tuple[int, ...]
-    seed: int
-    shuffle: bool
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
         pattern, before = _pattern(self.shares)
         rounds, places = np.divmod(numbers, len(pattern))
         sources, found = pattern[places], np.empty_like(numbers)
         start = 0
-        for source, (size, share) in enumerate(zip(self.sizes, self.shares)):
+        for source, (own, size, share) in enumerate(zip(self.orders, self.sizes, self.shares)):
             here = sources == source
-            own: Order = Unshuffled(size)
-            if self.shuffle:
-                own = Shuffled(size, Key(self.seed).fold_in(f"source {source}").seed)
             found[here] = start + own.indices(rounds[here] * share + before[places[here]])
             start += size
         return found
+
+
+def _order(source: Any, seed: int, shuffle: bool) -> Order:
+    """The order of a source's samples: its own, as a mixture has one."""
+    if (own := getattr(source, "order", None)) is not None:
+        return own(seed, shuffle)
+    return Shuffled(len(source), seed) if shuffle else Unshuffled(len(source))
 
 
 @lru_cache(maxsize=16)

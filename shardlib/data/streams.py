@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardlib.collectives import primitives
 from shardlib.common.devices import pins
 from shardlib.data.curriculum import Curriculum
-from shardlib.data.loader import Share, share_of
+from shardlib.data.loader import Share, share_of, workers_generator
 from shardlib.data.pace import Pace
 from shardlib.data.rows import collated, require_functions, to_device
 from shardlib.errors import BatchError
@@ -35,7 +34,7 @@ def streams(
     state saved on one goes on on another. A dataset that ends begins again, with ``set_epoch(epoch)`` before if it has that.
 
     For a state to be saved, each dataset, or its iterator, has ``state_dict()`` and ``load_state_dict(state)``, as for
-    torchdata's StatefulDataLoader; Hugging Face's ``IterableDataset`` does.
+    torchdata's StatefulDataLoader; Hugging Face's ``IterableDataset`` does. Without it, one loop can read them.
 
     Args:
         datasets: the same on every rank; a rank iterates over its own alone. ``dataset.shard(...)`` or lists of files make
@@ -141,6 +140,7 @@ class Streams:
         self.samples, self._states = state["samples"], [state["streams"][index] for index in self._own]
 
     def __iter__(self) -> Iterator[Any]:
+        self._require_going_on()
         step = self.samples // self._batch
         reading = _Reading(self._datasets, self._states, self._rows, self._collate, self._change, step)
         batches = DataLoader(
@@ -148,11 +148,26 @@ class Streams:
             batch_size=None,
             num_workers=int(self._ahead),
             pin_memory=pins(self._share.mesh.device),
-            generator=torch.Generator().manual_seed(0),
+            generator=workers_generator(0, self._share, self.samples),
         )
         for batch, states in batches:
             self.samples, self._states = self.samples + self._batch, states
             yield to_device(batch, self._share.mesh.device)
+
+    def _require_going_on(self) -> None:
+        """Raise `BatchError` for datasets that were read before and would begin again. An iterator goes on, in this
+        process."""
+        begun = [
+            str(index)
+            for index, dataset, state in zip(self._own, self._datasets, self._states)
+            if state is not None and state["inner"] is None and (self._ahead or not isinstance(dataset, Iterator))
+        ]
+        if begun:
+            raise BatchError(
+                f"streams: datasets {', '.join(begun)} have no state_dict(), and would begin again in a second loop: take "
+                "the batches of all loops from one iterator, rows = iter(batches), or give them both state_dict and "
+                "load_state_dict"
+            )
 
 
 class _Reading(IterableDataset):

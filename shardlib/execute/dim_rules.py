@@ -27,14 +27,21 @@ _POINTWISE = {
 }  # fmt: skip
 PRODUCTS = {"matmul", "mm", "bmm", "linear"}  # with another matrix: they keep all dimensions but the last
 CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
-_LAST = {*PRODUCTS, "cdist", "scaled_dot_product_attention"}
+RECURRENT = {"gru", "lstm", "rnn_tanh", "rnn_relu"}
+_LAST = {*PRODUCTS, "cdist", "scaled_dot_product_attention", "inner", "dot", "vdot", "pairwise_distance"}
 # The place of their dimensions among the arguments after the tensor, and what these are by default: None for all.
 _DIMS: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys((
         "sum", "mean", "prod", "std", "var", "logsumexp", "cumsum", "cumprod", "logcumsumexp", "softmax", "log_softmax",
-        "max", "min", "amax", "amin", "argmax", "argmin",
+        "max", "min", "amax", "amin", "argmax", "argmin", "softmin", "median", "nanmedian", "nansum", "nanmean", "std_mean",
+        "var_mean", "cummax", "cummin", "count_nonzero",
     ), (0, None)),
-    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "roll"), (1, None)),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "roll", "quantile", "nanquantile"), (1, None)),
+    **dict.fromkeys(("kthvalue", "diff", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft"), (1, -1)),
+    "mode": (0, -1),
+    "gumbel_softmax": (3, -1),
+    "aminmax": (0, None),  # by name alone
+    "linalg_vecdot": (1, -1),
     **dict.fromkeys(("normalize", "cosine_similarity"), (1, 1)),
     **dict.fromkeys(("sort", "argsort"), (0, -1)),
     "topk": (1, -1),
@@ -68,6 +75,15 @@ def together(func: Any, x: torch.Tensor, args: _Args, kwargs: _Kwargs) -> frozen
         return frozenset(range(-len(args[0] if args else kwargs["normalized_shape"]), 0))
     if name == "group_norm":
         return frozenset(range(1 - x.dim(), 0))
+    if name in ("local_response_norm", "cross_entropy", "nll_loss"):  # the dimension of channels, or classes
+        return frozenset((1 - x.dim() if x.dim() > 1 else -1,))
+    if name == "instance_norm":
+        return frozenset(range(2 - x.dim(), 0))
+    if name == "batch_norm":  # all but that one, where it takes statistics of its input
+        training = kwargs.get("training", args[4] if len(args) > 4 else False)
+        return frozenset({*range(-x.dim(), 0)} - {1 - x.dim()}) if training else frozenset()
+    if name in RECURRENT:
+        return frozenset((1 - x.dim(),)) if args[-1] is True else frozenset((-x.dim(),))
     if name in CONVOLUTIONS:  # of each channel, where it has a group of its own
         groups = kwargs.get("groups", args[5] if len(args) > 5 else 1)
         return frozenset(range(2 - x.dim() if groups == x.shape[1] else 1 - x.dim(), 0))

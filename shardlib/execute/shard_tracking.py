@@ -24,7 +24,17 @@ from shardlib.common._compat import estimated
 from shardlib.common.originals import differentiated
 from shardlib.common.writes import Observer, owner_of, place_for, written
 from shardlib.errors import HandleError, LossError, listing
-from shardlib.execute.dim_rules import CONVOLUTIONS, PRODUCTS, DimView, name_of, pointwise, summed, together, views
+from shardlib.execute.dim_rules import (
+    CONVOLUTIONS,
+    PRODUCTS,
+    RECURRENT,
+    DimView,
+    name_of,
+    pointwise,
+    summed,
+    together,
+    views,
+)
 from shardlib.execute.handles import Handle
 from shardlib.execute.sequence import SequenceParts
 from shardlib.execute.slicing import SlicedHandle
@@ -190,11 +200,13 @@ class DimTag(NamedTuple):
         of: what this rank has a share of along it: a sliced layer, by its weight's path, or positions.
         dim: counted from the end.
         groups: whether it counts groups, such as heads, and what follows it the elements of each.
+        joined: whether several shares follow each other along it, in an order that no slice of a weight has.
     """
 
     of: str
     dim: int = -1
     groups: bool = False
+    joined: bool = False
 
 
 class _Tags(ABC):
@@ -216,6 +228,10 @@ class _Tags(ABC):
     def _refuse(self, tag: DimTag, call: _TaggedCall) -> None:
         """Raise if a call with a tagged tensor as its first argument is wrong."""
 
+    @abstractmethod
+    def _join(self, tags: Sequence[DimTag | None]) -> DimTag:
+        """The tag of tensors with these, of which one at least has one, joined along that dimension; or raise."""
+
     def of(self, x: Any) -> DimTag | None:
         """The tag of a tensor, if it has one. One without elements has none."""
         if not isinstance(x, torch.Tensor) or not estimated(x.numel()):
@@ -229,6 +245,8 @@ class _Tags(ABC):
             ShardlibError: it is refused.
         """
         given, name = (*args, *kwargs.values()), name_of(func)
+        if name in _JOINS:
+            return self._look_at_join(args, kwargs, name == "stack")
         tags = [tag for x in given if (tag := self.of(x))]
         if not tags or (name in PRODUCTS and any(isinstance(x, SlicedHandle) for x in given)):
             return None  # or a sliced layer, which takes a part up
@@ -244,6 +262,22 @@ class _Tags(ABC):
                     self._known[result] = tag
 
         return follow
+
+    def _look_at_join(self, args: Sequence[Any], kwargs: dict[str, Any], stacked: bool) -> Callable[[Any], None] | None:
+        tensors = args[0] if args else kwargs.get("tensors", ())
+        dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+        tags = [(x, self.of(x)) for x in tensors]
+        if stacked:
+            tag = next((tag for _, tag in tags if tag), None)
+            place = None if tag is None else dim % (tensors[0].dim() + 1) - tensors[0].dim() - 1
+            if tag is None or place is None:
+                return None
+            tag = tag if place < tag.dim else tag._replace(dim=tag.dim - 1)
+            return lambda result: self._known.__setitem__(result, tag)
+        if not any(tag and tag.dim == dim % x.dim() - x.dim() for x, tag in tags):
+            return None
+        joined = self._join([tag for x, tag in tags if estimated(x.numel())])
+        return lambda result: self._known.__setitem__(result, joined)
 
 
 class _TaggedCall(NamedTuple):
@@ -285,6 +319,14 @@ class _TaggedCall(NamedTuple):
         first, whole = self.whole[0].dims[0], self.whole[0].shape
         return whole[first] != self.ways * self.shown[0].shape[first]
 
+    def picks(self, tag: DimTag) -> bool:
+        """Whether it takes some of the tagged dimension by a tensor of their numbers."""
+        name = name_of(self.func)
+        if name == "getitem":
+            item = _item(self.args[0], self.x.dim(), tag.dim)
+            return isinstance(item, torch.Tensor | list) and not _is_mask(item)
+        return name in _PICKING and tag.dim == _picked(self.x, name, *self.args, **self.kwargs)
+
     def kept(self, tag: DimTag, result: torch.Tensor) -> DimTag | None:
         """The tag of the call's result."""
         if len(self.shown) == 1:
@@ -318,12 +360,42 @@ class _OutputShares(_Tags):
         self._styles, self._slices = styles, slices
 
     def look(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
+        name = name_of(func)
         if func is torch.einsum and isinstance(args[0], str):
             for place, x in enumerate(args[1:]):
                 tag = self.of(x)
                 if tag is not None and summed(args[0], place, tag.dim):
                     self._refuse_sum(tag, f"einsum({args[0]!r})", x.shape[tag.dim])
-        return super().look(func, args, kwargs)
+        if name in PRODUCTS or name == "addmm":
+            self._require_one_layer(args, kwargs)
+        follow = super().look(func, args, kwargs)
+        tag = self.of(args[0]) if name in _MERGES and args else None
+        if tag is None or tag != DimTag(tag.of):
+            return follow
+
+        def merged(result: Any) -> None:
+            if follow is not None:
+                follow(result)
+            if self.of(result) is None and result.dim() > 1 and result.shape[-1] > args[0].shape[-1]:
+                self._known[result] = tag._replace(joined=True)
+
+        return merged
+
+    def _join(self, tags: Sequence[DimTag | None]) -> DimTag:
+        tag = next(tag for tag in tags if tag)
+        return tag._replace(joined=len(tags) > 1 and not tag.groups)
+
+    def _require_one_layer(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Raise if a sliced layer is given shares that were joined."""
+        given = [*args, *kwargs.values()]
+        weight = next((x for x in given if isinstance(x, SlicedHandle) and not x._style.sums and x.dim() > 1), None)
+        tag = next((tag for x in given if (tag := self.of(x)) and tag.joined and tag.dim == -1), None)
+        if weight is not None and tag is not None:
+            raise HandleError(
+                f"{tag.of} is sliced ({self._sliced(tag)}), and the model gives {weight._path} its share joined with others: "
+                f"this rank's slice of that weight is for other inputs. Give each share a weight of its own, and add their "
+                f"products. Or {_GATHER[0].lower()}{_GATHER[1:]}"
+            )
 
     def _origin(self, x: torch.Tensor) -> DimTag | None:
         path = self._slices.layer_of(x)
@@ -336,7 +408,9 @@ class _OutputShares(_Tags):
         """Raise if a call takes together, or apart, what this rank has only some of."""
         if tag.dim in call.takes:
             self._refuse_sum(tag, name_of(call.func), call.size)
-        if tag.groups or not call.shown:
+        if call.picks(tag) and not tag.groups:
+            self._refuse_sum(tag, "an index by numbers", call.size)
+        if tag.groups or tag.joined or not call.shown:
             return
         if len(call.shown) == 1 and len(call.shown[0].dims) > 1:
             self._require_heads(tag, call, call.shown[0])
@@ -406,19 +480,26 @@ class _PositionParts(_Tags):
         given, name = (*args, *kwargs.values()), name_of(func)
         by = next((self._sums[x] for x in given if isinstance(x, torch.Tensor) and x in self._sums), None)
         elementwise = pointwise(func, args, kwargs)
-        if elementwise and by and any(map(self.of, given)):
+        if (elementwise or name in PRODUCTS or func is torch.einsum) and by and any(map(self.of, given)):
             self._fail(f"{by} over positions, whose result is used beside them,")
+        tags = [self.of(x) for x in args[:2]]
+        if name in PRODUCTS and all(tag and tag.dim == -2 for tag in tags):  # a matrix of positions times positions
+            self._fail(f"{name} over positions")
         follow = super().look(func, args, kwargs)
         tag = self.of(args[0]) if args else None
         sums = name if tag and tag.dim in together(func, args[0], args[1:], kwargs) else by if elementwise else None
+        if func is torch.einsum and isinstance(args[0], str):
+            parts = [(place, tag) for place, x in enumerate(args[1:]) if (tag := self.of(x))]
+            sums = name if any(summed(args[0], place, tag.dim) for place, tag in parts) else None
 
         def followed(result: Any) -> None:
             if follow is not None:
                 follow(result)
             if func is embedding:
                 self._known[result] = DimTag("positions", -2)
-            if sums and isinstance(result, torch.Tensor):
-                self._sums[result] = sums
+            for each in result if isinstance(result, tuple) else (result,):
+                if sums and isinstance(each, torch.Tensor):
+                    self._sums[each] = sums
 
         return followed if follow or sums or func is embedding else None
 
@@ -429,6 +510,14 @@ class _PositionParts(_Tags):
     def _ways(self, tag: DimTag) -> int:
         return self._parts.size
 
+    def _join(self, tags: Sequence[DimTag | None]) -> DimTag:
+        if None in tags:
+            self._fail(
+                "a join of positions with others, which every rank would have,",
+                "Join the whole sequence before sl.nn.shard_sequence or sl.nn.embedding, such as with tokens before it",
+            )
+        return next(tag for tag in tags if tag)
+
     def _refuse(self, tag: DimTag, call: _TaggedCall) -> None:
         name = name_of(call.func)
         if name in _MIXING and tag.dim in call.takes:
@@ -436,6 +525,11 @@ class _PositionParts(_Tags):
         if call.func is F.pad and any(_padding(*call.args, **call.kwargs)[-2 - 2 * tag.dim : -2 * tag.dim]):
             self._fail("F.pad along positions")
         item = _item(call.args[0], call.x.dim(), tag.dim) if name == "getitem" else None
+        if call.picks(tag):
+            self._fail(
+                "an index of positions by numbers",
+                "Multiply by a mask, sl.nn.shard_sequence(mask), and take the sum of all positions by sl.nn.sum_sequence",
+            )
         one = isinstance(item, int) or (name == "select" and bool(call.shown) and not call.shown[0].dims)
         # One group is a stretch of positions, as a loop over these takes them.
         if call.size > 1 and ((one and not tag.groups) or _leaves_out_an_end(item)):
@@ -453,14 +547,27 @@ def _padding(pad: Sequence[int], *args: Any, **options: Any) -> Sequence[int]:
     return pad
 
 
+def _picked(x: torch.Tensor, name: str, first: Any = None, second: Any = None, **named: Any) -> int | None:
+    """The dimension from which numbers are picked by a tensor of their places."""
+    dim = named.get("dim", second if name == "take_along_dim" else first)
+    return dim % x.dim() - x.dim() if isinstance(dim, int) else None
+
+
 def _item(index: Any, dims: int, dim: int) -> Any:
-    """What an index has for a dimension: a number or a slice; None where it has no plain ones."""
+    """What an index has for a dimension: a number, a slice, a tensor."""
     items = [item for item in (index if isinstance(index, tuple) else (index,)) if item is not None]
-    if not all(item is Ellipsis or type(item) in (int, slice) for item in items):
-        return None
-    place = items.index(Ellipsis) if Ellipsis in items else len(items)
-    items[place : place + 1] = [slice(None)] * (dims - sum(item is not Ellipsis for item in items))
-    return items[dim]
+    taken = [0 if item is Ellipsis else item.dim() if _is_mask(item) else 1 for item in items]
+    place = dims + dim
+    for item, count in zip(items, taken):
+        count = dims - sum(taken) if item is Ellipsis else count
+        if place < count:
+            return slice(None) if item is Ellipsis else item
+        place -= count
+    return slice(None)
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.dtype is torch.bool
 
 
 def _leaves_out_an_end(item: Any) -> bool:
@@ -470,8 +577,13 @@ def _leaves_out_an_end(item: Any) -> bool:
     return (item.start is None and bool(item.stop)) or (item.stop is None and bool(item.start))
 
 
+_PICKING = {"gather", "index_select", "take_along_dim"}
+_JOINS = {"cat", "concat", "concatenate", "stack"}
+_MERGES = {"view", "reshape", "flatten", "repeat", "tile", "pad"}
 # Functions that mix what they take together into results for each of it.
 _MIXING = {
-    *("softmax", "log_softmax", "normalize", "layer_norm", "rms_norm", "group_norm", *CONVOLUTIONS),
-    *("cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "roll", "flip"),
+    *("softmax", "log_softmax", "normalize", "layer_norm", "rms_norm", "group_norm", *CONVOLUTIONS, *RECURRENT),
+    *("cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "roll", "flip", "softmin", "gumbel_softmax", "cummax"),
+    *("cummin", "diff", "batch_norm", "instance_norm", "local_response_norm"),
+    *("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft"),
 }

@@ -7,8 +7,9 @@ runs a function that reads the module, long after the call and possibly during a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,11 @@ class FunctionalModule:
             for leaf, parameter in own_parameters(owner).items()
             if parameter is not None
         }
+
+        for owner in self._modules.values():
+            owner.__dict__["register_parameter"] = partial(_register, owner)
+            if type(owner) is nn.ParameterList:
+                owner.__class__ = _Parameters
 
         def path(inside: str) -> str:
             return f"{name}.{inside}".strip(".").replace(".", "/")
@@ -142,6 +148,7 @@ class FunctionalModule:
         before = [(owner, leaf, own_parameters(owner)[leaf]) for owner, leaf in self._parameters.values()]
         kept = [(owner, dict(own_buffers(owner))) for owner in self._modules.values()]
         replaced: list[str] = []
+        marked = [] if torch.compiler.is_compiling() else _marked(parameters.values())
         try:
             for name, (owner, leaf) in self._parameters.items():
                 own_parameters(owner)[leaf] = parameters[name]
@@ -153,6 +160,8 @@ class FunctionalModule:
                 if own_parameters(owner).get(leaf) is not parameters[name]
             ]
         finally:
+            for tensor in marked:
+                del tensor._is_param
             for owner, leaf, parameter in reversed(before):
                 own_parameters(owner)[leaf] = parameter
             for owner, previous in kept:
@@ -284,6 +293,32 @@ class _Call:
                 _calls.under_way = outer
 
 
+def _marked(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Those of some tensors that were no parameters for isinstance, and are now: modules ask it, and a list of parameters
+    that is made of others would have copies."""
+    others: list[Any] = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
+    for tensor in others:
+        tensor._is_param = True
+    return [*{id(tensor): tensor for tensor in others}.values()]
+
+
+class _Parameters(nn.ParameterList):
+    """A list of parameters, a part of which is a list: another module would not take them."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        return super().__getitem__(index)
+
+
+def _register(owner: nn.Module, name: str, parameter: Any) -> None:
+    """What ``owner.name = parameter`` does: of a parameter of the call an attribute, as of other tensors."""
+    if isinstance(parameter, nn.Parameter) and not issubclass(type(parameter), nn.Parameter):
+        owner.__dict__[name] = parameter
+    else:
+        type(owner).register_parameter(owner, name, parameter)
+
+
 def _places(buffers: Buffers) -> dict[str, Any]:
     return {name: place_of(b) for name, b in buffers.items() if b is not None and has_place(b)}
 
@@ -299,7 +334,7 @@ def _explained(module: nn.Module) -> Iterator[None]:
             raise
         name = type(module).__name__
         raise TreeError(f"{name} has no forward. Name a method: apply(params, x, method='encode')") from error
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         for text, meant in _MEANT.items():
             if text in str(error):
                 raise TreeError(f"{str(error).partition('. ')[0]}. {meant}") from error
@@ -310,6 +345,8 @@ def _explained(module: nn.Module) -> Iterator[None]:
 _MEANT = {
     "requires_grad flags of leaf": "Parameters are inputs of a pure function: use sl.freeze(globs) in the plan, "
     "torch.no_grad() or weight.detach()",
+    "Cannot assign non-leaf Tensor to parameter": "A module made in forward takes no parameters of the call: give them to "
+    "a function, F.linear(x, self.weight), or keep them in a list of Python",
     "is a view and its base or another view of its base has been modified inplace": "If it is of a parameter and was kept "
     "from an earlier call (self.cached = self.weight.t()), compute it in each call",
 }

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardlib.common._compat import require_async
 from shardlib.errors import BatchError, TreeError
 from shardlib.nn.attention import sparse_attention
 from shardlib.rng import Key
 from shardlib.sparse.layout import Layout, check_layout
 
-_NAME = "shardlib_sparse"
+SPARSE = "shardlib_sparse"  # the name of sparse attention in a configuration
 # Kind of model -> the class of its attention, the name of its learned positions (Llama computes its own), and the number of
 # rows before the first position.
 _KNOWN = {
@@ -25,16 +26,23 @@ _KNOWN = {
     "llama": ("LlamaAttention", None, 0),
 }
 
+_PACKED = (
+    "sparse attention does not keep packed documents apart, and position_ids begin anew: give each a row of its own, "
+    "sl.data.packed(..., together=False)"
+)
+
 
 def with_sparse_attention(module: nn.Module, layout: Layout) -> nn.Module:
     """Makes every self-attention of a transformers BERT, RoBERTa, GPT-2 or Llama compute only the blocks of ``layout``.
 
     The module is changed in place and returned. Call this before `shardlib.from_module`. Decoders stay causal, and a padding
-    mask (batch, sequence) still applies. Parameters and their names do not change.
+    mask (batch, sequence) still applies; packed documents are refused. Parameters and their names do not change.
 
     Raises:
         TreeError: the model is another one, or computes attention in another way (GPT-2's ``reorder_and_upcast_attn``).
         ValueError: the layout is causal and the model an encoder.
+        RuntimeError: in a call of a decoder: positions that begin anew, as of packed documents; on accelerators without
+            synchronisation.
     """
     check_layout(layout)
     config = _config(module)
@@ -51,7 +59,7 @@ def with_sparse_attention(module: nn.Module, layout: Layout) -> nn.Module:
     for layer in layers:
         layer.sparse_layout = layout
     _register()
-    config._attn_implementation = _NAME
+    config._attn_implementation = SPARSE
     return module
 
 
@@ -130,8 +138,8 @@ def _register() -> None:
     """Registers the attention function with transformers, by name; repeating it changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(_NAME, _attend)
-    AttentionMaskInterface.register(_NAME, _padding)
+    AttentionInterface.register(SPARSE, _attend)
+    AttentionMaskInterface.register(SPARSE, _padding)
 
 
 def _attend(
@@ -150,6 +158,10 @@ def _attend(
             f"a sparse layout is for one whole sequence, not {query.shape[2]} queries and {key.shape[2]} keys; pass "
             "use_cache=False, and no encoder's states"
         )
+    positions = kwargs.get("position_ids")
+    if module.is_causal and attention_mask is None and positions is not None:
+        onward = (positions.diff() == 1).int()  # up to the padding of a row, and not again
+        require_async((onward.diff() <= 0).all(), _PACKED)
     layout: Any = module.sparse_layout
     out = sparse_attention(
         query,

@@ -8,13 +8,16 @@ are not followed: those of a call are its arguments.
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -34,6 +37,7 @@ from shardlib.common.writes import written as written_to
 from shardlib.errors import TreeError, listing
 from shardlib.models.copying import Copied, Copy, joined
 
+_log = logging.getLogger("shardlib.models")
 _MISSING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))  # compared as they are
 
@@ -139,7 +143,7 @@ class _State:
         self._died = False
         self._names, self._ids = [*held], [*map(id, held.values())]
         self._containers = tuple(
-            key for key, inside in held.items() if isinstance(inside, dict | list) and key not in NO_ATTRIBUTES
+            key for key, inside in held.items() if _changes_in_place(inside) and key not in NO_ATTRIBUTES
         )
         self._inside = [_elements(held[key]) for key in self._containers]
         self.parts, self._buffers = _parts(value), _versions(value)
@@ -162,7 +166,7 @@ class _State:
         return (
             self._died
             or [*map(id, held.values())] != self._ids
-            or [_elements(each) if each else () for each in map(held.get, self._containers)] != self._inside
+            or [*map(_elements, map(held.get, self._containers))] != self._inside
             or (self.parts is not None and _parts(value) != self.parts)
             or (self._buffers != () and _versions(value) != self._buffers)
         )
@@ -190,12 +194,42 @@ def _reference(value: Any, copier: Copy) -> Callable[[], Any] | None:
         return None if copier.holds_parts(value) else lambda: value
 
 
-def _elements(container: Any) -> Any:
-    """What a dictionary or list holds, by identity or as it is; of a large one, such as a vocabulary, the size."""
-    if len(container) > 64:
-        return len(container)
-    inside = (*container.keys(), *container.values()) if isinstance(container, dict) else container
-    return tuple(each if isinstance(each, _PLAIN) else id(each) for each in inside)
+def _changes_in_place(value: Any) -> bool:
+    """Whether a value that has no attributes to follow may hold something else one day."""
+    if isinstance(value, tuple):
+        return any(map(_changes_in_place, value))
+    if isinstance(value, torch.Tensor):
+        return not isinstance(value, nn.Parameter)
+    return isinstance(value, dict | list | set | deque | np.ndarray) or bool(_slots(value))
+
+
+def _elements(value: Any, depth: int = 4) -> Any:
+    """What a value holds that may change in place: by identity, or as it is; of a large one, such as a vocabulary, the
+    size."""
+    if isinstance(value, torch.Tensor):
+        return 0 if value.is_inference() else version_of(value)
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.size <= _FEW else value.size
+    inside = _slots(value) or value or ()
+    if len(inside) > _FEW:
+        return len(inside)
+    return tuple(
+        each
+        if isinstance(each, _PLAIN)
+        else (id(each), _elements(each, depth - 1))
+        if depth and _changes_in_place(each)
+        else id(each)
+        for each in ((*inside.keys(), *inside.values()) if isinstance(inside, dict) else inside)
+    )
+
+
+_FEW = 64
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """What an object without a dictionary has in its slots."""
+    state = None if hasattr(value, "__dict__") else object.__getstate__(value)
+    return state[1] if isinstance(state, tuple) else {}
 
 
 def _parts(value: Any) -> Any:
@@ -346,6 +380,7 @@ class FirstCalls:
     def _watched(self, mode: Any, parameters: Any, buffers: Any, written: set[str]) -> Iterator[None]:
         plain = {name: leaf for name, leaf in parameters.items() if has_place(leaf)}
         before = {name: (_place_and_version(leaf), leaf.detach()) for name, leaf in plain.items()}
+        attributes = [dict(vars(module)) for module in self._modules]
         held = [(name, buffer) for name, buffer in buffers.items() if buffer is not None and has_place(buffer)]
 
         def writes(tensor: torch.Tensor, operator: str) -> None:
@@ -368,6 +403,28 @@ class FirstCalls:
                 plain[name].data = before[name][1]  # what was assigned to .data is undone
             raise written_to("the module", *changed)
         self._written[mode] = set(written)
+        kept = {
+            f"{type(module).__name__}.{key}"
+            for module, was in zip(self._modules, attributes)
+            for key, value in vars(module).items()
+            if key not in NO_ATTRIBUTES
+            and value is not was.get(key)
+            and _is_result(value, {*map(id, parameters.values())})
+        }
+        if kept:
+            _log.warning(
+                "apply runs a copy of the module, and left differentiated results in its %s, which the module itself does "
+                "not get. A loss that reads them, such as the losses of layers, has them returned: apply(params, x, "
+                "method=lambda module, x: (module(x), module.layer.loss))",
+                ", ".join(sorted(kept)),
+            )
+
+
+def _is_result(value: Any, parameters: Collection[int]) -> bool:
+    """Whether a value is, or a container holds, what a call computed from its parameters, of which these are the ids."""
+    if isinstance(value, dict | list | tuple):
+        return any(_is_result(each, parameters) for each in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None and id(value) not in parameters
 
 
 def _place_and_version(leaf: torch.Tensor) -> tuple[Any, ...]:

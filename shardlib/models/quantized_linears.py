@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardlib.common._compat import no_torch_function
 from shardlib.errors import TreeError
 from shardlib.tree import matches
 
@@ -104,6 +105,27 @@ def bytes_of(count: int, form: str) -> int:
     return values + (scales + 4 * (-(-scales // SCALES) + 1) if form == "nf4-double" else 4 * scales)
 
 
+class _Decoded(torch.Tensor):
+    """A weight that was made of its bytes. Writes to it, as of an adapter that is merged, would be lost, and are refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        if isinstance(args[0], cls) and (in_place or name in _IN_PLACE or func == _ASSIGNED):
+            raise TreeError(
+                "a weight in few bits is written to (by an adapter that is merged, or that starts from its values), and "
+                "would stay as it is: put the adapter on the model with its weights in floats, "
+                "peft.PeftModel.from_pretrained(model, adapter)"
+            )
+        with no_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+_ASSIGNED = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer, of which ``packed`` are the bytes of the weight.
 
@@ -133,7 +155,7 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The weight in fp32, made anew: adapters look at a layer's weight where they are added."""
-        return decode(self.packed, self.form, self.shape, torch.float32)
+        return decode(self.packed, self.form, self.shape, torch.float32).as_subclass(_Decoded)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = _QuantizedProduct.apply(x, self.packed.view(-1), self.form, self.shape)

@@ -1,6 +1,7 @@
 """The loader: the same global batches on any mesh, every sample once, and one number from which all goes on."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -170,7 +171,11 @@ def test_a_loop_goes_on_where_the_last_one_stopped():
     batches = sl.data.loader(list(range(10)), sl.make_mesh(), 3, seed=2, epochs=2)
     rows = [next(iter(batches)).tolist(), *(rows.tolist() for rows in batches)]
     assert list(itertools.chain(*rows)) == uninterrupted(10, 2, 20)
-    assert batches.samples == 20 and list(batches) == []
+    assert batches.samples == 20
+    with pytest.raises(
+        BatchError, match=r"came to the end, at sample 20, and another one has no batches: give epochs="
+    ):
+        list(batches)
     other = sl.data.loader(list(range(10)), sl.make_mesh(), 4, seed=2)
     other.load_state_dict(batches.seek(6).state_dict())
     assert batches.state_dict() == {"samples": 6} and next(iter(other)).tolist() == uninterrupted(10, 2, 10)[6:]
@@ -191,6 +196,28 @@ def test_torchs_random_numbers_are_left_alone():
     torch.manual_seed(1)
     next(iter(sl.data.loader(list(range(10)), sl.make_mesh(), 3)))
     assert torch.equal(torch.rand(3), want)
+
+
+class Augmented:
+    """A dataset that draws from all of a process' generators."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
+
+
+def test_workers_draw_other_numbers_for_other_rows_seeds_and_loops():
+    def draws(mesh, seed):
+        batches = sl.data.loader(Augmented(), mesh, 2, seed=seed, workers=1)
+        return [next(iter(batches))[0].tolist() for _ in range(2)]
+
+    found = [draws(mesh, 0) for mesh in ranks({"data": 2, "model": 2})]
+    assert found[0] == found[1] and found[2] == found[3]  # the same rows
+    different = [row for loops in (found[0], found[2], draws(sl.make_mesh(), 1)) for row in loops]
+    assert all(len({*column}) == 6 for column in zip(*different))
+    assert draws(sl.make_mesh(), 1) == different[4:]
 
 
 class Words:

@@ -43,6 +43,13 @@ def test_each_source_has_its_own_epochs():
     assert [number for number in unshuffled if number < 100] == [0, 1, 2, 3, 4, 0]
 
 
+def test_a_mixture_in_a_mixture_keeps_its_proportions():
+    inner = sl.data.mixture([[0] * 9, [1]], [1, 1])
+    for shuffle in (True, False):
+        batches = sl.data.loader(sl.data.mixture([inner, [2] * 5], [1, 1]), sl.make_mesh(), 80, shuffle=shuffle)
+        assert next(iter(batches)).bincount().tolist() == [20, 20, 40]
+
+
 @given(st.lists(st.integers(1, 10**9), min_size=2, max_size=6))
 def test_weights_without_a_small_common_denominator_are_rounded(weights):
     shares = _shares(weights, len(weights))

@@ -117,3 +117,12 @@ def test_a_dataset_without_a_state_can_only_be_read():
     assert next(iter(batches)).tolist() == [7, 7]
     with pytest.raises(BatchError, match=r"datasets 0 have no state_dict\(\)"):
         batches.state_dict()
+    assert next(iter(batches)).tolist() == [7, 7]  # an iterator goes on
+    for ahead in (False, True):
+        batches = sl.data.streams([range(100) if not ahead else iter(range(100))], sl.make_mesh(), 2, ahead=ahead)
+        first = iter(batches)
+        assert [next(first).tolist(), next(first).tolist()] == [[0, 1], [2, 3]]
+        with pytest.raises(
+            BatchError, match=r"datasets 0 have no state_dict\(\), and would begin again .* rows = iter"
+        ):
+            next(iter(batches))

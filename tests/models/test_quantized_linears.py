@@ -164,3 +164,16 @@ def shared():
 def test_what_is_refused(make, form, message):
     with pytest.raises(TreeError, match=message):
         sl.models.with_quantized_linears(make(), form)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_an_adapter_is_not_merged_into_few_bits(safe):
+    """Where it would be lost without a sign."""
+    base = sl.models.with_quantized_linears(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    before, x = adapted(torch.ones(1, 16)), torch.ones(1, 16)
+    with pytest.raises(TreeError, match=r"a weight in few bits is written to .* with its weights in floats"):
+        adapted.merge_and_unload(safe_merge=safe)
+    assert torch.equal(adapted(x), before)
+    with pytest.raises(TreeError, match="a weight in few bits is written to"):
+        peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["1"], init_lora_weights="pissa"))

@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import types
 
+import numpy as np
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,9 +126,22 @@ def nested_functions(net):
     net.first = outer()
 
 
+def lists_of_parameters(net):
+    """Of which a part is taken."""
+    net.weights = nn.ParameterList([net.a.weight, net.a.bias, net.b.bias])
+
+    def first(x, net=net):
+        weight, bias = net.weights[:2]
+        net.again = net.b.bias  # an attribute of the copy
+        assert isinstance(weight, nn.Parameter)
+        return F.linear(x, weight, bias).relu() * net.scale + 0 * net.again.sum()
+
+    net.first = first
+
+
 HOLDERS = [
     *(a_closure_over_modules, a_closure_over_parameters, defaults, a_partial, a_plain_object, containers),
-    *(a_wrapped_forward, nested_functions),
+    *(a_wrapped_forward, nested_functions, lists_of_parameters),
 ]
 
 
@@ -274,15 +289,24 @@ def test_buffers_that_other_objects_hold_are_those_of_the_call():
 # --- what is done to the module after from_module -----------------------------------------------------------------
 
 
+@dataclasses.dataclass(slots=True)
+class Settings:
+    factor: float
+
+
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.drop, self.config = nn.Linear(4, 4), nn.Dropout(0.5), types.SimpleNamespace(scale=2.0)
         self.factors, self.activation = [1.0], torch.relu
+        self.temperature, self.mask = torch.ones(()), np.ones(4, np.float32)
+        self.heads, self.nested, self.settings = {0, 1}, ({"rates": [1.0]}, 2), Settings(1.0)
         self.register_buffer("shift", torch.zeros(()))
 
     def forward(self, x):
-        return self.activation(self.drop(self.a(x))) * self.config.scale * self.factors[0] + self.shift
+        factor = len(self.heads) * self.nested[0]["rates"][0] * self.settings.factor * self.factors[0]
+        x = self.activation(self.drop(self.a(x))) * self.config.scale * factor + self.shift
+        return x * torch.from_numpy(self.mask) / self.temperature
 
     def encode(self, x):
         return self.a(x)
@@ -297,6 +321,11 @@ CHANGES = {
     "an attribute": lambda module: setattr(module.drop, "p", 0.1),
     "a plain object's": lambda module: setattr(module.config, "scale", 3.0),
     "a list in place": lambda module: module.factors.__setitem__(0, 4.0),
+    "a tensor in place": lambda module: module.temperature.fill_(2) and None,
+    "an array in place": lambda module: module.mask.__setitem__(0, 0.0),
+    "a set in place": lambda module: module.heads.add(2),
+    "a list in other containers": lambda module: module.nested[0]["rates"].__setitem__(0, 3.0),
+    "a slot": lambda module: setattr(module.settings, "factor", 3.0),
     "a buffer in place": lambda module: module.shift.fill_(7) and None,
     "another buffer": lambda module: setattr(module, "shift", torch.tensor(5.0)),
     "a function": lambda module: setattr(module, "activation", _through_a_layer(module)),
@@ -344,6 +373,28 @@ def test_changes_that_make_another_tree_are_refused(change, message):
         apply(params, torch.ones(1, 4))
 
 
+def test_results_that_a_call_leaves_in_attributes_are_told_of(caplog):
+    class Penalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.loss, self.calls = nn.Linear(4, 4), 0.0, 0
+
+        def forward(self, x):
+            y, self.calls = self.a(x), self.calls + 1
+            self.loss = y.square().mean()
+            return y
+
+    module, x = nn.Sequential(Penalised(), nn.ReLU()), torch.randn(2, 4)
+    apply, params = sl.from_module(module)
+    params = optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), params)
+    for _ in range(2):
+        apply(params, x)
+    (record,) = caplog.records
+    assert "Penalised.loss, which the module itself does not get" in record.message
+    _, loss = apply(params, x, method=lambda module, x: (module(x), module[0].loss))
+    assert torch.equal(loss, module[0].a(x).square().mean())
+
+
 def test_modes_and_methods_of_a_call():
     module, x = Noisy(), torch.randn(8, 4)
     apply, params = sl.from_module(module)
@@ -380,6 +431,16 @@ def test_frozen_dataclasses_are_copied_and_followed():
     torch.testing.assert_close(apply(params, x), expected * 2)
     module.held = Scaled(module.inner, 3.0)
     torch.testing.assert_close(apply(params, x), expected * 3)
+
+
+def test_a_module_made_in_forward_takes_no_parameters():
+    """Copies of which it would have, without a gradient."""
+
+    def hold(net):
+        net.first = lambda x: F.linear(x, *nn.ParameterList([net.a.weight, net.a.bias])).relu()
+
+    with pytest.raises(TreeError, match=r"non-leaf Tensor .* keep them in a list of Python"):
+        train(sl.make_mesh(), hold, sl.zero(0))
 
 
 def test_a_module_without_forward():

@@ -1,5 +1,6 @@
 """Sparse attention in models of shardlib and transformers, against dense attention with the layout's mask."""
 
+import numpy as np
 import pytest
 import torch
 from helpers import training
@@ -10,7 +11,7 @@ from oracle import one_device
 
 import shardlib as sl
 from shardlib.errors import BatchError, SpecError, TreeError
-from shardlib.models import bert, gpt, long
+from shardlib.models import bert, gpt, huggingface, long
 from shardlib.models.decoding import Sampling
 from shardlib.sparse import Layout
 
@@ -305,6 +306,28 @@ def test_other_models_are_refused_with_a_remedy():
     with pytest.raises(BatchError, match="use_cache=False"):
         cache = model(tokens()[:, :48]).past_key_values
         model(tokens()[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_packed_documents_are_refused(name):
+    """Which would see each other."""
+    documents = [list(range(1, 21)), list(range(2, 27)), list(range(30))]
+
+    def loss(model, together):
+        packed = sl.data.packed(documents, LENGTH, together=together)
+        batch = packed.rows_at(np.arange(len(packed)))
+        apply, params = sl.from_module(model)
+        return huggingface.causal_loss(apply)(params, batch).total
+
+    wanted = loss(made(name), False)
+    sparse = long.with_sparse_attention(made(name), sl.sparse.dense(LENGTH, block=16, causal=True))
+    torch.testing.assert_close(loss(sparse, False), wanted)
+    with pytest.raises(TreeError, match=r"not known to keep .* together=False"):
+        loss(sparse, True)
+    with pytest.raises(RuntimeError, match=r"does not keep packed documents apart.* together=False"):
+        sparse(torch.ones(1, 4, dtype=torch.int64), position_ids=torch.tensor([[0, 1, 0, 1]]), use_cache=False)
+    with pytest.raises(TreeError, match=r"has sparse attention: write a .*Decoder whose layers call attend"):
+        sl.generate(sparse, sl.from_module(sparse)[1], [[1, 2]], 1)
 
 
 def test_dropout_follows_torchs_seed():

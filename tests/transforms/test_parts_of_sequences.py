@@ -87,7 +87,19 @@ WRONG = {
     "an index ": lambda x: x + x[:, 0, None],
     "an index   ": lambda x: x + F.pad(x.unflatten(1, (-1, 2))[:, 1:].flatten(1, 2), (0, 0, 2, 0)),
     "an index  ": lambda x: x + x.select(1, -1).unsqueeze(1),
+    "an index of positions by numbers": lambda x: x + x[:, torch.zeros(x.shape[1], dtype=torch.int64)],
+    "an index of positions by numbers ": lambda x: x + x[torch.arange(len(x)), torch.tensor([1, 0])][:, None],
+    "an index of positions by numbers  ": lambda x: x + x.gather(1, torch.zeros_like(x, dtype=torch.int64)),
+    "a join of positions": lambda x: torch.cat([x.new_zeros(len(x), 2, WIDTH), x], 1)[:, 2:],
+    "softmin": lambda x: x * F.softmin(x, dim=1),
+    "median": lambda x: x - x.median(1, keepdim=True)[0],
+    "batch_norm": lambda x: F.batch_norm(x.mT, None, None, training=True).mT,
+    "matmul": lambda x: x + x @ (x.mT @ x),
+    "matmul ": lambda x: x + x @ x.mT @ x,
+    "einsum": lambda x: x + torch.einsum("bsw, btw -> btw", x, x),
+    "gru": lambda x: x + torch.gru(x, x.new_zeros(1, len(x), WIDTH), GRU, False, 1, 0.0, False, False, True)[0],
 }
+GRU = [drawn(3 * WIDTH, WIDTH), drawn(3 * WIDTH, WIDTH)]
 
 
 def trained(loss_fn, kind):

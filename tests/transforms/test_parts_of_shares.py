@@ -133,6 +133,25 @@ TOGETHER = {
     "group_norm": lambda y: F.group_norm(y.mT, 4).mT,
     "conv1d": lambda y: y + F.conv1d(y.mT, torch.ones(1, y.shape[-1], 1, dtype=y.dtype)).mT,
     "scaled_dot_product_attention": lambda y: F.scaled_dot_product_attention(y, y, y),
+    "softmin": lambda y: F.softmin(y, -1),
+    "median": lambda y: y - y.median(-1, keepdim=True)[0],
+    "quantile": lambda y: y - y.quantile(0.5, -1, keepdim=True),
+    "kthvalue": lambda y: y - y.kthvalue(2, -1, keepdim=True)[0],
+    "var_mean": lambda y: y / torch.var_mean(y, -1, keepdim=True)[0],
+    "aminmax": lambda y: y - y.aminmax(dim=-1, keepdim=True)[0],
+    "cummax": lambda y: y.cummax(-1)[0],
+    "diff": lambda y: F.pad(y.diff(dim=-1), (1, 0)),
+    "instance_norm": lambda y: F.instance_norm(y),
+    "local_response_norm": lambda y: F.local_response_norm(y.mT, 3).mT,
+    "pairwise_distance": lambda y: y * F.pairwise_distance(y, 2 * y)[..., None],
+    "inner": lambda y: y * torch.inner(y, y[0, 0])[..., None],
+    "vecdot": lambda y: y * torch.linalg.vecdot(y, y)[..., None],
+    "fft_rfft": lambda y: y + torch.fft.rfft(y).abs().sum(-1, keepdim=True),
+    "an index": lambda y: y[..., torch.arange(y.shape[-1] - 1, -1, -1)],
+    "an index ": lambda y: y.index_select(-1, torch.arange(y.shape[-1] - 1, -1, -1)),
+    "cross_entropy": lambda y: (
+        y + F.cross_entropy(y.flatten(0, 1), torch.zeros(y.shape[:2].numel(), dtype=torch.int64))
+    ),
 }
 # What stands between a layer and what takes its outputs together.
 BETWEEN = {
@@ -162,9 +181,39 @@ def test_sums_over_a_share_are_refused(name, between):
     def run(mesh):
         return sl.value_and_grad(loss_fn)(sl.shard(PARAMS, mesh, rules), X)[0]
 
-    with pytest.raises(HandleError, match=rf"{name}.* takes all outputs of up/weight together(.|\n)*gather=True"):
+    with pytest.raises(
+        HandleError, match=rf"{name.strip()}.* takes all outputs of up/weight together(.|\n)*gather=True"
+    ):
         sl.simulate(run, mesh={"model": 2})
     torch.testing.assert_close(sl.simulate(run, mesh={"model": 1})[0], loss_fn(PARAMS, X))
+
+
+JOINED = {
+    "cat": lambda a, b: torch.cat([a, b], -1),
+    "cat by name": lambda a, b: torch.concat(tensors=(F.silu(a), b), dim=2),
+    "stack": lambda a, b: torch.stack([a, b], -2).flatten(-2),
+    "stack first": lambda a, b: torch.stack([a, b]).permute(1, 2, 0, 3).reshape(*a.shape[:2], -1),
+    "repeat": lambda a, b: a.repeat(1, 1, 2),
+    "pad": lambda a, b: F.pad(a, (0, a.shape[-1])),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_joined_shares_are_refused(name):
+    """All shapes fit: half of the next layer's weight is for the first layer's outputs alone."""
+    wide = PARAMS | {"down": {"weight": torch.cat([PARAMS["down"]["weight"]] * 2, 1)}}
+    rules = sl.tensor_slicing({"up": "column", "down": "row"})
+
+    def loss_fn(params, x):
+        a = up(params, x)
+        return after(params, JOINED[name](a, a.square()), "down")
+
+    def run(mesh):
+        return sl.value_and_grad(loss_fn)(sl.shard(wide, mesh, rules), X)[0]
+
+    with pytest.raises(HandleError, match=r"gives down/weight its share joined with others(.|\n)*gather=True"):
+        sl.simulate(run, mesh={"model": 2})
+    torch.testing.assert_close(sl.simulate(run, mesh={"model": 1})[0], loss_fn(wide, X))
 
 
 def test_a_sum_over_heads_is_refused():

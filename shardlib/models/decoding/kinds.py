@@ -15,6 +15,7 @@ from shardlib.models.decoding.gpt2 import GPT2
 from shardlib.models.decoding.llama import Llama
 from shardlib.models.decoding.mixtral import Mixtral
 from shardlib.models.gpt import GPTConfig
+from shardlib.models.long import SPARSE
 
 # ``model_type`` of transformers -> the decoder of such a model.
 KINDS: dict[str, Callable[[Any], Decoder]] = {
@@ -32,8 +33,8 @@ def decoder_of(model: Any) -> Decoder:
     """The decoder of a model: a `GPTConfig`, a causal language model of transformers, or a `Decoder` itself.
 
     Raises:
-        TreeError: another kind of model, one with peft's adapters, or with settings that its decoder does not compute, which
-            it lists.
+        TreeError: another kind of model, one with peft's adapters or sparse attention, or with settings that its decoder does
+            not compute, which it lists.
         ValueError: a `GPTConfig` whose layout is for fewer tokens than its sequence.
     """
     if isinstance(model, Decoder):
@@ -47,5 +48,10 @@ def decoder_of(model: Any) -> Decoder:
         raise TreeError(
             f"generate takes a GPTConfig, transformers' causal language models of the kinds {', '.join(KINDS)}, or a "
             f"Decoder, and got {type(model).__name__} (model_type={kind!r})"
+        )
+    if getattr(model.config, "_attn_implementation", None) == SPARSE:
+        raise TreeError(
+            f"generate computes all of the attention, and this {type(model).__name__} has sparse attention: write a "
+            "shardlib.models.decoding.Decoder whose layers call attend(..., layout=layout)"
         )
     return KINDS[kind](model)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from shardlib.errors import TreeError
 from shardlib.models.huggingface.decoders import IGNORED
 from shardlib.models.huggingface.tiled_loss import Scores
+from shardlib.models.long import SPARSE
 from shardlib.nn.functional import Mean, linear_cross_entropy
 from shardlib.rng import Key, uniform
 from shardlib.tree import Tree
@@ -39,7 +40,8 @@ _APART = frozenset(
 
 
 def keeps_apart(model: Any) -> bool:
-    """Whether a causal language model of transformers keeps documents of one row apart by their positions.
+    """Whether a causal language model of transformers keeps documents of one row apart by their positions. With sparse
+    attention (`shardlib.models.long`) none does.
 
     Args:
         model: the model, or ``apply`` of `shardlib.from_module`; anything with its ``config``.
@@ -49,7 +51,9 @@ def keeps_apart(model: Any) -> bool:
     >>> huggingface.keeps_apart(GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2)))
     True
     """
-    return getattr(getattr(model, "config", None), "model_type", None) in _APART
+    config = getattr(model, "config", None)
+    sparse = getattr(config, "_attn_implementation", None) == SPARSE
+    return getattr(config, "model_type", None) in _APART and not sparse
 
 
 def causal_loss(apply: Callable[..., Any]) -> Callable[[Tree, Mapping[str, torch.Tensor]], Mean]:
