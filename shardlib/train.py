@@ -14,6 +14,7 @@ from shardlib.collectives import primitives
 from shardlib.common.boundaries import untransformed
 from shardlib.errors import IllegalComposition, TreeError
 from shardlib.execute.buffers import BufferKinds
+from shardlib.execute.context import casting_losses
 from shardlib.execute.graph.runner import GraphPipe, GraphStage
 from shardlib.execute.stages.pipe import runner_of
 from shardlib.execute.step import LossStep, require_usable
@@ -24,7 +25,7 @@ from shardlib.optim.axis_owner.owned_exchange import OwnedExchange
 from shardlib.optim.base import GradientTransformation, require_unpacked
 from shardlib.optim.combine import require_transformations
 from shardlib.optim.shards import MeshShards
-from shardlib.optim.state_storage import restore_on_failure
+from shardlib.optim.state_storage import interrupted_after, restore_on_failure
 from shardlib.optim.train_state import Metrics, TrainState, TrainStep, copied, rescaled
 from shardlib.optim.updates import Updates
 from shardlib.optim.wrappers.inject import injected, settings
@@ -127,16 +128,17 @@ def value_and_grad(loss_fn: Callable[..., Any], *, buffer_kinds: Mapping[str, st
             )
         scale, draws = bound.scale, states_of_generators(lifted.mesh.device)
         while True:
-            evaluation = bound.loss(
-                lifted,
-                batch,
-                buffers,
-                rng,
-                1.0 if scale is None else scale.value,
-                step=step,
-                comm={},
-                equal={"rng": rng, "step": step, "loss scale": repr(scale)},
-            )
+            with casting_losses(lifted.mesh.device):
+                evaluation = bound.loss(
+                    lifted,
+                    batch,
+                    buffers,
+                    rng,
+                    1.0 if scale is None else scale.value,
+                    step=step,
+                    comm={},
+                    equal={"rng": rng, "step": step, "loss scale": repr(scale)},
+                )
             evaluation.landing.wait_for_all()
             lower = scale.lower() if scale is not None and not evaluation.finite else None
             if lower is None or scale is None or lower.value == scale.value or not evaluation.loss.isfinite():
@@ -286,7 +288,7 @@ def make_train_step(
     primitives.require_equal(
         mesh,
         "train steps",
-        settings(optimizer)
+        settings(optimizer, mesh.size)
         | sums
         | {"rng": key, "nonfinite": policy, "buffer_kinds": buffer_kinds, "compile": compile},
         "Call make_train_step with the same optimizer, buffers, rng and options on every rank.",
@@ -304,7 +306,8 @@ def make_train_step(
     @restore_on_failure
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         try:
-            return stepped(state, batch)
+            with casting_losses(mesh.device):
+                return stepped(state, batch)
         finally:
             updates.end()
 
@@ -346,32 +349,37 @@ def make_train_step(
             after = after.after(evaluation.finite)
         new = params.under(plan).next()
         step, state_rng = state.step + 1, state.rng
-        if donate:
-            state.take(
-                "the step after it",
-                f"the state that train_step returned, or {remedy}",
-            )
-        elif updates.changes(opt, taken):
-            new = Sharded(plan, mesh, "param", copied(new.buffers))
-        opt = updates.apply(
-            new,
-            opt,
-            evaluation.grads,
-            MeshShards(plan, mesh, unreduced, owned, evaluation.residuals),
-            taken=taken,
-            scale=evaluation.scale,
-            squares=evaluation.squares,
-            landing=evaluation.landing,
-            used=evaluation.used,
-        )
-        if taken:
-            comm = evaluation.residuals.after
-        if follower is not None:
-            metrics["undone"] = updates.undone
-        if after is not None and after.value != scale:
-            comm = rescaled(plan, comm, after.value / scale)
-        kept = evaluation.buffers if taken else old_buffers
-        return TrainState(step, new, opt, comm, kept, after, state_rng).fitting(), metrics
+        made = None
+        try:
+            with interrupted_after():
+                if donate:
+                    state.take("the step after it", f"the state that train_step returned, or {remedy}")
+                elif updates.changes(opt, taken):
+                    new = Sharded(plan, mesh, "param", copied(new.buffers))
+                opt = updates.apply(
+                    new,
+                    opt,
+                    evaluation.grads,
+                    MeshShards(plan, mesh, unreduced, owned, evaluation.residuals),
+                    taken=taken,
+                    scale=evaluation.scale,
+                    squares=evaluation.squares,
+                    landing=evaluation.landing,
+                    used=evaluation.used,
+                )
+                if taken:
+                    comm = evaluation.residuals.after
+                if follower is not None:
+                    metrics["undone"] = updates.undone
+                if after is not None and after.value != scale:
+                    comm = rescaled(plan, comm, after.value / scale)
+                kept = evaluation.buffers if taken else old_buffers
+                made = TrainState(step, new, opt, comm, kept, after, state_rng).fitting()
+        except KeyboardInterrupt:
+            if donate and made is not None:
+                state.go_on_as(made)
+            raise
+        return made, metrics
 
     opt = updates.init(lifted)
     require_unpacked(plan, opt.inner)

@@ -31,6 +31,7 @@ class Environment:
         keeper: of the inputs of checkpoints that a model makes itself; see `shardlib.execute.activation_offload`.
         follows: who follows modules by their names; see `shardlib.nn.blocks.Follow`.
         clock: of a measured step; see `Clock`.
+        casts: the dtype to which torch's autocast around a step casts; see `shardlib.execute.context`.
         phases, phases_of: of the micro-batch, and what makes them; see `shardlib.execute.phases`.
     """
 
@@ -47,6 +48,7 @@ class Environment:
     keeper: Any = None
     follows: Any = None
     clock: Any = None
+    casts: Any = None
     phases: Any = None
     phases_of: Any = None
 

@@ -11,7 +11,7 @@ import numpy as np
 import optree
 import torch
 
-from shardlib.common._compat import transformed
+from shardlib.common._compat import transformed, version_of
 from shardlib.common.hidden import TENSORS, held, hides
 from shardlib.common.tensors import aligned
 from shardlib.errors import BatchError, listing
@@ -211,6 +211,21 @@ def _require_parts(parts: Sequence[Tree], plan: Plan) -> None:
     }
     if plan.stages.axes and len(shapes) > 1:
         raise BatchError("micro-batches of a pipeline have one shape: pad them to the longest of the batch")
+
+
+def own_containers(batch: Tree) -> Tree:
+    """A batch in containers of its own, for one call of a function: what the call takes out of them (``batch.pop("labels")``)
+    or puts into them is not there in another call, as a step may be computed twice."""
+    return tree_map(lambda leaf: leaf, batch)
+
+
+def writes_to(batch: Tree) -> dict[str, int]:
+    """Path -> how often a tensor's memory was written to, for the tensors of a batch that count writes."""
+    return {
+        path or "batch": version_of(leaf)
+        for path, leaf in zip(*flatten(batch)[:2], strict=True)
+        if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+    }
 
 
 def rows_of(batch: Tree) -> int:

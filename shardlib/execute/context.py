@@ -15,7 +15,7 @@ from shardlib.collectives import pairs, primitives
 from shardlib.collectives.styles.slices import Slices
 from shardlib.collectives.tokens import PendingRows, TokenExchange
 from shardlib.common._compat import outside_of_graphs, pytree
-from shardlib.common.environment import within
+from shardlib.common.environment import environment, within
 from shardlib.common.writes import owner_of
 from shardlib.errors import HandleError, LossError
 from shardlib.execute.handles import materialise
@@ -240,7 +240,8 @@ class Surroundings:
             tokens=self.tokens,
             reads=self.read,
         )
-        with around, casting(self.autocast if casts else None, self.mesh.device), self.scaled or nullcontext():
+        dtype = (self.autocast or environment().casts) if casts else None
+        with around, casting(dtype, self.mesh.device), self.scaled or nullcontext():
             yield
 
 
@@ -256,6 +257,18 @@ def casting(dtype: torch.dtype | None, device: torch.device) -> AbstractContextM
     """The context of a function that torch's autocast casts for, to ``dtype``; None for one that it does not."""
     # A cache would keep casts of parameters alive, and serve those of a unit that has been gathered anew.
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)
+
+
+@contextmanager
+def casting_losses(device: torch.device) -> Iterator[None]:
+    """A context for a step in which an autocast around it casts for its loss function alone, as in a loop of torch's: not for
+    exchanges and the optimizer, whose products it would round."""
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    dtype = torch.get_autocast_dtype(device.type)
+    with torch.autocast(device.type, enabled=False), within(casts=dtype):
+        yield
 
 
 # `LocalRunner`: runs a function on a rank's parameters as it computes with them, without units or gathers.

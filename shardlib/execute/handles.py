@@ -211,12 +211,27 @@ def refuse_max_norm(*values: Any) -> NoReturn:
 
 _LOOK_UPS = (F.embedding, F.embedding_bag)
 
+# The end of a message.
+FLAGS = (
+    "inside a function, whose parameters are trained as the plan says: sl.freeze(globs) leaves some out. Where no gradient "
+    "is to pass use p.detach(), and for one inside the loss p.clone().requires_grad_()"
+)
+
 
 def _describe(handle: Any, *_: Any, **__: Any) -> str:
     """A handle as text, without a gather, since one rank may print a handle that others do not."""
     with no_torch_function():
         shape, dtype = tuple(handle.shape), handle.dtype
     return f"Handle({handle._path}, shape={shape}, dtype={dtype}, sharded; p.clone() gathers it on every rank)"
+
+
+def _mark(handle: Any, requires_grad: bool = True) -> Any:
+    """``requires_grad_`` of a handle, whose parameter it does not reach: refused unless it changes nothing."""
+    with no_torch_function():
+        trained = handle.requires_grad
+    if requires_grad != trained:
+        raise HandleError(f"requires_grad of {handle._path} is set to {requires_grad} {FLAGS}")
+    return handle
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -244,10 +259,16 @@ _METADATA = {
         if hasattr(_T, name)
     ),
     _T.size, _T.dim, _T.numel, _T.nelement, _T.stride, _T.is_floating_point, _T.is_complex, _T.element_size,
-    _T.is_contiguous, _T.get_device, _T.ndimension, _T.__len__, _T.__hash__, _T.requires_grad_, _T.storage_offset,
+    _T.is_contiguous, _T.get_device, _T.ndimension, _T.__len__, _T.__hash__, _T.storage_offset,
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor, read_backward_hooks,
 }  # fmt: skip
-_SPECIAL: dict[Any, Any] = {_T.__repr__: _describe, _T.__format__: _describe, torch.autograd.grad: _grad}
+_SPECIAL: dict[Any, Any] = {
+    _T.__repr__: _describe,
+    _T.__format__: _describe,
+    torch.autograd.grad: _grad,
+    _T.requires_grad_: _mark,
+    _T.requires_grad.__set__: _mark,  # type: ignore[attr-defined]
+}
 _KINDS: dict[Any, str] = dict.fromkeys(_METADATA, "metadata") | dict.fromkeys(_SPECIAL, "special")
 _IN_PLACE_DUNDERS = {"__setitem__", "__set__"}
 

@@ -12,7 +12,7 @@ from shardlib.common._compat import storage_id
 from shardlib.common.hidden import hides
 from shardlib.common.writes import written
 from shardlib.errors import HandleError, LossError, listing
-from shardlib.execute.handles import Handle
+from shardlib.execute.handles import FLAGS, Handle
 from shardlib.execute.units import BucketState, UnitState
 from shardlib.nn.functional import Mean
 from shardlib.plan.plan import Plan
@@ -58,6 +58,8 @@ def refuse_autocast(unit: UnitState, plan: Plan, device: torch.device) -> None:
 
 def explain(error: Exception, plan: Plan, holds: bool) -> HandleError | None:
     """What to do about an error of torch's; None for others. ``holds`` as in `shardlib.execute.collective_order.Record`."""
+    if "requires_grad flags of leaf" in str(error):
+        return HandleError(f"requires_grad of a parameter, or of what is computed with one, is set {FLAGS}")
     return _explain_dtypes(error, plan) or (_explain_hooks(error) if holds else None)
 
 

@@ -13,7 +13,7 @@ from shardlib.collectives import primitives
 from shardlib.collectives.codecs.base import Residuals
 from shardlib.errors import BatchError, IllegalComposition, LossError, NonFiniteError, TreeError, listing
 from shardlib.execute.agreement import Inputs, Shares, require_alike
-from shardlib.execute.batches import as_tensors, empty_leaves, rows_of, split_batch
+from shardlib.execute.batches import as_tensors, empty_leaves, rows_of, split_batch, writes_to
 from shardlib.execute.buffers import BufferKinds
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.losses import (
@@ -184,7 +184,7 @@ class LossStep:
 
         call = called(self._shares.first(rows))
         share += self._shares.number(rows)
-        draws = states_of_generators(mesh.device)
+        draws, before = states_of_generators(mesh.device), writes_to(batch)
         while True:
             for record in records:
                 record.layer_tokens = 0
@@ -209,6 +209,12 @@ class LossStep:
                 share = 0.0  # the inputs agree, so a rank left the trace, or ranks have different numbers of rows
                 for record in records:
                     record.distrust()
+            if written := [path for path, writes in writes_to(batch).items() if writes != before[path]]:
+                raise LossError(
+                    f"the loss function writes to its batch in place ({', '.join(written)}), and this step is to be computed "
+                    "again, as ranks use other parameters, rows or weights than in the step before: write to a copy, "
+                    "x = x.clone()"
+                )
             restore_generators(draws)
             if reached is not None:
                 reached.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,11 @@ from shardlib.mesh.memories import MEMORIES, KeptMemory, Transfers
 from shardlib.mesh.picture import mesh_picture
 from shardlib.mesh.transport import EchoGroup, Group, ProcessGroup, SimulatedGroup, Simulation
 from shardlib.mesh.transport.process import limit_of, start_processes
+
+_log = logging.getLogger("shardlib.mesh")
+
+# What launchers that name no world to torch tell their processes of their number.
+_OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec", "SLURM_STEP_NUM_TASKS": "srun"}
 
 
 class Traffic:
@@ -248,7 +254,8 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
         device: where this rank's tensors live; by default its CUDA device when there is one, else the CPU. Without an index
             it is the one of LOCAL_RANK, or torch's current one where the launcher sets no LOCAL_RANK.
         timeout: seconds after which a collective fails that other ranks have not joined. Every rank then reports what it
-            does, and stops: see docs/faults.md.
+            does, and stops: see docs/faults.md. Where the program has started torch.distributed itself, an axis of all
+            ranks has the timeout that was given there.
 
     Raises:
         MeshError: a size is not a positive integer, the sizes' product is not the number of processes, or there is no such
@@ -266,6 +273,8 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         start_processes(where, timeout)
     world = dist.get_world_size() if dist.is_initialized() else 1
+    if not dist.is_initialized():
+        _tell_of_other_launchers()
     shape = shape or {"data": world}
     if math.prod(shape.values()) != world:
         sizes, ranks = " × ".join(f"{axis}={size}" for axis, size in shape.items()), math.prod(shape.values())
@@ -275,6 +284,21 @@ def make_mesh(device: str | torch.device | None = None, timeout: float = 600.0, 
         )
     rank = dist.get_rank() if world > 1 else 0
     return Mesh(shape, rank, _process_groups(shape, rank, limit_of(where, timeout)), where)
+
+
+def _tell_of_other_launchers() -> None:
+    """Log that this process, a mesh of one, is one of several that would train alone, each the same."""
+    for variable, launcher in _OTHER_LAUNCHERS.items():
+        count = os.environ.get(variable, "")
+        if count.isdigit() and int(count) > 1 and "WORLD_SIZE" not in os.environ:
+            _log.warning(
+                "this process is a mesh of one, and one of %s that %s started (%s): they do not know of each other. Start "
+                "them by torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+                count,
+                launcher,
+                variable,
+            )
+            return
 
 
 def _require_device(device: Any) -> None:

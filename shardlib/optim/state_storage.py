@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -50,7 +52,7 @@ class RolledBack(Exception):
 
 
 def restore_on_failure(train_step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState, Any], Any]:
-    """``train_step``, whose state is its caller's again if its update is rolled back."""
+    """``train_step``, whose state is its caller's again if its update is rolled back, and says so if it is lost."""
 
     @functools.wraps(train_step)
     def step(state: TrainState, batch: Any) -> Any:
@@ -59,12 +61,41 @@ def restore_on_failure(train_step: Callable[[TrainState, Any], Any]) -> Callable
             return train_step(state, batch)
         except RolledBack as failure:
             error, fits = failure.error, failure.fits
+        except BaseException as failure:
+            state.lost_to(failure)
+            raise
         give_back()
         if fits:
             state.fitting()
         raise error
 
     return step
+
+
+@contextlib.contextmanager
+def interrupted_after() -> Iterator[None]:
+    """A context whose code ends before Ctrl-C, or a notebook's stop button, raises. A second one raises at once.
+
+    Signals come to the main thread alone. A handler of the program's own, which need not raise, stays.
+    """
+    raises = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not raises:
+        yield
+        return
+    came = False
+
+    def note(*_: Any) -> None:
+        nonlocal came
+        came = True
+        signal.signal(signal.SIGINT, raises)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, raises)
+    if came:
+        raise KeyboardInterrupt
 
 
 class StateStorage:

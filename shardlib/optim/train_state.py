@@ -153,6 +153,19 @@ class TrainState(Shown, Generic[T_co]):
 
         return again
 
+    def go_on_as(self, after: TrainState) -> None:
+        """Make this state, which was taken, the one ``after`` it: its holder was not given that one."""
+        self.__dict__.clear()
+        self.__dict__.update(after.__dict__)
+
+    def lost_to(self, error: BaseException) -> None:
+        """Let later reads say, if this state was taken, that no state has followed it, because of ``error``."""
+        if "_donated" in self.__dict__:
+            self.__dict__["_donated"] = (
+                f"this state is lost: the update of the step after it was made in part, and then raised "
+                f"{type(error).__name__}. Restore a checkpoint, or make the step with donate=False to keep old states"
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
         """A state with memory of its own, on the same mesh; steps of one leave the other alone.
 

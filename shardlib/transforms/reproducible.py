@@ -84,9 +84,10 @@ class Reproducible(CodedTransform):
         split = [axis for axis in splits_of(resolved).optimizer if axis in batch]
         order = [*split, *(axis for axis in reversed(batch) if axis not in split)]
         if len(split) > 1:
+            others = [axis for axis in split if axis != batch[-1]]
             raise IllegalComposition(
-                f"{self.name}: the state is split over {axes_named(split)}, the first summed first, and the tree begins with "
-                f"the last: use zero(stage, axis={split[-1]!r}, replicate={split[0]!r})"
+                f"{self.name}: the state is split over {axes_named(split)}, and sums begin with the mesh's last: "
+                f"use zero(stage, axis={batch[-1]!r}, replicate={others[0]!r})"
             )
         if order != batch[::-1]:
             raise IllegalComposition(

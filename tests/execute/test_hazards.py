@@ -1,6 +1,7 @@
 """Everything that user code may do with parameters inside a loss: each hazard of handles, at every stage."""
 
 import functools
+import signal
 
 import optree
 import pytest
@@ -626,6 +627,75 @@ def test_an_interrupted_step_leaves_the_state_usable(stage, position):
     wanted = one_device.train(loss_fn, network(), BATCHES)[2]
     for final in sl.simulate(run, mesh={"data": RANKS}):
         assert_close(final, wanted, 1e-10)
+
+
+@STAGES
+@pytest.mark.parametrize("how", [torch.Tensor.requires_grad_, lambda p, value: setattr(p, "requires_grad", value)])
+def test_flags_of_parameters_are_the_plans(stage, how):
+    """The loop over a discriminator's parameters while the generator trains, which a handle would not pass on."""
+
+    def loss_fn(params, batch):
+        hidden = layer(params["layers"][0], batch[0].requires_grad_()).tanh()
+        params["layers"][0]["weight"].requires_grad_()  # it is so anyway
+        how(params["layers"][1]["weight"], False)
+        return (layer(params["layers"][1], hidden) - batch[1]).square().mean()
+
+    with pytest.raises(HandleError, match=r"requires_grad of .* is set .*sl\.freeze\(globs\).*p\.detach\(\)"):
+        run_step(loss_fn, stage)
+
+
+@pytest.fixture
+def ctrl_c():
+    """What presses Ctrl-C, which raises in a shell's background job too, where it is ignored at first."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def rate_that_calls(*calls):
+    """A learning rate, read in each update, which then makes the next of these calls."""
+    left = list(calls)
+
+    def rate(count):
+        if left:
+            left.pop(0)()
+        return 0.1
+
+    return rate
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_an_interrupt_during_an_update_comes_after_it_and_leaves_a_state(ctrl_c, donate):
+    def nothing():
+        pass
+
+    def run(*calls):
+        state, step = sl.make_train_step(
+            mlp([6, 9, 4])[0], network(), sl.optim.sgd(rate_that_calls(*calls)), donate=donate
+        )
+        while state.step < len(BATCHES):
+            try:
+                state, _ = step(state, BATCHES[state.step])
+            except KeyboardInterrupt:
+                interrupts.append(state.step)
+        return sl.unshard(state.params)
+
+    interrupts = []
+    wanted = run()
+    assert_same(run(nothing, ctrl_c, nothing, ctrl_c), wanted)
+    assert interrupts == ([2] if donate else [1, 2])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_state_whose_update_raised_says_that_it_is_lost():
+    def fail():
+        raise IndexError("beyond the table")
+
+    state, step = sl.make_train_step(mlp([6, 9, 4])[0], network(), sl.optim.sgd(rate_that_calls(fail)))
+    with pytest.raises(IndexError):
+        step(state, BATCHES[0])
+    with pytest.raises(DonatedStateError, match=r"is lost: .* raised IndexError\. Restore a checkpoint"):
+        step(state, BATCHES[0])
 
 
 # --- leaves of every kind --------------------------------------------------------------------------------------

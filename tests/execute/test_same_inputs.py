@@ -186,6 +186,10 @@ OPTIONS = {
         lambda rank: {"optimizer": sl.optim.sgd((lambda base: lambda count: base)(0.1 + rank))},
         "/base: rank 0: 0.1; rank 1: 1.1",
     ),
+    "a user's schedule of steps": (  # of the rank's rows, say, which are a whole number that may rightly differ
+        lambda rank: {"optimizer": sl.optim.sgd((lambda steps: lambda count: 0.1 * (1 - count / steps))(300 + rank))},
+        "at step 50: rank 0: 0.08333333333333334; rank 1: 0.08338870431893688",
+    ),
     "a chain": (
         lambda rank: {"optimizer": sl.optim.chain(sl.optim.clip_by_global_norm(1.0 + rank), sl.optim.sgd(0.1))},
         "max_norm: rank 0: 1.0; rank 1: 2.0",

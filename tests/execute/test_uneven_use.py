@@ -11,6 +11,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
+from shardlib.errors import LossError
 from shardlib.plan.records import Trace
 
 TOLERANCE = 1e-10
@@ -512,3 +513,42 @@ def test_an_unmodified_module_list_of_experts(pool, stage):
         for got in run(train_experts, batches, stage, mesh={"data": 4}):
             assert got[0] == pytest.approx(losses, rel=TOLERANCE)
             assert_close(got[1], final, TOLERANCE)
+
+
+def taking(params, batch):
+    """`loss_fn`, which takes an entry out of its batch, and puts another one into it."""
+    code = batch.pop("code")
+    batch["x"] = batch["x"] / 2
+    return loss_fn(params, {"x": batch["x"], "code": code})
+
+
+@pytest.mark.parametrize("transform", [sl.zero(3), sl.chain(sl.zero(3), sl.remat())], ids=repr)
+def test_a_step_that_is_computed_again_has_what_the_loss_took_out_of_its_batch(transform):
+    batches = [batch_of([1, 1]), batch_of([1, 1], 1), batch_of([1, 2], 2), batch_of([2, 3], 3)]  # the third is, twice
+    wanted = one_device(lambda params, batch: taking(params, dict(batch)), parameters(), batches)
+    for losses, params in sl.simulate(train, taking, parameters(), batches, transform, mesh={"data": 2}):
+        assert losses == pytest.approx(wanted[0], rel=TOLERANCE)
+        assert_close(params, wanted[1], TOLERANCE)
+
+
+def test_an_evaluation_that_is_computed_again_has_what_the_function_took_out_of_its_batch():
+    def run(mesh):
+        params = sl.shard(parameters(), mesh, stage=3)
+        evaluate = sl.make_eval_step(lambda params, batch: sl.Mean(taking(params, batch), 1), params)
+        batches = [batch_of([1, 1]), batch_of([1, 2], 1)]
+        return [float(evaluate(params, {name: part[mesh.rank :][:1] for name, part in b.items()})) for b in batches]
+
+    wanted = [float(taking(parameters(), batch_of([1, 1]))), float(taking(parameters(), batch_of([1, 2], 1)))]
+    for found in sl.simulate(run, mesh={"data": 2}):
+        assert found == pytest.approx(wanted, rel=TOLERANCE)
+
+
+def test_a_loss_that_writes_to_its_batch_is_refused_where_a_step_is_computed_again():
+    def writing(params, batch):
+        batch["x"] /= 2
+        return loss_fn(params, batch)
+
+    batches = [batch_of([1, 1]), batch_of([1, 2], 1)]
+    with pytest.raises(LossError, match=r"writes to its batch in place \(x\).*write to a copy, x = x.clone\(\)"):
+        sl.simulate(train, writing, parameters(), batches, sl.zero(3), mesh={"data": 2})
+    sl.simulate(train, writing, parameters(), [batch_of([1, 1]), batch_of([1, 1], 1)], sl.zero(3), mesh={"data": 2})

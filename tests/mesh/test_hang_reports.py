@@ -120,6 +120,21 @@ def test_who_is_missing():
     )
 
 
+def test_ranks_that_made_other_calls():
+    """One evaluates, and the other goes on with a step, of which it has started more than the call that it waits in."""
+    one, other = ranks(2, 2)
+    calls = [rank_of.series("data", (0, 1)) for rank_of in (one, other)]
+    one.waiting.append((calls[0].call("all_reduce", torch.empty(7)), 0.0))
+    other.waiting.append((calls[1].call("reduce_scatter", torch.empty(80)), 0.0))
+    calls[1].call("reduce_scatter", torch.empty(300))
+    states = {0: one.state(), 1: other.state()}
+    differ = (
+        "rank 0 calls all_reduce(7 × float32) on axis 'data'; rank 1 calls reduce_scatter(80 × float32) on axis 'data'"
+    )
+    for rank in range(2):
+        assert f"the ranks' calls differ: {differ}" in on_rank(rank, states)
+
+
 def test_ranks_that_do_not_answer_and_ranks_that_do():
     states = {rank: each.state() for rank, each in enumerate(ranks(1, 1, 0, 0, waits=(0,)))}
     states[3] = "its process (17) has ended"

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardlib as sl
 from shardlib.errors import RankFailure
 from shardlib.mesh.transport import process
 
@@ -80,3 +81,18 @@ def test_a_world_without_a_rank_is_said_to_have_none(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="environment variable RANK expected"):
         process.start_processes(torch.device("cpu"), 1.0)
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_processes_that_a_launcher_started_without_a_world_are_told(monkeypatch, caplog, variable):
+    """mpirun and srun alone start several, each of which would train by itself."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv(variable, "1")
+    assert sl.make_mesh().size == 1 and not caplog.messages
+    monkeypatch.setenv(variable, "8")
+    assert sl.make_mesh().size == 1
+    (told,) = caplog.messages
+    assert "one of 8" in told and "torchrun" in told
+    monkeypatch.setenv("WORLD_SIZE", "1")  # of torchrun, which srun started on each of 8 hosts
+    caplog.clear()
+    assert sl.make_mesh().size == 1 and not caplog.messages

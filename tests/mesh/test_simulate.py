@@ -8,7 +8,7 @@ import torch
 
 import shardlib as sl
 from shardlib.common import thresholds
-from shardlib.errors import RankMismatch
+from shardlib.errors import MeshError, RankMismatch
 from shardlib.mesh.transport import Splits
 
 
@@ -214,3 +214,16 @@ def test_a_mesh_with_other_transports_leaves_the_first_as_it_was():
         return mesh.traffic.payload, other.traffic.payload
 
     assert sl.simulate(run, mesh={"data": 2, "model": 1}) == [({}, {"data": 16})] * 2
+
+
+def test_what_needs_other_ranks_is_refused_once_they_have_ended():
+    """States that a notebook's cell returned, and the next cell reads."""
+
+    def run(mesh):
+        params = sl.shard({"w": torch.ones(4, 4)}, mesh, stage=3)
+        return sl.make_train_step(lambda p, x: (x @ p["w"]).sum(), params, sl.optim.sgd(0.1))
+
+    (state, step), _ = sl.simulate(run, mesh={"data": 2})
+    for use in (lambda: sl.unshard(state.params), lambda: step(state, torch.ones(2, 4))):
+        with pytest.raises(MeshError, match=r"simulation of its ranks has ended.*return its result: sl\.unshard"):
+            use()

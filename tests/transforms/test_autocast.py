@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from helpers import training
 from helpers.measure import count_payload
 from helpers.models import share, tiny_gpt, token_batches
-from helpers.trees import assert_close
+from helpers.trees import assert_close, assert_same
 from oracle import one_device
 
 import shardlib as sl
@@ -223,3 +223,35 @@ def test_tiles_multiply_in_the_dtype_that_autocast_asks_for():
 def test_autocast_is_to_16_bits():
     with pytest.raises(IllegalComposition, match=r"precision\('fp32', autocast=True\).*use 'bf16' or 'fp16'"):
         sl.precision("fp32", autocast=True)
+
+
+@pytest.mark.parametrize(
+    "transform", [sl.zero(2), sl.chain(sl.zero(0), sl.powersgd(2)), sl.chain(sl.zero(1), sl.remat())]
+)
+def test_autocast_around_a_step_casts_for_the_loss_alone(transform):
+    """As ``with autocast: loss = model(x)`` of a loop in torch, whose backward and optimizer are outside."""
+
+    def loss_fn(params, batch):
+        return tanh_mlp(params, batch).square().mean()
+
+    @sl.block
+    def tanh_mlp(params, batch):
+        assert torch.is_autocast_enabled("cpu")
+        return F.linear(torch.tanh(F.linear(batch, params["first"])), params["last"]).float()
+
+    def inside(params, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_fn(params, batch)
+
+    def run(mesh, around):
+        params = {"first": weights(1, w=(8, 8))["w"], "last": weights(2, w=(4, 8))["w"]}
+        tx = sl.optim.muon(0.02)
+        state, step = sl.make_train_step(loss_fn if around else inside, sl.shard(params, mesh, transform), tx)
+        for seed in range(3):
+            x = weights(3 + seed + 10 * mesh.rank, x=(4, 8))["x"]
+            with torch.autocast("cpu", torch.bfloat16, enabled=around):
+                state, metrics = step(state, x)
+        return metrics["loss"], sl.unshard(state.params)
+
+    around, within = (sl.simulate(run, around, mesh={"data": RANKS})[0] for around in (True, False))
+    assert_same(around, within)

@@ -368,6 +368,11 @@ REFUSED = {
     "each": ({"data": 2}, [sl.zero(2), sl.accumulate(4, sync="each")], "sync='each' sums each micro-batch over ranks first"),
     "count": ({"data": 2}, [sl.zero(2), sl.accumulate(2)], "each of 2 ranks 4 micro-batches.*asks for 2: use microbatches=4"),
     "two zeros": ({"a": 2, "b": 2}, [sl.zero(1, "a"), sl.zero(1, "b")], r"use zero\(stage, axis='b', replicate='a'\)"),
+    "two zeros of other stages": (
+        {"a": 2, "b": 2},
+        [sl.zero(1, "a"), sl.zero(3, "b")],
+        r"use zero\(stage, axis='b', replicate='a'\)",
+    ),
     "order": ({"data": 2, "node": 2}, [sl.zero(1, "data", "node")], "name the axes of the mesh in the order node, data"),
     "inner": ({"node": 2, "data": 3}, [sl.zero(0, replicate="node")], r"6 ranks divide"),
 }  # fmt: skip

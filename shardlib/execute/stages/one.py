@@ -11,7 +11,7 @@ import torch
 
 from shardlib.common._compat import is_compiled
 from shardlib.errors import HandleError
-from shardlib.execute.batches import batch_index, rows_of
+from shardlib.execute.batches import batch_index, own_containers, rows_of
 from shardlib.execute.collective_order import Record
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, ReductionOptions, Turn
@@ -129,10 +129,11 @@ class OneStage:
 
     def microbatch(self, call: StepInputs, index: int, buffers: Any, gradients: Gradients) -> Outcome | None:
         """Run forward and backward of one micro-batch; None if the step will be repeated."""
-        batch, key = call.microbatches[index], call.keys[index]
+        key = call.keys[index]
         extra: dict[str, Any] = {"rng": key} if self._wants_rng and key is not None else {}
 
         def run(tree: Tree) -> tuple[list[torch.Tensor], Outcome]:
+            batch = own_containers(call.microbatches[index])
             inputs = (tree, buffers, batch) if self._with_buffers else (tree, batch)
             with seeding_torch(key, self._mesh.device):
                 outcome = read_loss(self._fn(*inputs, **extra), self._with_buffers)
@@ -162,4 +163,4 @@ class OneStage:
 
     def evaluate(self, params: Sharded, *args: Any) -> Any:
         """The function's result, from a forward without gradients."""
-        return self.executor.forward(params, lambda tree: self._fn(tree, *args))
+        return self.executor.forward(params, lambda tree: self._fn(tree, *own_containers(args)))

@@ -10,7 +10,7 @@ import torch
 
 from shardlib.collectives import primitives
 from shardlib.errors import BatchError, IllegalComposition, TreeError
-from shardlib.execute.batches import rows_of
+from shardlib.execute.batches import own_containers, rows_of
 from shardlib.execute.collective_order import Record
 from shardlib.execute.executor import Executor
 from shardlib.execute.gradients import Gradients, ReductionOptions
@@ -88,7 +88,7 @@ class Pipe:
     def _computed(self, stage: int, tree: Tree, carry: Any, batch: Tree, key: Key | None) -> Any:
         """What the blocks of a stage return."""
         start, stop = self._plan.stages.spans[stage]
-        result = self._blocks.run(tree, carry, batch, start, stop, key)
+        result = self._blocks.run(tree, carry, own_containers(batch), start, stop, key)
         if not self._position.is_last(stage):
             require_open(result, "what passes between pipeline stages")
         return result

@@ -21,7 +21,7 @@ import torch
 
 from shardlib.common._compat import forward_level, no_modes
 from shardlib.common.tensors import dtype_name
-from shardlib.errors import HandleError, RankMismatch, listing
+from shardlib.errors import HandleError, MeshError, RankMismatch, listing
 from shardlib.mesh.transport.activity import here
 from shardlib.mesh.transport.base import Splits, Work
 
@@ -121,7 +121,16 @@ class Simulation:
             self.failure, self.failed_rank = error, rank
 
     def block(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Return once ``ready()`` is true; other ranks run meanwhile. ``what`` names the call, for messages."""
+        """Return once ``ready()`` is true; other ranks run meanwhile. ``what`` names the call, for messages.
+
+        Raises:
+            MeshError: the simulation has ended.
+        """
+        if len(self._finished) == self.ranks:
+            raise MeshError(
+                f"{what} is called when the simulation of its ranks has ended. Do in the function that sl.simulate runs what "
+                "needs all ranks, and return its result: sl.unshard(state.params), an evaluation, a saved checkpoint"
+            )
         if not self._over():
             if ready():
                 return

@@ -168,9 +168,10 @@ def _differences(call: CollectiveCall, states: States) -> str:
     made = {}
     for member in call.members:
         state = states.get(member)
-        for last in state.last if isinstance(state, State) else ():
-            if call.joined_by(last) and last.number == call.number:
-                made[member] = last.what
+        # A rank may have started others after the one that it waits in.
+        for each in (*state.last, state.waits) if isinstance(state, State) else ():
+            if each is not None and call.joined_by(each) and each.number == call.number:
+                made[member] = each.what
     if len(set(made.values())) < 2:
         return ""
     return f"the ranks' calls differ: {'; '.join(f'rank {member} calls {what}' for member, what in made.items())}"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import accumulate, pairwise
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,13 @@ def on_numbers(schedule: Schedule) -> Schedule:
             raise TypeError(f"the schedule {name} gave {_described(given)} at {when}; it must return a number")
         return value.expand(at.shape)
 
+    vars(called)["is_schedule"] = True
     return called
+
+
+def is_schedule(value: Any) -> bool:
+    """Whether a value is what `on_numbers` returns."""
+    return isinstance(value, FunctionType) and "is_schedule" in vars(value)
 
 
 def _numbers(value: Any) -> torch.Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin
@@ -17,7 +17,7 @@ from shardlib.optim.base import GradientTransformation
 from shardlib.optim.checks import is_integer, is_number
 from shardlib.optim.code import CodedSchedule, call_code
 from shardlib.optim.combine import require_no_axis
-from shardlib.optim.schedules.base import on_numbers
+from shardlib.optim.schedules.base import Schedule, is_schedule, on_numbers
 from shardlib.optim.shards import WHOLE, Shards
 from shardlib.plan.code import code_of
 from shardlib.tree import Tree
@@ -167,14 +167,18 @@ def _takes_floats(annotation: Any) -> bool:
 # The hyper-parameters of a gradient transformation, found in its functions or its state, for ranks to compare.
 
 
-def settings(optimizer: GradientTransformation) -> dict[str, str]:
+# Steps at which ranks compare what a schedule of the user's own gives, as it may depend on what nobody can look into.
+_PROBED = (0, *(digit * 10**power for power in range(7) for digit in (1, 2, 5)))
+
+
+def settings(optimizer: GradientTransformation, ranks: int = 1) -> dict[str, str]:
     """Name -> value of the rates, decays and other values that the optimizer's functions close over, also indirectly.
 
     Of functions from outside the library only floats (such as the rates of a schedule), since other values may rightly differ
-    between ranks.
+    between ranks; with several ``ranks`` also what such schedules give at some steps.
     """
     values: dict[str, str] = {}
-    for name, value in _settings("optimizer", optimizer, set(), True):
+    for name, value in _settings("optimizer", optimizer, set(), True, _PROBED if ranks > 1 else ()):
         values.setdefault(name, value)
     return values
 
@@ -186,9 +190,9 @@ def injected(state: Tree) -> dict[str, str]:
     return {f"{name} ({number})": repr(float(value)) for number, values in held for name, value in values.items()}
 
 
-def _settings(name: str, value: Any, met: set[int], internal: bool) -> Iterator[tuple[str, str]]:
+def _settings(name: str, value: Any, met: set[int], internal: bool, probed: Sequence[int]) -> Iterator[tuple[str, str]]:
     """The settings in ``value``. ``internal``: whether it belongs to a function of this library; ``met``: ids of values
-    met."""
+    met; ``probed``: steps at which schedules are looked at."""
     if isinstance(value, float) or (internal and isinstance(value, (int, str, complex, torch.dtype))):
         yield name, re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # addresses differ between processes
         return
@@ -197,7 +201,17 @@ def _settings(name: str, value: Any, met: set[int], internal: bool) -> Iterator[
     met.add(id(value))
     for key, held in _contents(value):
         inside = value.__module__.startswith("shardlib.") if isinstance(value, FunctionType) else internal
-        yield from _settings(f"{name}/{key}", held, met, inside)
+        yield from _settings(f"{name}/{key}", held, met, inside, probed)
+    if is_schedule(value) and not value.__module__.startswith("shardlib."):
+        yield from ((f"{name} at step {step}", _given(value, step)) for step in probed)
+
+
+def _given(schedule: Schedule, step: int) -> str:
+    """What a schedule gives at a step, or the name of its error: a table may have fewer steps."""
+    try:
+        return repr(float(schedule(step)))
+    except Exception as error:
+        return type(error).__name__
 
 
 def _contents(value: Any) -> Iterator[tuple[Any, Any]]:
