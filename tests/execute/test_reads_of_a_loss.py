@@ -254,3 +254,133 @@ def test_autocast_and_conjugates_around_steps():
         return found
 
     assert run(True) == run(False)
+
+
+def that_counts():
+    counted = [0]
+
+    def loss_fn(params, batch):
+        counted[0] += 1
+        return plain(params, batch) * (2.0 if counted[0] > 4 else 1.0), counted[0]
+
+    return loss_fn, lambda: counted
+
+
+def that_keeps_an_average():
+    held = [torch.zeros(3)]
+
+    def loss_fn(params, batch):
+        hidden = batch["x"] @ params["w"]
+        loss = (hidden - held[0]).square().mean()
+        held[0] = 0.9 * held[0] + 0.1 * hidden.mean(0).detach()
+        return loss, None
+
+    return loss_fn, lambda: held[0].tolist()
+
+
+def that_writes_to_a_constant():
+    written = torch.zeros(3)
+
+    def loss_fn(params, batch):
+        written.add_(1)
+        return plain(params, batch) * written.sum(), None
+
+    return loss_fn, lambda: written.tolist()
+
+
+def that_keeps_a_list():
+    kept = []
+
+    def loss_fn(params, batch):
+        kept.append((batch["x"] @ params["w"]).detach().sum())
+        return plain(params, batch), None
+
+    return loss_fn, lambda: [float(each) for each in kept]
+
+
+def of_a_module_that_counts():
+    module = Counting()
+    apply, _ = sl.from_module(module)
+    return lambda p, b: ((b["x"] @ p["w"]).square().mean() * apply({}, torch.ones(())), None), lambda: None
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (2.0 if self.calls > 4 else 1.0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [that_counts, that_keeps_an_average, that_writes_to_a_constant, that_keeps_a_list, of_a_module_that_counts],
+    ids=lambda case: case.__name__,
+)
+def test_what_a_loss_changes_is_changed_as_without_a_graph(case):
+    found = []
+    for compile in (False, True):
+        loss_fn, left = case()
+        state, step = sl.make_train_step(loss_fn, {"w": torch.ones(6, 3)}, sl.optim.sgd(0.1), compile=compile)
+        for _ in range(6):
+            state, metrics = step(state, {"x": X})
+            found.append((metrics["loss"].item(), metrics.get("aux"), left()))
+    assert found[:6] == found[6:]
+
+
+class Cached(torch.nn.Module):
+    """Positions are made for the longest sequence so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.longest = torch.nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        length = x.shape[1]
+        if length > self.longest:
+            self.longest, self.places = length, torch.arange(length).sin()[:, None]
+        if length not in table:
+            table[length] = torch.arange(length).cos()[:, None]
+        return self.linear(x) * self.places[:length] + remembered(length) * table[length]
+
+
+table = {}
+
+
+@functools.lru_cache
+def remembered(length):
+    return torch.arange(length).tan()[:, None]
+
+
+def test_caches_that_a_trace_fills_have_values_afterwards():
+    """Each length is seen first by a trace, and then by an evaluation."""
+
+    def run(compile):
+        torch.manual_seed(0)
+        table.clear()
+        remembered.cache_clear()
+        apply, params = sl.from_module(Cached())
+        loss_fn = lambda params, batch: apply(params, batch).square().mean()  # noqa: E731
+        state, step = sl.make_train_step(loss_fn, params, sl.optim.sgd(0.1), compile=compile)
+        evaluate, found = sl.make_eval_step(loss_fn, params), []
+        for length in (3, 3, 5, 4, 7):
+            batch = torch.randn(2, length, 4)
+            state, metrics = step(state, batch)
+            found += [metrics["loss"].item(), evaluate(state.params, batch).item()]
+        return found
+
+    assert run(True) == run(False)
+
+
+def test_what_a_loss_leaves_for_others_is_told(caplog):
+    seen = types.SimpleNamespace(hidden=None)
+
+    def loss_fn(params, batch):
+        seen.hidden = batch["x"] @ params["w"]
+        return seen.hidden.square().mean()
+
+    _, step = losses(loss_fn, lambda value: None, True)
+    assert len(step.graph.graphs) == 1 and type(seen.hidden) is torch.Tensor
+    assert "writes to seen.hidden" in caplog.text

@@ -9,13 +9,13 @@ import sys
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy
 import torch
 
-from shardlib.common._compat import FakeTensor, pytree
+from shardlib.common._compat import NO_ATTRIBUTES, FakeTensor, pytree
 from shardlib.nn.blocks import Sequential
 from shardlib.tree import Tree, leaves_of
 
@@ -38,6 +38,7 @@ _CALLED = (
     *("__enter__", "forward", "backward", "jvp", "setup_context"),
 )
 _ABSENT = object()
+_LRU_CACHE = type(functools.cache(len))
 
 _Named = tuple[str, Any]
 
@@ -81,15 +82,20 @@ class Reached:
                 todo += [*_attributes(name, value, self._names), *_inside(name, value)]
 
     def held(self) -> Held:
-        """What can be changed, as it is now."""
-        held = Held()
+        """What can be changed, as it is now; but for the parameters and buffers of modules, which their calls put in."""
+        held, modules = Held(), [vars(value) for _, value in self._objects if isinstance(value, torch.nn.Module)]
+        put = {id(inside.get(key)) for inside in modules for key in NO_ATTRIBUTES}
         for name, value in self._objects:
+            if id(value) in put:
+                continue
             if isinstance(value, FunctionType):
                 for free, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
                     held.add(free, cell, ["cell_contents"])
                 held.add("", value.__globals__, _names_in(value.__code__) & value.__globals__.keys())
             elif isinstance(value, list | deque | set):
                 held.tables.append((name, value, value.copy()))
+            elif isinstance(value, _LRU_CACHE):
+                held.caches.append((value, value.cache_info()))
             elif isinstance(value, type):
                 held.add(name, value, vars(value).keys() & self._names)
             elif isinstance(value, dict) or hasattr(value, "__dict__"):
@@ -98,16 +104,11 @@ class Reached:
 
 
 class Held:
-    """What can be changed, and what it held.
-
-    Attributes:
-        tables: the name of a list, a queue or a set, it itself, and a copy.
-    """
-
-    tables: list[tuple[str, Any, Any]]
+    """What can be changed, and what it held."""
 
     def __init__(self) -> None:
-        self.tables = []
+        self.tables: list[tuple[str, Any, Any]] = []  # name, a list, a queue or a set, and a copy
+        self.caches: list[tuple[Any, Any]] = []  # of functools.lru_cache, and what was known of them
         self._slots: list[tuple[str, Any, Any, Any]] = []  # name, holder, key, value
         self._whole: list[tuple[str, dict[Any, Any], Collection[Any]]] = []  # dictionaries, and their keys
 
@@ -118,42 +119,38 @@ class Held:
             self._whole.append((name, holder, set(keys)))
         self._slots += [(f"{name}.{key}".strip("."), holder, key, _get(holder, key)) for key in keys]
 
-    def fakes(self) -> Iterator[tuple[str, Any, list[FakeTensor]]]:
-        """What holds fake tensors now: its name, what it held, and these. Afterwards it holds again what it held."""
-        changed = [each for each in self._slots if _get(each[1], each[2]) is not each[3]]
-        added = [
-            (f"{name}[{key!r}]", held, key, _ABSENT) for name, held, keys in self._whole for key in held.keys() - keys
-        ]
-        for name, holder, key, before in (*changed, *added):
-            if fakes := _fakes(_get(holder, key)):
-                _set(holder, key, before)
-                yield name, before, fakes
-        for name, table, before in self.tables:
-            if fakes := _fakes(list(table)):
-                _refill(table, before)
-                yield name, None, fakes
+    def fakes(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The fake tensors that are held now, with their names."""
+        changed = (each for each in self._slots if _get(each[1], each[2]) is not each[3])
+        for name, holder, key, _ in (*changed, *self._added()):
+            yield from ((name, fake) for fake in _fakes(_get(holder, key)))
+        for name, table, _ in self.tables:
+            yield from ((name, fake) for fake in _fakes(list(table)))
 
     def restore(self) -> None:
         """Let everything hold again what it held."""
-        for _, holder, key, before in self._slots:
+        for _, holder, key, before in (*self._slots, *self._added()):
             if _get(holder, key) is not before:
                 _set(holder, key, before)
-        for _, held, keys in self._whole:
-            for key in held.keys() - keys:
-                del held[key]
-        for _, table, before in self.tables:
-            if len(table) != len(before) or any(now is not then for now, then in zip(table, before)):
-                _refill(table, before)
+        for _, table, values in self.tables:
+            if len(table) != len(values) or any(now is not then for now, then in zip(table, values)):
+                _refill(table, values)
+        for cache, known in self.caches:
+            if cache.cache_info() != known:  # nobody can look into it
+                cache.cache_clear()
+
+    def _added(self) -> Iterator[tuple[str, Any, Any, Any]]:
+        for name, held, keys in self._whole:
+            yield from ((f"{name}[{key!r}]", held, key, _ABSENT) for key in held.keys() - keys)
 
 
 def _get(holder: Any, key: Any) -> Any:
     if isinstance(holder, dict):
         return holder.get(key, _ABSENT)
-    return getattr(holder, key, _ABSENT) if _is_set(holder) else _ABSENT
-
-
-def _is_set(holder: Any) -> bool:
-    return not (isinstance(holder, CellType) and holder == CellType())
+    try:
+        return getattr(holder, key, _ABSENT)
+    except ValueError:  # a variable of a closure that has no value yet
+        return _ABSENT
 
 
 def _set(holder: Any, key: Any, value: Any) -> None:
@@ -180,7 +177,8 @@ def _told(value: Any) -> str | None:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, torch.Tensor):
-        return f"a tensor ({id(value)}) {value.dtype} {tuple(value.shape)}"
+        form = f" {value.dtype} {tuple(value.shape)}" if type(value) is torch.Tensor else ""
+        return f"a {type(value).__name__} ({id(value)}){form}"
     if isinstance(value, numpy.ndarray):
         return f"{value.dtype} {value.shape} {value.ravel()[:_MOST].tobytes()!r}"
     return None
@@ -214,6 +212,8 @@ def _inside(name: str, value: Any) -> Iterator[_Named]:
         yield from ((name, value.__func__), ("self", value.__self__))
     elif isinstance(value, staticmethod | classmethod):
         yield name, value.__func__
+    elif isinstance(value, _LRU_CACHE):
+        yield name, value.__wrapped__
     elif isinstance(value, property):
         yield name, value.fget
     elif isinstance(value, Sequential):

@@ -185,7 +185,7 @@ class GraphStage(OneStage):
         plan, mesh, reduces, key = self._plan, self._mesh, self._reduces(call), call.keys[index]
 
         def traced(lengths: Lengths) -> Traced:
-            of = micro_batch(self._fn, plan, mesh, call, index, trees, lengths)
+            of = micro_batch(self._fn, self._fn, plan, mesh, call, index, trees, lengths)
             found = trace(of, kept, self._with_buffers, reduces, mesh.device)
             lands = [
                 tile.name if leaves and (reduces or plan.lands_each(bucket)) else None

@@ -240,7 +240,7 @@ class GraphedStage:
         """The graph for what a micro-batch of this form is given, and what lengths are in it."""
 
         def traced(lengths: Lengths) -> StageGraph:
-            of = micro_batch(self._fn, self.plan, self.mesh, call, index, trees, lengths)
+            of = micro_batch(self._fn, self._reads, self.plan, self.mesh, call, index, trees, lengths)
             halved = self.number is not None and self.plan.stages.schedule.splits
             return trace_stage(of, self._last, halved, self.number is None, self.between, self._options)
 
@@ -321,16 +321,19 @@ class GraphRun(Run):
 
 
 def micro_batch(
-    fn: Any, plan: Plan, mesh: Mesh, call: StepInputs, index: int, trees: Sequence[Tree], lengths: Lengths
+    fn: Any, reads: Any, plan: Plan, mesh: Mesh, call: StepInputs, index: int, trees: Sequence[Tree], lengths: Lengths
 ) -> MicroBatch:
-    """One of a step's micro-batches, for a trace of ``fn``, which is given ``trees`` after parameters."""
+    """One of a step's micro-batches, for a trace of ``fn``, which is given ``trees`` after parameters. ``reads``: the user's
+    functions in it."""
     shards = shards_of(plan, call.params)
     stored = {bucket.name: _like(shards[bucket.name], bucket) for bucket in plan.tiled.buckets}
 
     def function(blocks: Callable[[Surroundings], Runner]) -> Function:
         return Function(fn, plan, mesh, True, blocks)
 
-    return MicroBatch(function, stored, trees, lengths, call.keys[index], call.drops[index], call.named(index, mesh))
+    return MicroBatch(
+        function, reads, stored, trees, lengths, call.keys[index], call.drops[index], call.named(index, mesh)
+    )
 
 
 def _like(stored: torch.Tensor | BufferOnDisk, bucket: Bucket) -> torch.Tensor:
