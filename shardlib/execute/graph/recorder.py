@@ -251,6 +251,10 @@ class Recorder(OperatorMode):
         made_by, node, _ = getattr(tensor, "recorded", (None, None, None))
         return node if made_by is self else None
 
+    def is_known(self, made_by: Any, node: Any) -> bool:
+        """Whether a recorder's node is one here."""
+        return made_by is self
+
     def inputs(
         self, before: Sequence[torch.Tensor], batch: Sequence[torch.Tensor], after: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
@@ -277,6 +281,9 @@ class Recorder(OperatorMode):
             named[name] = self._given(each, key)
         known = None if None in key or writes(func) or not _FIXED.isdisjoint(func.tags) else tuple(key)
         call = self._made_by.get(func, func)
+        if func is not lift:
+            args, named_args = _mapped(self._without_values, (args, list(kwargs.values())))
+            kwargs = dict(zip(kwargs, named_args))
         result, forms = self.fakes.result(known, lambda: call(*args, **kwargs))
         self._note(self._node("call_function", lift_copy if func is lift else func, given, named), result, forms)
         return result
@@ -300,7 +307,7 @@ class Recorder(OperatorMode):
         if isinstance(value, torch.Tensor):
             if type(value) is FakeTensor:
                 made_by, node, form = getattr(value, "recorded", (None, None, None))
-                if made_by is not self:
+                if not self.is_known(made_by, node):
                     raise IllegalComposition(
                         "the loss uses a tensor that it computed in another call. Compute it in each, or outside"
                     )
@@ -345,6 +352,10 @@ class Recorder(OperatorMode):
                 first = self._node("call_function", joins, (first, other))
             self._numbers[expression] = first
         return self._numbers[expression]
+
+    def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor in the place of a constant, to which torch's fake mode would write."""
+        return tensor if type(tensor) is FakeTensor else self.fakes.mode.from_tensor(tensor)
 
     def _constant(self, tensor: torch.Tensor) -> Node:
         node = self._read.get(id(tensor))

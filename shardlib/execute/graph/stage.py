@@ -5,7 +5,8 @@ A plan without a pipeline is one stage, where something must happen between forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from shardlib.execute.collective_order import Record
 from shardlib.execute.context import Surroundings
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.analysis import order_of
-from shardlib.execute.graph.forms import Graphs, closed_over, form_of
+from shardlib.execute.graph.closed import closed_over
+from shardlib.execute.graph.forms import Graphs, form_of
 from shardlib.execute.graph.fuse import module_of
 from shardlib.execute.graph.nodes import FORWARD, PHASE, changes, copied
 from shardlib.execute.graph.overlap import overlap
@@ -238,12 +240,14 @@ class GraphedStage:
         """The graph for what a micro-batch of this form is given, and what lengths are in it."""
 
         def traced(lengths: Lengths) -> StageGraph:
-            of = micro_batch(self._fn, self.plan, self.mesh, call, index, trees, lengths)
+            of = micro_batch(self._fn, self._reads, self.plan, self.mesh, call, index, trees, lengths)
             halved = self.number is not None and self.plan.stages.schedule.splits
             return trace_stage(of, self._last, halved, self.number is None, self.between, self._options)
 
         key = call.keys[index]
-        return self.graphs.of(lambda: (form_of(*trees), key is None, closed_over(self._reads)), traced)
+        return self.graphs.of(
+            lambda: (form_of(*trees), key is None, closed_over(self._reads, trees, self.mesh.device)), traced
+        )
 
 
 class GraphRun(Run):
@@ -309,7 +313,7 @@ class GraphRun(Run):
         """The results of one of the stage's graphs. The last one adds gradients to the stage's sums."""
         parts = self._graph.parts
         sums = self._sums.tensors if number == len(parts) - 1 else ()
-        with torch.no_grad():
+        with without_casts(self._stage.mesh.device):
             return parts[number](self._store, [*self._given, *sums])
 
     def close(self) -> None:
@@ -317,16 +321,19 @@ class GraphRun(Run):
 
 
 def micro_batch(
-    fn: Any, plan: Plan, mesh: Mesh, call: StepInputs, index: int, trees: Sequence[Tree], lengths: Lengths
+    fn: Any, reads: Any, plan: Plan, mesh: Mesh, call: StepInputs, index: int, trees: Sequence[Tree], lengths: Lengths
 ) -> MicroBatch:
-    """One of a step's micro-batches, for a trace of ``fn``, which is given ``trees`` after parameters."""
+    """One of a step's micro-batches, for a trace of ``fn``, which is given ``trees`` after parameters. ``reads``: the user's
+    functions in it."""
     shards = shards_of(plan, call.params)
     stored = {bucket.name: _like(shards[bucket.name], bucket) for bucket in plan.tiled.buckets}
 
     def function(blocks: Callable[[Surroundings], Runner]) -> Function:
         return Function(fn, plan, mesh, True, blocks)
 
-    return MicroBatch(function, stored, trees, lengths, call.keys[index], call.drops[index], call.named(index, mesh))
+    return MicroBatch(
+        function, reads, stored, trees, lengths, call.keys[index], call.drops[index], call.named(index, mesh)
+    )
 
 
 def _like(stored: torch.Tensor | BufferOnDisk, bucket: Bucket) -> torch.Tensor:
@@ -334,6 +341,13 @@ def _like(stored: torch.Tensor | BufferOnDisk, bucket: Bucket) -> torch.Tensor:
     if isinstance(stored, torch.Tensor):
         return stored
     return torch.zeros((), dtype=bucket.dtype).expand(bucket.size(bucket.param_level))
+
+
+@contextmanager
+def without_casts(device: torch.device) -> Iterator[None]:
+    """A context for a graph's run, in which the casts of autocast around it are operations already, and gradients too."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def note(traced: Traced, options: ReductionOptions, record: Record) -> None:

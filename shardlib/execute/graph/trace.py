@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import sys
 from bisect import bisect
@@ -20,6 +21,7 @@ from shardlib.common.environment import Decision, within
 from shardlib.errors import IllegalComposition
 from shardlib.execute.activation_offload import may_move
 from shardlib.execute.context import Surroundings
+from shardlib.execute.graph.closed import Reached
 from shardlib.execute.graph.keys import Stands
 from shardlib.execute.graph.nodes import (
     BACKWARD,
@@ -30,6 +32,7 @@ from shardlib.execute.graph.nodes import (
     NAMES,
     PHASE,
     REDUCTION,
+    changes,
     draws,
     roots_of,
 )
@@ -42,6 +45,8 @@ from shardlib.nn.functional import Mean
 from shardlib.plan.drops import DropPlan
 from shardlib.rng import Key
 from shardlib.tree import Tree, TreeDef, flatten, tensors_of, unflatten
+
+_log = logging.getLogger("shardlib.execute")
 
 
 class TreeForm(NamedTuple):
@@ -127,6 +132,7 @@ class MicroBatch:
 
     Attributes:
         function: makes the loss, or a pipeline's stage, as a function of shards, given how its blocks run.
+        reads: the user's functions in it.
         stored: this rank's buffers, by name.
         trees: what the function is given besides parameters.
         lengths: of the tensors in ``trees``.
@@ -136,6 +142,7 @@ class MicroBatch:
     """
 
     function: Callable[[Callable[[Surroundings], Runner]], Function]
+    reads: Any
     stored: Mapping[str, torch.Tensor]
     trees: Sequence[Tree]
     lengths: Lengths
@@ -235,9 +242,13 @@ class TraceRecorder(Recorder):
             self._decides = before
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """A context in which decisions (`shardlib.common.environment`), and inputs of checkpoints, are noted."""
-        with within(decides=self._decide, keeper=self):
+    def noting(self, follow: Any) -> Iterator[None]:
+        """A context in which decisions (`shardlib.common.environment`), and inputs of checkpoints, are noted.
+
+        Args:
+            follow: a context around the calls of modules.
+        """
+        with within(decides=self._decide, keeper=self, follows=follow):
             yield
 
 
@@ -306,23 +317,31 @@ def recorded(
 
 
 def _recorded(of: MicroBatch, forward: Any, backward: Any, more: Sequence[torch.Tensor], fakes: Fakes) -> Traced:
-    recorder, stands = TraceRecorder(fakes), Stands()
+    recorder, stands, outside = TraceRecorder(fakes), Stands(), Outside(of.reads)
     loss = of.function(recorder.runner)
     given = list(of.stored.values()), tensors_of(of.trees), more
-    with torch.enable_grad(), without_autocast_cache(), fakes.mode:
-        inputs = recorder.inputs(*given)
-        with _without_random_numbers(), recorder:
-            now = GivenInputs(of, inputs, stands)
-            with recorder.noting():
-                found = forward(loss, now)
-            recorder.turn()
-            recorder.outputs(backward(loss, found, now.more, recorder))
-            del found, now
-        again = Repeated(recorder)
-        inputs = again.inputs(*given)
-        with again:
-            forward(loss, GivenInputs(of, inputs, Stands()))
-    again.end()
+    try:
+        with torch.enable_grad(), without_autocast_cache(), fakes.mode:
+            inputs = recorder.inputs(*given)
+            with _without_random_numbers(), recorder:
+                now = GivenInputs(of, inputs, stands)
+                with recorder.noting(outside.follow):
+                    found = forward(loss, now)
+                before = outside.values()
+                recorder.turn()
+                recorder.outputs(backward(loss, found, now.more, recorder))
+                del found, now
+            first = outside.values()
+            again = Repeated(recorder)
+            inputs = again.inputs(*given)
+            with again:
+                forward(loss, GivenInputs(of, inputs, Stands()))
+        again.end()
+        outside.require_same(before, first)
+        outside.require_same(first, outside.values())
+        outside.tell(again)
+    finally:
+        outside.restore()
     graph = recorder.graph
     roots, parameters = roots_of(graph), set(itertools.islice(graph.nodes, len(of.stored)))
     for node, noted in recorder.given.items():
@@ -367,6 +386,50 @@ def _without_random_numbers() -> Iterator[None]:
             )
 
 
+class Outside:
+    """What a function reaches outside of its arguments, which calls in a trace may change and a graph does not. After a trace
+    it is as it was before: what calls left there are tensors without values."""
+
+    def __init__(self, reads: Any) -> None:
+        self._roots, self._seen = [reads], set[int]()
+        self._held = [Reached(reads).held()]
+
+    @contextmanager
+    def follow(self, module: torch.nn.Module, _: Any) -> Iterator[None]:
+        """A context for the call of a module, whose attributes are outside too."""
+        if id(module) not in self._seen:
+            self._seen.add(id(module))
+            self._roots.append(module)
+            self._held.append(Reached(module).held())
+        yield
+
+    def values(self) -> list[tuple[str, str]]:
+        """Plain values, with their names, and which tensors there are; but for those of the trace."""
+        return [each for each in Reached(*self._roots).values if not each[1].startswith("a FakeTensor")]
+
+    def require_same(self, before: list[tuple[str, str]], now: list[tuple[str, str]]) -> None:
+        """Refuse what a call changed. Raises `CallsDiffer`."""
+        if before != now:
+            names = ", ".join(sorted({name for name, _ in {*before} ^ {*now}}))
+            raise CallsDiffer(
+                f"the loss function changes {names}, which a graph would not do. Return it as aux, or change it between steps"
+            )
+
+    def tell(self, last: Recorder) -> None:
+        """Tell what a call leaves for others to read."""
+        left = {name for name, fake in self._held[0].fakes() if last.node_of(fake)}
+        if left:
+            _log.warning(
+                "compile=True: the loss function writes to %s, which stays as it was after the first step. Return it as aux",
+                ", ".join(sorted(left)),
+            )
+
+    def restore(self) -> None:
+        """Let everything be as it was."""
+        for held in self._held:
+            held.restore()
+
+
 class Repeated(Recorder):
     """A recorder of a function's second call, which refuses what differs from the first.
 
@@ -378,17 +441,32 @@ class Repeated(Recorder):
         super().__init__(first.fakes)
         self._first = first
         self._nodes = iter([node for node in first.graph.nodes if node.meta.get(PHASE) == FORWARD])
+        self._fixed = set[Node]()  # what is computed from constants, and may be in a cache by now
+        for node in first.graph.nodes:
+            computed = node.op in ("get_attr", "call_function") and self._fixed.issuperset(node.all_input_nodes)
+            if computed and not (draws(node) or changes(node)):
+                self._fixed.add(node)
+
+    def is_known(self, made_by: Any, node: Any) -> bool:
+        return made_by is self or (made_by is self._first and node in self._fixed)
+
+    def _next(self) -> Node | None:
+        return next(self._nodes, None)
 
     def _node(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Node:
-        before = next(self._nodes, None)
-        if before is None or before.target != target or not _same([before.args, before.kwargs], [args, kwargs or {}]):
-            raise _other(_told(before), f"{target}({', '.join(map(str, args))})")
+        given = [args, kwargs or {}]
+        before = first = self._next()
+        while before and (before.target != target or not _same([before.args, before.kwargs], given)):
+            before = self._next() if before in self._fixed else None
+        if before is None:
+            raise _other(_told(first), f"{target}({', '.join(map(str, args))})")
         return before
 
     def end(self) -> None:
         """Refuse a call that ended before the first one, or that read other constants."""
-        if (before := next(self._nodes, None)) is not None:
-            raise _other(_told(before), "nothing")
+        for before in self._nodes:
+            if before not in self._fixed:
+                raise _other(_told(before), "nothing")
         for name, now in self.constants.items():
             known = self._first.constants[name]
             if known is not now and not (known.shape == now.shape and bool(((known == now) | (now != now)).all())):
