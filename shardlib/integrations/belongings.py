@@ -28,7 +28,7 @@ class Belongings:
         metric: classes of parts without parameters that are taken along whole.
     """
 
-    def __init__(self, module: nn.Module, owner: type, metric: tuple[type, ...]) -> None:
+    def __init__(self, module: nn.Module, owner: Any, metric: Any) -> None:
         self._module, self._owner, self._metric = module, owner, metric
         self._checked: dict[tuple[str, str], tuple[Any, bool]] = {}  # path, name -> a value, and whether it holds parts
         self._held: dict[str, dict[str, Any]] = {}  # path of a part -> its attributes
@@ -64,17 +64,17 @@ class Belongings:
                 self._held[path] |= {name: vars(part).pop(name) for name in vars(part).keys() - own[path]}
 
     def _take(self) -> None:
-        parts = dict(self._module.named_modules())
+        parts: dict[str, nn.Module] = dict(self._module.named_modules())
         self._held = {path: self._taken(path, part) for path, part in parts.items() if isinstance(part, self._owner)}
         inside: set[str] = set()  # paths of metrics, and of what is in them
         children = {path: dict(own_children(part)) for path, part in parts.items()}
         self._metrics = []
         for path, named in children.items():
             for name, child in named.items():
-                of_metric = isinstance(child, self._metric) and not [*child.parameters(), *child.buffers()]
-                if path in inside or of_metric:
+                if path in inside:
                     inside.add(joined(path, name))
-                if of_metric and path not in inside:
+                elif isinstance(child, self._metric) and not [*child.parameters(), *child.buffers()]:
+                    inside.add(joined(path, name))
                     self._metrics.append((path, name, child))
         self._children = {path: children[path] for path, *_ in self._metrics}
         for path, name, _ in self._metrics:

@@ -116,7 +116,7 @@ class Trainer(_Trainer):
         self._stepped: torch.optim.Optimizer | None = None  # what Trainer's loop steps, and its rates
         self._rates: LambdaLR | None = None
         self._emptied: nn.Module | None = None  # the model, while its values lie in the state
-        self._evaluated: tuple[Migration, Sharded, dict[str, Any]] | None = None  # otherwise, while it is evaluated
+        self._evaluated: tuple[Migration, Sharded, Mapping[str, Any]] | None = None  # otherwise, while it is evaluated
         self._mesh = mesh
         self._waiting = Waiting(self.args.gradient_accumulation_steps)
         self._norm: torch.Tensor | None = None
@@ -186,7 +186,7 @@ class Trainer(_Trainer):
         self._emptied = self.model
         return asked.schedule or (lambda step: self.args.learning_rate)
 
-    def _sharded(self, steps: int) -> tuple[Migration, Sharded, dict[str, Any]]:
+    def _sharded(self, steps: int) -> tuple[Migration, Sharded, Mapping[str, Any]]:
         """What the arguments ask for, and the model's parameters and buffers as they are, for `_evaluate_batch`."""
         mesh = self._mesh = self._mesh or make_mesh(self.args.device.type)
         asked = self._migrated(mesh.size, steps)
