@@ -106,14 +106,20 @@ def run(args: argparse.Namespace) -> int:
         raise WrongArguments(
             f"--base {args.base} freezes the layers: give --lora, the rank of the adapters beside them"
         )
+    if args.lora_alpha and not args.lora:
+        raise WrongArguments("--lora-alpha scales adapters: give --lora, their rank")
     outputs.require_outputs(args)
     mesh = model.running_mesh(args)
+    if "pipe" in mesh.shape:
+        raise WrongArguments("--mesh: a model of transformers is not cut into stages: give axes data and model alone")
     say: Callable[[str], None] = print if mesh.rank == 0 else lambda text: None
     with wrong_arguments(*PLANNED, FileNotFoundError, CheckpointError, OSError):
         job = _FineTuning(args, mesh)
         say(str(job.plan))
         for name, found in (("train on", job.examples), ("validate on", job.validation)):
             say(f"to {name}: {found or 'nothing'}")
+        if args.patience and job.validation is None:
+            raise WrongArguments("--patience counts evaluations, and nothing is set aside for them: give --validation")
         job.load()
     shown = outputs.Outputs(
         args, mesh, job.plan, job.rate(), args.batch * args.length,
@@ -146,6 +152,7 @@ class _FineTuning:
 
     Attributes:
         examples, validation: what is trained and validated on; None for no validation.
+        identity: what tells the rows that are trained on from others.
         plan: of a training step.
         steps: of the whole run.
         written: the folder of the result.
@@ -164,7 +171,7 @@ class _FineTuning:
         if args.pack:
             _require_packing(module, args.masked)
         rows = self._dataset(self.examples)
-        self._rows = rows
+        self._rows, self.identity = rows, rows.identity
         self.steps = args.steps or math.ceil(len(rows) * args.epochs / args.batch)
         self.optimizer = optim.chain(
             optim.clip_by_global_norm(args.clip), optim.adamw(self.rate(), weight_decay=args.weight_decay)
@@ -305,8 +312,13 @@ def _train(
             checkpoint.remove(earlier)
     elif latest is not None:
         with wrong_arguments(CheckpointError, TreeError):
-            state = manager.restore(state)
             held = checkpoint.read_notes(latest)
+            if held.get("data") != job.identity:
+                raise WrongArguments(
+                    f"{latest} is of a run on other examples, or of another --length or --pack: give another --out, or "
+                    "--fresh to start anew in its place"
+                )
+            state = manager.restore(state)
         batches.load_state_dict(held)
         best = _Best(held["best"] if held["best"] is not None else math.inf, held["since"])
         say(f"resuming from {latest}")
@@ -314,7 +326,12 @@ def _train(
     progress = shown.progress(job.steps, first)
 
     def notes() -> dict[str, Any]:
-        return {**batches.state_dict(), "best": None if best.loss == math.inf else best.loss, "since": best.since}
+        return {
+            **batches.state_dict(),
+            "data": job.identity,
+            "best": None if best.loss == math.inf else best.loss,
+            "since": best.since,
+        }
 
     with Log(progress, *shown.writers(first)) as log, manager:
         for batch in itertools.islice(batches, max(job.steps - first, 0)):

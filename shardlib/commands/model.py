@@ -22,6 +22,7 @@ from shardlib.plan.transform import Chain, Transform, chain
 from shardlib.transforms import accumulate, offload, pipeline, precision, remat, tensor_slicing, zero
 
 AXES = ("data", "pipe", "model")
+_SCHEDULE = "1f1b"
 SIZES = {"layers": 2, "width": 256, "heads": 4, "sequence": 128, "vocab": 256, "experts": 0}
 
 
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser).add_argument("--dropout", type=share, default=0.0, help="share of activations that are left out")
     add_sharding(parser).add_argument(
         "--schedule",
-        default="1f1b",
+        default=_SCHEDULE,
         type=_schedule,
         metavar="NAME",
         help=f"schedule of an axis pipe: {', '.join(schedules.NAMES)}, torch's name of a schedule, or a CSV file",
@@ -150,6 +151,10 @@ def _offload(args: argparse.Namespace) -> Transform:
 
 
 def _microbatches(args: argparse.Namespace, axes: Mapping[str, int]) -> list[Transform]:
+    if "pipe" not in axes and getattr(args, "schedule", _SCHEDULE) != _SCHEDULE:
+        raise WrongArguments(
+            f"--schedule {args.schedule} is of stages: give the mesh an axis pipe, such as --mesh pipe=2"
+        )
     if "pipe" in axes:
         return [pipeline(args.schedule, microbatches=args.microbatches)]
     return [accumulate(args.microbatches)] if args.microbatches > 1 else []

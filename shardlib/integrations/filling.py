@@ -9,14 +9,49 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.common._compat import own_parameters
+from shardlib.common._compat import own_parameters, wrapper_subclass
+from shardlib.errors import TreeError
 from shardlib.optim.train_state import TrainState
 from shardlib.sharded.unshard import stream_weights
+from shardlib.tree import leaves_of
+
+
+class Elsewhere(torch.Tensor):
+    """What stands for a parameter whose value lies in shards: it has a shape, and refuses what would compute with it, which
+    on the meta device would do nothing (an average of weights, a weight that is clamped).
+
+    Args:
+        name: the parameter's.
+        like: a tensor of its shape and dtype.
+    """
+
+    _name: str
+
+    @staticmethod
+    def __new__(cls, name: str, like: torch.Tensor) -> Elsewhere:
+        made: Elsewhere = wrapper_subclass(cls, like.shape, dtype=like.dtype, device=torch.device("meta"))
+        made._name = name
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Elsewhere(args[0]._name, args[0])
+        name = next(each._name for each in leaves_of((args, kwargs or {})) if isinstance(each, Elsewhere))
+        raise TreeError(
+            f"{name} has its value in shards while the model trains: wait for the end, when the module has it, or read "
+            "sl.unshard(train_state), on all ranks, of the Trainer or its strategy"
+        )
 
 
 def empty(module: nn.Module) -> dict[int, nn.Parameter]:
-    """Put a module's parameters on the meta device; returns the new ones by the ``id`` of those before."""
-    return _replace(module, lambda name, parameter: parameter.detach().to("meta"))
+    """Take the values out of a module's parameters; returns the new ones by the ``id`` of those before."""
+    return _replace(module, Elsewhere)
 
 
 def fill(module: nn.Module, state: TrainState) -> None:

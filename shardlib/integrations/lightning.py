@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from shardlib.checkpoint.save import save
 from shardlib.common.optional import require
 from shardlib.errors import CheckpointError, IllegalComposition, LossError
 from shardlib.evaluate import make_eval_step
+from shardlib.integrations.belongings import Belongings
 from shardlib.integrations.filling import empty, fill, whole_weights
 from shardlib.integrations.waiting import Waiting
 from shardlib.mesh.mesh import Mesh, make_mesh
@@ -29,13 +29,18 @@ from shardlib.plan.transform import Transform, chain
 from shardlib.sharding import shard
 from shardlib.train import make_train_step
 from shardlib.transforms import accumulate, freeze, zero
+from shardlib.tree import tree_map
 
 __all__ = ["ShardedStrategy"]
 
 _lightning: Any = require("lightning.pytorch", "shardlib.integrations.lightning", "lightning", "lightning")
+_metrics: Any = require("torchmetrics", "shardlib.integrations.lightning", "torchmetrics", "lightning")
 _Strategy: Any = _lightning.strategies.DDPStrategy
 _Module: Any = _lightning.LightningModule
 _FITTING: Any = _lightning.trainer.states.TrainerFn.FITTING
+
+# Hooks that make, change or read gradients, which the module's parameters have none of.
+_OF_GRADIENTS = ("backward", "configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step")
 
 # Arguments of torch's optimizers that say how torch runs them; the rate is followed step by step.
 _HOW = ("lr", "foreach", "fused", "capturable", "differentiable")
@@ -87,9 +92,10 @@ class ShardedStrategy(_Strategy):
         super().__init__(**options)
         self.train_state = None
         self._transform, self._mesh = transform or zero(0), mesh
-        self._trainer: Any = None
         self._fits = False  # whether the values lie in the state, not in the module
+        self._steps = False  # whether the optimizer's step runs
         self._waiting = Waiting(1)  # arguments of training_step
+        self._returned: dict[str, Any] = {}  # what the last micro-batch's returned
         self._restored: Path | None = None
         self._options: list[dict[str, Any]] = []  # of the optimizer's groups, as they were made
 
@@ -110,6 +116,15 @@ class ShardedStrategy(_Strategy):
                 f"ShardedStrategy steps one optimizer: configure_optimizers returned {len(self.optimizers)}, with "
                 f"automatic_optimization={module.automatic_optimization}. Return one, or train without Lightning"
             )
+        overridden = _lightning.utilities.model_helpers.is_overridden
+        parts = [module, *trainer.callbacks]
+        if found := [
+            f"{type(part).__name__}.{hook}" for part in parts for hook in _OF_GRADIENTS if overridden(hook, part)
+        ]:
+            raise IllegalComposition(
+                f"{', '.join(found)}: the step makes gradients, clips and applies them, so that these hooks would find none. "
+                "Leave them out: gradient_clip_val clips by the global norm, and what a loss does belongs into training_step"
+            )
         if trainer.precision not in ("32-true", "64-true"):
             raise IllegalComposition(
                 f"precision={trainer.precision!r}: give it to the strategy, ShardedStrategy(sl.chain(sl.zero(3), "
@@ -122,7 +137,8 @@ class ShardedStrategy(_Strategy):
         seed = self.broadcast(torch.initial_seed() % 2**31)
         for tensor in [*module.parameters(), *module.buffers()]:  # ranks without a seed have drawn others
             torch.distributed.broadcast(tensor.detach(), 0)
-        with self._without_trainer():
+        self._belongings = Belongings(module, _Module, (_metrics.Metric, _metrics.MetricCollection))
+        with self._belongings.put_aside():
             self._apply, params, buffers, frozen = from_module(module, buffers=True, frozen=True)
         count = trainer.accumulate_grad_batches
         self._waiting = Waiting(count)
@@ -168,9 +184,23 @@ class ShardedStrategy(_Strategy):
         self._waiting.add(list(args))
         if trainer.fit_loop._should_accumulate():
             return torch.zeros((), device=self.root_device)
+        if not self._steps:
+            raise IllegalComposition(
+                f"{type(self.lightning_module).__name__}.optimizer_step calls the closure without a step of the optimizer, "
+                "and the closure steps: call optimizer.step(closure=closure) each time"
+            )
         self._require_same_options()
+        self._returned = {}
         self.train_state, metrics = self._step(self._trained, self._waiting.batch())
-        return metrics["loss"].detach()
+        loss = metrics["loss"].detach()
+        return {**self._returned, "loss": loss} if self._returned else loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._steps = True
+        try:
+            return super().optimizer_step(*args, **kwargs)
+        finally:
+            self._steps = False
 
     def _require_same_options(self) -> None:
         for options, group in zip(self._options, self.optimizers[0].param_groups):
@@ -184,45 +214,33 @@ class ShardedStrategy(_Strategy):
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return closure_loss  # the step has been taken
 
-    def _loss(self, params: Any, buffers: Any, batch: tuple[float, list[Any]]) -> Any:
-        with self._without_trainer():
-            return self._apply(params, buffers, *batch, method=self._loss_of)
+    def _loss(self, params: Any, buffers: Any, batch: tuple[bool, list[Any]]) -> Any:
+        counts, args = batch
+        if not counts:
+            return Mean(0, 0), buffers
+        with self._belongings.put_aside():
+            return self._apply(params, buffers, args, method=self._loss_of)
 
-    def _loss_of(self, module: Any, counts: float, args: Sequence[Any]) -> Mean:
-        result = self._called(module, "training_step", args)
+    def _loss_of(self, module: Any, args: Sequence[Any]) -> Mean:
+        with self._belongings.lent(module):
+            results = module.trainer._results  # weighs what is logged by the rows of the batch
+            results.batch, results.batch_size = args[0], None
+            result = module.training_step(*args)
         loss = result["loss"] if isinstance(result, Mapping) else result
+        if isinstance(result, Mapping):
+            self._returned = tree_map(
+                lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, dict(result)
+            )
         if not isinstance(loss, torch.Tensor):
             raise LossError(f"training_step returned {type(loss).__name__}: return the loss, or a dictionary with it")
-        return Mean(loss * counts, counts)
-
-    @contextmanager
-    def _without_trainer(self) -> Iterator[None]:
-        """A context in which modules do not hold the trainer, which their copies would copy."""
-        trainer = self.lightning_module._trainer
-        held = [part for part in self.lightning_module.modules() if isinstance(part, _Module)]
-        for part in held:
-            part._trainer = None
-        self._trainer = trainer
-        try:
-            yield
-        finally:
-            for part in held:
-                part._trainer = trainer
-
-    def _called(self, module: Any, method: str, args: Sequence[Any]) -> Any:
-        """What a method of a copy of the module returns, which logs where the module does."""
-        held = [part for part in module.modules() if isinstance(part, _Module)]
-        for part in held:
-            part._trainer = self._trainer
-        try:
-            return getattr(module, method)(*args)
-        finally:
-            for part in held:
-                part._trainer = None
+        return Mean(loss, 1)
 
     def _evaluated(self, params: Any, method: str, args: Sequence[Any]) -> Any:
-        run = partial(self._called, method=method, args=args)
-        with self._without_trainer():
+        def run(module: Any) -> Any:
+            with self._belongings.lent(module):
+                return getattr(module, method)(*args)
+
+        with self._belongings.put_aside():
             return self._apply(params, self._trained.buffers, method=run, training=False)[0]
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,8 +287,16 @@ class ShardedStrategy(_Strategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self._fits and "optimizer_states" in checkpoint:  # not of save_weights_only
+        if "optimizer_states" in checkpoint and self._is_of_state():  # not of save_weights_only
             save(_beside(filepath), self._trained)
+
+    def _is_of_state(self) -> bool:
+        """Whether the module has the state's values: while it fits, and afterwards until they are changed."""
+        if self._fits or self.train_state is None:
+            return self._fits
+        held = self.lightning_module.state_dict()
+        weights = whole_weights(self.lightning_module, self.train_state)
+        return all(torch.equal(held[name].cpu(), value) for name, value in weights.items())
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
@@ -278,7 +304,7 @@ class ShardedStrategy(_Strategy):
             shutil.rmtree(_beside(filepath), ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._restored = _beside(checkpoint_path)
+        self._restored = _beside(os.path.realpath(checkpoint_path))  # of what last.ckpt may be a link to
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from shardlib.nn.functional import Mean
 from shardlib.optim.base import GradientTransformation
 from shardlib.optim.train_state import TrainState
 from shardlib.plan.transform import Transform, chain, members_of
+from shardlib.sharded.tree import Sharded
 from shardlib.sharding import shard
 from shardlib.train import make_train_step
 from shardlib.transforms.freeze import freeze
@@ -37,11 +39,18 @@ __all__ = ["Trainer"]
 
 _Trainer: Any = require("transformers", "shardlib.integrations.transformers", "transformers", "hf").Trainer
 
+_log = logging.getLogger("shardlib.integrations")
+
 _STATE = "shardlib"  # the folder of a train state in a checkpoint of Trainer's
 
 # Arguments without an equal in a chain that Trainer's own code serves here too; and those that an optimizer stands for.
 _SERVED = ("label_smoothing_factor", "neftune_noise_alpha", "train_sampling_strategy")
 _OPTIMIZERS = ("optim", "optim_args", "weight_decay", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+
+_OWN_OPTIMIZER = (
+    "Trainer: optimizers of torch and their schedulers step on whole parameters (optimizers=, optimizer_cls_and_kwargs=, "
+    "a subclass's create_optimizer or create_scheduler). Give optimizer=, which sl.optim.from_torch makes of torch's"
+)
 
 
 class Trainer(_Trainer):
@@ -100,13 +109,14 @@ class Trainer(_Trainer):
             raise IllegalComposition(
                 f"Trainer: one process has {self.args.n_gpu} devices. Start one process a device, by torchrun"
             )
-        if self.optimizer is not None or self.lr_scheduler is not None:
-            raise IllegalComposition(
-                "Trainer: optimizers of torch step on whole parameters. Give optimizer=, which "
-                "sl.optim.from_torch makes of torch's"
-            )
+        if self.optimizer is not None or self.lr_scheduler is not None or self.optimizer_cls_and_kwargs is not None:
+            raise IllegalComposition(_OWN_OPTIMIZER)
         self.train_state: TrainState | None = None
         self._transforms, self._optimizer = transforms, optimizer
+        self._stepped: torch.optim.Optimizer | None = None  # what Trainer's loop steps, and its rates
+        self._rates: LambdaLR | None = None
+        self._emptied: nn.Module | None = None  # the model, while its values lie in the state
+        self._evaluated: tuple[Migration, Sharded, Mapping[str, Any]] | None = None  # otherwise, while it is evaluated
         self._mesh = mesh
         self._waiting = Waiting(self.args.gradient_accumulation_steps)
         self._norm: torch.Tensor | None = None
@@ -129,40 +139,64 @@ class Trainer(_Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         result = super().train(*args, **kwargs)
-        fill(self.model, self._trained)
+        self._fill()
         return result
+
+    def _fill(self) -> None:
+        """Give the model the state's values, which it lacks while it trains, and after an error in training."""
+        if self._emptied is not None:
+            fill(self._emptied, self._trained)
+            self._emptied = None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """What Trainer's loop steps: nothing, as `training_step` has updated the parameters. Its rate is what is logged."""
         if self.optimizer is None:
-            self.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+            self.optimizer = self._stepped = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make the state and the step, now that their number is known, and what tells the rate of each step."""
         if self.lr_scheduler is None:
             schedule = self._start(num_training_steps)
-            self.lr_scheduler = LambdaLR(self.create_optimizer(), lambda _: float(schedule(self._trained.step)))
-            self._created_lr_scheduler = True
+            self._rates = LambdaLR(self.create_optimizer(), lambda _: float(schedule(self._trained.step)))
+            self.lr_scheduler, self._created_lr_scheduler = self._rates, True
         return self.lr_scheduler
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self._require_own_optimizer()
+        return prepared
+
+    def _require_own_optimizer(self) -> None:
+        """Refuse an optimizer or a scheduler that a subclass makes, or that were set: the loop would step them in vain."""
+        if (
+            getattr(self.optimizer, "optimizer", self.optimizer) is not self._stepped
+            or self.lr_scheduler is not self._rates
+        ):
+            raise IllegalComposition(_OWN_OPTIMIZER)
 
     def _start(self, steps: int) -> Any:
         """Make the state and the step. Returns the schedule of the rate."""
-        if self.train_state is not None:  # of an earlier run, or of an evaluation before the first
-            fill(self.model, self.train_state)
+        self._fill()
+        self._waiting = Waiting(self.args.gradient_accumulation_steps)
+        asked, params, buffers = self._sharded(steps)
+        optimizer = self._optimizer or asked.optimizer
+        self.train_state, self._step = make_train_step(self._loss, params, optimizer, buffers=buffers, **asked.options)
+        empty(self.model)
+        self._emptied = self.model
+        return asked.schedule or (lambda step: self.args.learning_rate)
+
+    def _sharded(self, steps: int) -> tuple[Migration, Sharded, Mapping[str, Any]]:
+        """What the arguments ask for, and the model's parameters and buffers as they are, for `_evaluate_batch`."""
         mesh = self._mesh = self._mesh or make_mesh(self.args.device.type)
         asked = self._migrated(mesh.size, steps)
-        optimizer = self._optimizer or asked.optimizer
         self._apply, params, buffers, frozen = from_module(self.model, buffers=True, frozen=True)
         transform = _chain(self._transforms, asked.chain)
         if frozen:
             transform = chain(transform, freeze(frozen))
-        self.train_state, self._step = make_train_step(
-            self._loss, shard(params, mesh, transform), optimizer, buffers=buffers, **asked.options
-        )
-        self._evaluate_batch = make_eval_step(self._predicted, self.train_state.params)
-        empty(self.model)
-        return asked.schedule or (lambda step: self.args.learning_rate)
+        sharded = shard(params, mesh, transform)
+        self._evaluate_batch = make_eval_step(self._predicted, sharded)
+        return asked, sharded, buffers
 
     def _migrated(self, ranks: int, steps: int) -> Migration:
         decayed = {name.replace(".", "/") for name in self.get_decay_parameter_names(self.model)}
@@ -180,6 +214,16 @@ class Trainer(_Trainer):
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of the next step."""
+        if left := self._waiting.clear():
+            _log.warning(
+                "%d micro-batches are left out, since their epoch ended before gradient_accumulation_steps of them made a "
+                "step. A dataset that has a length ends with a step of what is left.",
+                left,
+            )
+        return super().get_batch_samples(*args, **kwargs)
+
     def training_step(
         self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
     ) -> torch.Tensor:
@@ -193,10 +237,11 @@ class Trainer(_Trainer):
         self._norm = metrics["grad_norm"]
         return metrics["loss"].detach()
 
-    def _loss(self, params: Any, buffers: Any, batch: tuple[float, dict[str, Any]]) -> Any:
-        return self._apply(params, buffers, *batch, method=self._loss_of)
+    def _loss(self, params: Any, buffers: Any, batch: tuple[bool, dict[str, Any]]) -> Any:
+        counts, inputs = batch
+        return self._apply(params, buffers, inputs, method=self._loss_of) if counts else (Mean(0, 0), buffers)
 
-    def _loss_of(self, model: nn.Module, counts: float, inputs: dict[str, Any]) -> Mean:
+    def _loss_of(self, model: nn.Module, inputs: dict[str, Any]) -> Mean:
         averages = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False  # the mean is over all ranks as it is
         try:
@@ -209,8 +254,8 @@ class Trainer(_Trainer):
         if by_tokens is None:
             by_tokens = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if by_tokens and tokens is not None:
-            return Mean(loss * divisor * counts, tokens * counts)
-        return Mean(loss * counts, counts)
+            return Mean(loss * divisor, tokens)
+        return Mean(loss, 1)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return self._norm
@@ -220,23 +265,34 @@ class Trainer(_Trainer):
 
     # --- evaluation -----------------------------------------------------------------------------------------------
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluated = None  # the model may have changed since
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._evaluated = None
+
     def prediction_step(
         self, model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        if self.train_state is None:
-            self._start(max(self.args.max_steps, 1))
+        if self._emptied is not None:
+            params, self._buffers = self._trained.params, self._trained.buffers
+        else:  # what the model has, in shards
+            if self._evaluated is None:
+                self._evaluated = self._sharded(max(self.args.max_steps, 1))
+            _, params, self._buffers = self._evaluated
         inputs = dict(self._prepare_inputs(inputs))
-        return self._evaluate_batch(self.train_state, inputs, prediction_loss_only, ignore_keys)
+        return self._evaluate_batch(params, inputs, prediction_loss_only, ignore_keys)
 
     def _predicted(self, params: Any, inputs: Mapping[str, Any], loss_only: bool, ignored: Any) -> tuple[Any, Any, Any]:
         predict = partial(super().prediction_step, prediction_loss_only=loss_only, ignore_keys=ignored)
-        return self._apply(params, self._trained.buffers, inputs, method=predict, training=False)[0]
+        return self._apply(params, self._buffers, inputs, method=predict, training=False)[0]
 
     # --- files ----------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as Trainer does. Every rank must call it; the first gathers the weights, to write them."""
-        if self.train_state is None:
+        if self._emptied is None:
             super().save_model(output_dir, _internal_call)
             return
         adapters = hasattr(self.model, "peft_config")  # of which files have what is trained
@@ -250,6 +306,7 @@ class Trainer(_Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
+            self._require_own_optimizer()
             self._restore(checkpoint)
             self.lr_scheduler.optimizer.step()  # nothing is stepped, but torch warns where nothing was
             self.lr_scheduler.step()  # to the rate of the state's next step
@@ -266,7 +323,7 @@ class Trainer(_Trainer):
         if (Path(folder) / _STATE).is_dir():
             self._restore(folder)
         else:  # save_only_model
-            import_safetensors(folder, self._trained.params, module=self.model)
+            import_safetensors(folder, self._trained.params, module=self.model, buffers=self._trained.buffers)
 
     def _restore(self, folder: str) -> None:
         self.train_state = restore(Path(folder) / _STATE, self._trained)

@@ -21,9 +21,15 @@ class Waiting:
     def add(self, part: Any) -> None:
         self._parts.append(part)
 
+    def clear(self) -> int:
+        """Forget those that wait; returns how many there were."""
+        count = len(self._parts)
+        self._parts = []
+        return count
+
     def batch(self) -> Microbatches:
-        """The batch of those that wait, which no longer do: each as ``(1.0, part)``. An epoch may end with fewer; then
-        copies stand for the others, as ``(0.0, part)``, which are to weigh nothing."""
+        """The batch of those that wait, which no longer do: each as ``(True, part)``. An epoch may end with fewer; then
+        ``(False, part)`` stands for each of the others, which is to be left out."""
         parts, self._parts = self._parts, []
-        marked = [*((1.0, part) for part in parts), *[(0.0, parts[0])] * (self._count - len(parts))]
+        marked = [*((True, part) for part in parts), *[(False, parts[0])] * (self._count - len(parts))]
         return Microbatches(tuple(marked))

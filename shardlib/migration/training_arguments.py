@@ -212,11 +212,12 @@ def _of_deepspeed(
     if steps is not None or warm >= 1:
         filled["scheduler.params.warmup_num_steps"] = max(1, int(warm) if warm >= 1 else math.ceil((steps or 0) * warm))
     config = _loaded(inner)
-    draft, inside = deepspeed.read(config, ranks, rules, filled, "deepspeed: ")
+    asked = Draft(ORIGIN)
+    if "scheduler" not in config:
+        _schedule(reader, asked, steps)
+    draft, inside = deepspeed.read(config, ranks, rules, filled, "deepspeed: ", asked.schedule)
     draft.origin = ORIGIN
-    if draft.optimizer is None and not inside.given("optimizer"):
-        if draft.schedule is None:
-            _schedule(reader, draft, steps)
+    if not inside.given("optimizer"):
         _optimizer(reader, draft)
     for name in ("lr_scheduler_type", "lr_scheduler_kwargs", "optim", "optim_args"):
         if name not in reader.marks:

@@ -185,6 +185,9 @@ def test_a_run_that_was_cut_goes_on(folder, tmp_path):
     finetuned(folder, tmp_path / "cut", *options)
     mine, its = (losses_in(tmp_path / name) for name in ("cut", "whole"))
     assert len(mine) == 6 and mine == its
+    (folder / "others.jsonl").write_text("\n".join(map(json.dumps, SUMS[:9])))
+    with pytest.raises(SystemExit, match="step-00000006 is of a run on other examples"):
+        finetuned(folder, tmp_path / "cut", *options, "--data", folder / "others.jsonl")
     finetuned(folder, tmp_path / "cut", *options, "--fresh", "--steps", 2)
     assert sl.checkpoint.step_of(sl.checkpoint.latest(tmp_path / "cut")) == 2
 
@@ -209,6 +212,8 @@ WRONG = {
     "no records": (["--data", "{folder}/empty.jsonl"], "has no records"),
     "no JSON": (["--data", "{folder}/broken.jsonl"], "line 2 is no JSON"),
     "other fields": (["--data", "{folder}/other.jsonl", "--validation", "0"], "record 0: it has question, answer"),
+    "a scale without adapters": (["--lora-alpha", "4"], "--lora-alpha scales adapters: give --lora"),
+    "patience without evaluations": (["--patience", "2", "--validation", "0"], "--patience counts evaluations"),
     "an unknown option": (["--config", "{folder}/unknown.toml"], "unrecognized arguments: --rank=8"),
     "an option's value": (["--config", "{folder}/value.toml"], "argument --lora"),
 }

@@ -4,12 +4,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+import torchmetrics
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 import shardlib as sl
-from shardlib.errors import CheckpointError, IllegalComposition
+from shardlib.errors import CheckpointError, IllegalComposition, TreeError
 from shardlib.integrations.lightning import ShardedStrategy
 
 
@@ -164,6 +165,95 @@ def test_two_ranks_without_a_seed_begin_with_the_first_ones_values(tmp_path):
     assert first == second
 
 
+class Counting(Classifier):
+    """What modules have besides parameters: metrics, lists, numbers, statistics. It trains in a step and reads in a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.right, self.found = torchmetrics.Accuracy("multiclass", num_classes=3), nn.ModuleDict()
+        self.found["f1"] = torchmetrics.MetricCollection([torchmetrics.F1Score("multiclass", num_classes=3)])
+        self.losses, self.outs, self.steps = [], [], 0
+
+    def training_step(self, batch, index):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        self.steps += 1
+        self.log("mean", loss, on_epoch=True, on_step=False)
+        self.log("steps", 1.0, on_epoch=True, on_step=False, reduce_fx="sum")
+        return {"loss": loss, "number": self.steps}
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.newest = float(outputs.get("number", 0))
+
+    def on_train_epoch_end(self):
+        self.log_dict({"listed": torch.stack(self.losses).mean(), "counted": float(self.steps), "last": self.newest})
+        self.losses.clear()
+
+    def validation_step(self, batch, index):
+        out = self(batch[0])
+        self.outs.append(out.argmax(-1))
+        self.right.update(out, batch[1])
+        self.found["f1"].update(out, batch[1])
+        self.log("right", self.right)
+
+    def on_validation_epoch_end(self):
+        self.log_dict(
+            {"loss": torch.cat(self.outs).float().mean(), "hits": self.found["f1"].compute()["MulticlassF1Score"]}
+        )
+        self.outs.clear()
+        self.found["f1"].reset()
+
+
+@pytest.mark.parametrize(("count", "rows", "epochs"), [(1, 23, 2), (4, 23, 2), (4, 20, 1)])
+def test_a_module_measures_and_counts_as_ever(tmp_path, count, rows, epochs):
+    """In micro-batches too, of which the last has fewer rows, and an epoch's last step may have three. Lightning divides
+    that one by four, so that of these what was computed before is compared."""
+    found = []
+    for name, strategy in (("theirs", DDPStrategy()), ("ours", ShardedStrategy(sl.zero(2)))):
+        module = Counting()
+        trainer = pl.Trainer(
+            strategy=strategy, accelerator="cpu", devices=1, max_epochs=epochs, logger=False,
+            accumulate_grad_batches=count, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False, default_root_dir=tmp_path / name,
+        )  # fmt: skip
+        trainer.fit(module, data(rows, 3), data(8, 4))
+        numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found.append((numbers, dict(module.named_parameters()), dict(module.named_buffers())))
+    (theirs, their_params, their_buffers), (ours, params, buffers) = found
+    if rows == 20:
+        before = {"mean", "steps", "listed", "counted", "last"}
+        theirs, ours = ({name: numbers[name] for name in before} for numbers in (theirs, ours))
+        params = their_params = {}
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(buffers, their_buffers, rtol=1e-3, atol=1e-5)
+    for name, leaf in their_params.items():
+        torch.testing.assert_close(params[name], leaf, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_it_goes_on_from_what_is_saved_after_fit_and_from_a_link(tmp_path):
+    whole, trainer = fit(tmp_path / "a", ShardedStrategy(sl.zero(3)), Classifier(), epochs=3)
+    _, trainer = fit(tmp_path / "b", ShardedStrategy(sl.zero(3)), Classifier(), epochs=2)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("saved.ckpt")
+    rest, _ = fit(tmp_path / "c", ShardedStrategy(sl.zero(3)), Classifier(), tmp_path / "last.ckpt", epochs=3)
+    assert_same_numbers(rest[-12:], whole[-12:])
+
+
+class OwnClipping(Classifier):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, 0.1, "norm")
+
+
+def test_weights_cannot_be_averaged_while_they_are_in_shards(tmp_path):
+    trainer = pl.Trainer(
+        strategy=ShardedStrategy(), accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
+        callbacks=[EMAWeightAveraging()], enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(TreeError, match="in shards while the model trains"):
+        trainer.fit(Classifier(), data(8, 2))
+
+
 class Several(Classifier):
     def __init__(self):
         super().__init__()
@@ -180,6 +270,7 @@ class Several(Classifier):
         (Classifier, {"precision": "bf16-mixed"}, "sl.precision"),
         (Classifier, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "take 'norm'"),
         (lambda: Classifier("cyclic"), {}, "cycle_momentum"),
+        (OwnClipping, {}, "OwnClipping.configure_gradient_clipping"),
     ],
 )
 def test_what_it_cannot_do_is_refused(tmp_path, module, options, message):

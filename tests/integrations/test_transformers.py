@@ -10,7 +10,7 @@ import transformers
 from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import shardlib as sl
-from shardlib.errors import CheckpointError, IllegalComposition, MigrationError
+from shardlib.errors import CheckpointError, IllegalComposition, MigrationError, TreeError
 from shardlib.integrations.transformers import Trainer
 
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_hits", "step")
@@ -176,20 +176,81 @@ def test_metrics_callbacks_and_the_best_model(tmp_path):
     assert found[1][3] == pytest.approx(found[0][3], rel=1e-5)
 
 
+def test_between_runs_the_model_has_the_values_whatever_is_done_to_it(tmp_path):
+    """It is evaluated, trained on and written as it is, before the first training and after it."""
+    both = [
+        trainer(kind, tmp_path / name, llama, max_steps=2, save_strategy="no", gradient_accumulation_steps=1)
+        for name, kind in (("theirs", transformers.Trainer), ("ours", Trainer))
+    ]
+    for _ in range(2):
+        found = []
+        for each in both:
+            each.evaluate()
+            for leaf in each.model.parameters():
+                leaf.data.mul_(0.5)
+            found.append(each.evaluate()["eval_loss"])
+            each.save_model(tmp_path / "written")
+            for mine, other in zip(
+                LlamaForCausalLM.from_pretrained(tmp_path / "written").parameters(),
+                each.model.parameters(),
+                strict=True,
+            ):
+                assert torch.equal(mine, other)
+            each.train()
+        assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_each_run_begins_with_the_model_that_model_init_makes(tmp_path):
+    data = rows(8)
+    options = {"train_dataset": data, "data_collator": padded, "transforms": sl.zero(3)}
+    ours = Trainer(args=arguments(tmp_path, max_steps=2, eval_strategy="no"), model_init=llama, **options)
+    found = []
+    for _ in range(2):
+        ours.train()
+        found.append(logs(ours)[:2])
+    assert found[0] == found[1]
+
+
+class StopsWithin(transformers.TrainerCallback):
+    """Ends the first run after the first micro-batch of its second step."""
+
+    def on_substep_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == 1 and not getattr(self, "stopped", False)
+        self.stopped = getattr(self, "stopped", False) or control.should_training_stop
+
+
+def test_micro_batches_of_a_step_that_was_not_taken_are_in_no_other(tmp_path):
+    ours = trainer(Trainer, tmp_path, llama, {"callbacks": [StopsWithin()]}, save_strategy="no", eval_strategy="no")
+    assert ours.train().global_step == 1 and ours.train().global_step == 8
+
+
+def test_callbacks_cannot_compute_with_weights_that_are_in_shards(tmp_path):
+    class Halves(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_):
+            for leaf in model.parameters():
+                leaf.data.mul_(0.5)
+
+    with pytest.raises(TreeError, match="in shards while the model trains"):
+        trainer(Trainer, tmp_path, llama, {"callbacks": [Halves()]}).train()
+
+
 def resnet():
     torch.manual_seed(0)
     sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
     return transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=3, **sizes))
 
 
-def test_a_model_with_statistics_whose_norms_decay(tmp_path):
-    """transformers decays BatchNorm's weights, which have one dimension and no known name."""
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 3}, {"save_only_model": True}])
+def test_a_model_with_statistics_whose_norms_decay(tmp_path, options):
+    """transformers decays BatchNorm's weights, which have one dimension and no known name. Statistics are those of the
+    micro-batches that there are, where an epoch ends with fewer; and the best model's, of a checkpoint without a state."""
     random = torch.Generator().manual_seed(3)
     data = [{"pixel_values": torch.randn(3, 16, 16, generator=random), "labels": number % 3} for number in range(20)]
     found = []
     for kind, name in ((transformers.Trainer, "theirs"), (Trainer, "ours")):
         extra = {"train_dataset": data[:16], "eval_dataset": data[16:], "data_collator": None}
-        each = trainer(kind, tmp_path / name, resnet, extra, gradient_accumulation_steps=1)
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+        each = trainer(kind, tmp_path / name, resnet, extra, **{"gradient_accumulation_steps": 1, **best, **options})
         each.train()
         found.append((logs(each), each.model.state_dict()))
     assert_same_logs(found[1][0], found[0][0])
@@ -220,11 +281,31 @@ def test_two_ranks_train_and_log_as_with_data_parallelism(tmp_path):
             IllegalComposition,
             "optimizer=",
         ),
+        ({}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1.0})}, IllegalComposition, "optimizer="),
     ],
 )
 def test_what_has_no_equal_is_refused(tmp_path, changed, extra, error, message):
     with pytest.raises(error, match=message):
         trainer(Trainer, tmp_path, llama, extra, **changed).train()
+
+
+class OwnOptimizer(Trainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        return self.optimizer
+
+
+class OwnScheduler(Trainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer)
+        return self.lr_scheduler
+
+
+@pytest.mark.parametrize("kind", [OwnOptimizer, OwnScheduler])
+def test_optimizers_that_a_subclass_makes_are_refused(tmp_path, kind):
+    """They would be stepped, and would move nothing."""
+    with pytest.raises(IllegalComposition, match="optimizer="):
+        trainer(kind, tmp_path, llama).train()
 
 
 def test_an_optimizer_of_ones_own(tmp_path):

@@ -426,6 +426,22 @@ def test_training_arguments_fill_in_what_deepspeeds_configuration_leaves_to_them
     assert sl.migrate(given, ranks=4).code == made.code
 
 
+def test_a_deepspeed_configuration_without_a_schedule_has_that_of_the_arguments(tmp_path):
+    """As transformers' integration says: "HF scheduler + DS optimizer" go together, and "DS scheduler + HF optimizer"."""
+    given = arguments(tmp_path, max_steps=100, warmup_steps=10, learning_rate=2e-3, lr_scheduler_type="cosine")
+    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
+    for config in ({"optimizer": optimizer}, {}):
+        given.deepspeed = config
+        made = sl.migrate(given)
+        assert "schedule" in made.code.partition("optimizer =")[2].partition("def ")[0]
+        assert [float(made.schedule(step)) for step in (0, 10, 55)] == pytest.approx([0, 2e-3, 1e-3])
+    cosine = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}}
+    given.deepspeed = {"scheduler": cosine}
+    assert float(sl.migrate(given).schedule(10)) == 2e-3
+    with pytest.raises(MigrationError, match=r"write optimizer\.params\.lr"):
+        sl.migrate({"scheduler": cosine})
+
+
 def test_training_arguments_of_epochs_need_the_number_of_steps(tmp_path):
     given = arguments(tmp_path, learning_rate=1e-3)
     with pytest.raises(MigrationError, match=r"max_steps, or migrate\(source, steps"):

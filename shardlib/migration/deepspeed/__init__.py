@@ -27,12 +27,14 @@ def read(
     rules: Mapping[str, Any] | None = None,
     filled: Mapping[str, Any] | None = None,
     prefix: str = "",
+    schedule: Any = None,
 ) -> tuple[Draft, Reader]:
     """The draft of a configuration, and its reader.
 
     Args:
         filled: key -> value in the place of "auto".
         prefix: of keys in entries.
+        schedule: of the rate, where the configuration has none.
     """
     draft = Draft(ORIGIN, ranks, rules)
     reader = Reader(source, KEYS, filled or {}, prefix)
@@ -40,6 +42,8 @@ def read(
     read_zero(reader, draft)
     read_precision(reader, draft)
     read_schedule(reader, draft)
+    if not reader.given("scheduler"):
+        draft.schedule = schedule
     read_optimizer(reader, draft)
     read_rows(reader, draft)
     read_activations(reader, draft)

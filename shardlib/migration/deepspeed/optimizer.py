@@ -27,7 +27,13 @@ def read_schedule(reader: Reader, draft: Draft) -> None:
 
 
 def _lr(reader: Reader) -> float:
-    return float(reader.number("optimizer.params.lr", _LR))
+    if reader.given("optimizer"):
+        return float(reader.number("optimizer.params.lr", _LR))
+    if (lr := reader.filled.get("optimizer.params.lr")) is None:
+        reader.refuse(
+            "scheduler.type", "its rate is that of an optimizer, and there is none; write optimizer.params.lr"
+        )
+    return float(_LR if lr is None else lr)
 
 
 def _warm(reader: Reader, default_peak: float | None) -> tuple[float, float, int, dict[str, Any]]:
