@@ -8,8 +8,8 @@ from typing import Any
 from shardlib.migration import optimizers
 from shardlib.migration.calls import Call
 from shardlib.migration.draft import Draft, rate
+from shardlib.migration.optimizers import warm_stay_decay
 from shardlib.migration.reader import Keys, Reader, each
-from shardlib.migration.schedules import warm_stay_decay
 
 ORIGIN = "torchtitan"
 

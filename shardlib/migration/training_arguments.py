@@ -15,8 +15,8 @@ from shardlib.migration import deepspeed, optimizers
 from shardlib.migration.accelerate import FSDP, mixed, read_fsdp
 from shardlib.migration.calls import Call, Verbatim
 from shardlib.migration.draft import Draft, rate
+from shardlib.migration.optimizers import warm_stay_decay
 from shardlib.migration.reader import Keys, Reader, each
-from shardlib.migration.schedules import warm_stay_decay
 
 ORIGIN = "TrainingArguments"
 
