@@ -1,4 +1,4 @@
-"""Losses of transformers' language models: without logits of all tokens at once, and over batches of `shardlib.data.packed`."""
+"""Losses of transformers' language models: over batches of `shardlib.data.packed`, and without whole logits."""
 
 from __future__ import annotations
 
