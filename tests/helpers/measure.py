@@ -170,35 +170,17 @@ class WatchGathered(TorchDispatchMode):
             weakref.finalize(storage, self._alive.pop, key, None)
 
 
-class WatchStorages(TorchDispatchMode):
-    """Bytes of the storages that operations made meanwhile and that are alive."""
-
-    def __init__(self):
-        super().__init__()
-        self._alive = {}
-
-    @property
-    def alive(self):
-        return sum(self._alive.values())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {v.untyped_storage()._cdata for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._alive:
-                    self._alive[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self._alive.pop, storage._cdata, None)
-        return out
-
-
 class WatchPeak(TorchDispatchMode):
-    """A mode that measures the most bytes at once in storages that operations made while it was active."""
+    """A mode that measures the bytes of storages that operations made while it was active: those alive, and the most at
+    once."""
 
     def __init__(self):
         super().__init__()
         self._alive, self._sizes, self._moments = {}, [], []
+
+    @property
+    def alive(self):
+        return sum(self._sizes[number] for number in self._alive.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = {v.untyped_storage()._cdata for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)}
