@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ def dropout(
     """
     given = {"x": x, "bias": bias, "residual": residual}
     check_tensors("dropout", given, optional=("bias", "residual"))
-    if not (isinstance(p, Real | torch.Tensor) and 0.0 <= float(p) < 1.0):
+    if not _is_probability(p):
         raise ValueError(f"dropout probability {p!r} is outside [0, 1)")
     if p == 0.0:
         x = x if bias is None else x + bias
@@ -60,6 +61,10 @@ def dropout(
         x, residual = x if bias is None else x + bias, None if residual is None else residual[..., None]
         return dropout_kernel(x[..., None], draw, residual=residual)[..., 0]
     return dropout_kernel(x, draw, bias=bias, residual=residual)
+
+
+def _is_probability(p: Any) -> bool:
+    return isinstance(p, Real | torch.Tensor) and 0.0 <= float(p) < 1.0
 
 
 def _draw(x: torch.Tensor, p: float, key: Key, heads: tuple[int, int] | None) -> DropoutDraw:
