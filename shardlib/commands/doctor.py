@@ -84,7 +84,7 @@ def _print_kernels() -> None:
     rows = {
         f"{operation} on {each.type}": (operation, each)
         for operation in dispatch.operations()
-        for each in _each_device()
+        for each in [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
     }
     missing = {name: recipe for name, (operation, device) in rows.items() if (recipe := _missing(operation, device))}
     places = {name: f"{number} of {len(missing)}" for number, name in enumerate(missing, 1)}
@@ -105,7 +105,3 @@ def _missing(operation: str, device: torch.device) -> build.Recipe | None:
         return recipe if recipe and not build.is_built(recipe) else None
     except (build.BuildError, OSError):  # the row says why
         return None
-
-
-def _each_device() -> list[torch.device]:
-    return [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])

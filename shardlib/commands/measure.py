@@ -89,16 +89,13 @@ def _computing(mesh: Mesh, call: Callable[[], Any]) -> float:
     return max(1.0, _busy(mesh)) * _seconds(mesh, call, time.thread_time)
 
 
-def _processors() -> set[int]:
-    """The processors that this process may use; outside of Linux, which tells which, all of them."""
-    return os.sched_getaffinity(0) if sys.platform == "linux" else set(range(os.cpu_count() or 1))
-
-
 def _busy(mesh: Mesh) -> float:
     """Threads that compute, of all ranks, for each processor that any of them may use; 0 where devices compute."""
     if mesh.device.type != "cpu":
         return 0.0
-    given = primitives.all_gather_object(mesh, list(mesh.shape), (torch.get_num_threads(), _processors()))
+    # Linux tells which processors this process may use; elsewhere all of them count.
+    own = os.sched_getaffinity(0) if sys.platform == "linux" else set(range(os.cpu_count() or 1))
+    given = primitives.all_gather_object(mesh, list(mesh.shape), (torch.get_num_threads(), own))
     threads, processors = zip(*given, strict=True)
     return sum(threads) / len(set().union(*processors))
 

@@ -232,14 +232,14 @@ def map_paces(value: Callable[..., float], *paces: Pace) -> Pace:
     return _merged(starts, found)
 
 
-def as_pace(value: Any, what: str, name: str, least: int = 1) -> Pace:
-    """A pace of integers from ``least`` on, from such an integer or a pace. Raises `BatchError` for anything else."""
+def as_pace(value: Any, what: str, name: str) -> Pace:
+    """A pace of integers from 1 on, from such an integer or a pace. Raises `BatchError` for anything else."""
     pace = Pace((0,), (value,)) if is_real(value) else value
     if not isinstance(pace, Pace):
-        raise BatchError(f"{what}: {name}={value!r}: use an integer from {least} on, or a pace (sl.data.linear_pace)")
+        raise BatchError(f"{what}: {name}={value!r}: use an integer from 1 on, or a pace (sl.data.linear_pace)")
     for start, number in zip(pace.starts, pace.values):
-        if not (is_integer(number) and number >= least):
-            raise BatchError(f"{what}: {name} is {number!r} at step {start}: use integers from {least} on")
+        if not (is_integer(number) and number >= 1):
+            raise BatchError(f"{what}: {name} is {number!r} at step {start}: use integers from 1 on")
     return pace
 
 

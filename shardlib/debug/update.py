@@ -26,7 +26,7 @@ def norm(view: StepView) -> Finding | None:
         return None  # its ranks have gradients of their own
     narrow = max((dtype for b in view.plan.trained for dtype in (b.dtype, b.reduce_dtype)), key=tolerance)
     loss, mean = view.mean
-    grads = view.assembled(view.grads, "optimizer") if view.plan.channels else mean
+    grads = view.assembled(view.grads) if view.plan.channels else mean
     squares = sum(float(grad.double().square().sum()) for grad in grads.values())
     wanted = {"loss": ("the mean of the losses", loss), "grad_norm": ("the norm of the gradients", squares**0.5)}
     for name, (what, number) in wanted.items():
@@ -41,7 +41,7 @@ def update(view: StepView, optimizer: GradientTransformation) -> Finding | None:
     """The first thing after the gradients that differs. One device goes on to the next step."""
     if view.plan.reductions.owner is not None:
         return None  # its ranks are to differ from one device
-    grads, before = view.assembled(view.grads, "optimizer"), dict(view.device.leaves)
+    grads, before = view.assembled(view.grads), dict(view.device.leaves)
     view.device.update(grads)
     written = {rank: step.written for rank, step in view.ranks.items()}
     found = view.first_leaf(view.device.leaves, written, "optimizer")

@@ -156,12 +156,12 @@ class StepView:
                 return of_leaf[placement.path][0], placement.path, bad
         return None
 
-    def assembled(self, found: Mapping[int, Mapping[str, torch.Tensor]], level: str) -> Leaves:
-        """Path -> whole leaf, from the ranks' shares."""
+    def assembled(self, found: Mapping[int, Mapping[str, torch.Tensor]]) -> Leaves:
+        """Path -> whole leaf, from the ranks' shares as the optimizer has them."""
         shapes = {p.path: p.compute.shape for p in self.plan.placements}
         indices = {path: torch.arange(1, math.prod(shape) + 1).view(shape) for path, shape in shapes.items()}
         wholes: Leaves = {}
-        for _, path, _, _, got, index in self.of_buckets(indices, found, level):
+        for _, path, _, _, got, index in self.of_buckets(indices, found, "optimizer"):
             whole = wholes.setdefault(path, got.new_zeros(math.prod(shapes[path])))
             whole[index[index > 0] - 1] = got[index > 0]
         return {path: whole.view(shapes[path]) for path, whole in wholes.items()}

@@ -72,15 +72,16 @@ def whole_weights(
         kept: whether this rank keeps them; one that does not holds a bucket at a time, and is given an empty dictionary.
         trained: whether parameters that are not trained are left out.
     """
-    tied: dict[int, list[str]] = {}  # names of each parameter, of which the state has one
-    for name, leaf in module.named_parameters(remove_duplicate=False):
-        if leaf.requires_grad or not trained:
-            tied.setdefault(id(leaf), []).append(name)
-    only = [glob.escape(name.replace(".", "/")) for names in tied.values() for name in names]
-    streamed = {name: leaf.to("cpu", copy=True) for name, leaf in stream_weights(state, only) if kept}
+    leaves = {
+        name: leaf
+        for name, leaf in module.named_parameters(remove_duplicate=False)
+        if leaf.requires_grad or not trained
+    }
+    only = [glob.escape(name.replace(".", "/")) for name in leaves]
+    streamed = {leaves[name]: leaf.to("cpu", copy=True) for name, leaf in stream_weights(state, only) if kept}
     if not kept:
         return {}
-    weights = {name: streamed[one] for names in tied.values() for one in streamed.keys() & set(names) for name in names}
+    weights = {name: streamed[leaf] for name, leaf in leaves.items() if leaf in streamed}  # tied ones by each name
     stored = module.state_dict().keys()
     return weights | {name: leaf.cpu() for name, leaf in state.buffers.items() if name in stored and leaf is not None}
 

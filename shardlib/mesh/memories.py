@@ -176,8 +176,8 @@ AHEAD = 3  # groups of buffers that are read from disk ahead of the one in use
 WRITING = 2  # groups that are on their way to disk
 
 
-class MemoryKind(Protocol):
-    """A memory of a rank.
+class DeviceMemory:
+    """A memory of a rank: that of the device that it computes on.
 
     Attributes:
         works: the memory in which buffers of this one are worked on.
@@ -185,76 +185,48 @@ class MemoryKind(Protocol):
         slots: copies of a buffer that this memory has room for.
     """
 
-    works: str
-    rests: bool
-    slots: int
+    works: str = "device"
+    rests: bool = False
+    slots: int = 1
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat buffer of zeros in this memory, for a rank that computes on ``device``."""
-        ...
-
-    def device(self, device: torch.device) -> torch.device:
-        """The device by which torch calls the memory where a rank that computes on ``device`` works on these buffers."""
-        ...
-
-    def held(self, size: int) -> int:
-        """Bytes that a buffer of ``size`` bytes takes here."""
-        ...
-
-
-class DeviceMemory:
-    """The memory of the device that a rank computes on."""
-
-    works: str
-    rests: bool
-    slots: int
-
-    works, rests, slots = "device", False, 1
-
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def device(self, device: torch.device) -> torch.device:
+        """The device by which torch calls the memory where a rank that computes on ``device`` works on these buffers."""
         return device
 
     def held(self, size: int) -> int:
+        """Bytes that a buffer of ``size`` bytes takes here."""
         return size
 
 
-class HostMemory:
+class HostMemory(DeviceMemory):
     """The host's memory, pinned where the device has a memory of its own. Elsewhere both are one memory."""
 
-    works: str
-    rests: bool
-    slots: int
-
-    works, rests, slots = "host", False, 1
+    works = "host"
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if pins(device):
             return pages(numel * dtype.itemsize, pinned=True).view(dtype)
-        return torch.zeros(numel, dtype=dtype, device=device)
+        return super().zeros(numel, dtype, device)
 
     def device(self, device: torch.device) -> torch.device:
         return torch.device("cpu") if pins(device) else device
-
-    def held(self, size: int) -> int:
-        return size
 
 
 class Disk(HostMemory):
     """Files, whose buffers are worked on in the host's memory. A buffer takes two slots of whole blocks."""
 
-    rests: bool
-    slots: int
-
-    rests, slots = True, 2
+    rests = True
+    slots = 2
 
     def held(self, size: int) -> int:
         return self.slots * whole_blocks(size)
 
 
-MEMORIES: Mapping[str, MemoryKind] = {"device": DeviceMemory(), "host": HostMemory(), "disk": Disk()}
+MEMORIES: Mapping[str, DeviceMemory] = {"device": DeviceMemory(), "host": HostMemory(), "disk": Disk()}
 
 
 def window(groups: Collection[int]) -> int:

@@ -23,30 +23,28 @@ _TPU = "there is no transport for TPUs; take another device, and leave it out"
 
 FSDP = Keys(
     {
-        **each("", "sharding_strategy reshard_after_forward", "sl.zero(...)"),
-        **each("", "offload_params cpu_offload", 'sl.offload(params="host", gradients="host")'),
-        **each("", "activation_checkpointing", "sl.remat()"),
-        **each("", "activation_checkpointing_offload", 'sl.remat(store="host")'),
+        **each("sharding_strategy reshard_after_forward", "sl.zero(...)"),
+        **each("offload_params cpu_offload", 'sl.offload(params="host", gradients="host")'),
+        **each("activation_checkpointing", "sl.remat()"),
+        **each("activation_checkpointing_offload", 'sl.remat(store="host")'),
         "mixed_precision_policy": "sl.precision(...)",
     },
     {
-        **each("", "version fsdp_version", "both versions of FSDP are sl.zero(3)"),
+        **each("version fsdp_version", "both versions of FSDP are sl.zero(3)"),
         **each(
-            "",
             "auto_wrap_policy transformer_layer_cls_to_wrap transformer_cls_names_to_wrap min_num_params use_orig_params",
             _UNITS,
         ),
         **each(
-            "",
             "backward_prefetch forward_prefetch limit_all_gathers",
             "one unit is gathered ahead of its use, forward and backward",
         ),
-        **each("", "sync_module_states cpu_ram_efficient_loading param_init_fn", _LOADED),
-        **each("", "state_dict_type state_dict_config optim_state_dict_config", _SAVED),
+        **each("sync_module_states cpu_ram_efficient_loading param_init_fn", _LOADED),
+        **each("state_dict_type state_dict_config optim_state_dict_config", _SAVED),
     },
     {
         "ignored_modules": "every parameter has one layout; sl.freeze(globs) for those that are not trained, or leave it out",
-        **each("", "xla xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings", _TPU),
+        **each("xla xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings", _TPU),
     },
 )
 
@@ -63,18 +61,16 @@ _DEEPSPEED = {  # key of the section -> key of a ds_config
 DEEPSPEED = Keys(
     {
         **{key: deepspeed.KEYS.taken[inner] for key, inner in _DEEPSPEED.items()},
-        **each("", "deepspeed_config_file hf_ds_config", "its keys, which are in this table too"),
+        **each("deepspeed_config_file hf_ds_config", "its keys, which are in this table too"),
     },
     {
         **each(
-            "",
             "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_multinode_launcher",
             _LAUNCH,
         ),
         "zero3_init_flag": _LOADED,
         "zero3_save_16bit_model": "sl.checkpoint.export_safetensors writes whole weights at any stage",
         **each(
-            "",
             "deepspeed_moe_layer_cls_names transformer_moe_cls_names",
             "a layer of experts is a unit; sl.models.huggingface.with_experts sends tokens to them",
         ),
@@ -82,24 +78,21 @@ DEEPSPEED = Keys(
     },
     {
         **each(
-            "",
-            "enable_msamp msamp_opt_level",
-            'sl.precision("fp8") has products in 8 bits, without MS-AMP; leave it out',
+            "enable_msamp msamp_opt_level", 'sl.precision("fp8") has products in 8 bits, without MS-AMP; leave it out'
         ),
     },
 )
 
 _PARALLEL = Keys(
     {
-        **each("", "dp_replicate_size dp_shard_size", "sl.zero(...)"),
+        **each("dp_replicate_size dp_shard_size", "sl.zero(...)"),
         "tp_size": "sl.tensor_slicing(rules)",
-        **each("", "cp_size", 'sl.sequence("seq", "ring")'),
-        **each("", "sp_size", 'sl.sequence("seq", "ulysses")'),
+        **each("cp_size", 'sl.sequence("seq", "ring")'),
+        **each("sp_size", 'sl.sequence("seq", "ulysses")'),
     },
     {
-        **each("", "cp_backend cp_comm_strategy cp_handler", "keys and values travel around the ring of ranks"),
+        **each("cp_backend cp_comm_strategy cp_handler", "keys and values travel around the ring of ranks"),
         **each(
-            "",
             "sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation sp_handler",
             "any length that divides is cut",
         ),
@@ -111,7 +104,6 @@ _PARALLEL = Keys(
 _DYNAMO = Keys(
     {"backend": "make_train_step(compile=True)"},
     each(
-        "",
         "mode use_fullgraph use_dynamic use_regional_compilation",
         "make_train_step(compile=True) makes one graph of a step",
     ),
@@ -121,7 +113,6 @@ _DYNAMO = Keys(
 _FP8 = Keys(
     {},
     each(
-        "",
         "backend fp8_format amax_compute_algorithm amax_compute_algo amax_history_length amax_history_len interval margin "
         "override_linear_precision use_autocast_during_eval optimization_level opt_level enable_fsdp_float8_all_gather "
         "pad_inner_dim",
@@ -162,24 +153,22 @@ KEYS = Keys(
     },
     {
         **each(
-            "",
             "compute_environment debug machine_rank gpu_ids main_process_ip main_process_port rdzv_backend same_network "
             "main_training_function enable_cpu_affinity mpirun_config",
             _LAUNCH,
         ),
-        **each("mpirun_config", "mpirun_hostfile mpirun_ccl", _LAUNCH),
+        **each("mpirun_hostfile mpirun_ccl", _LAUNCH, "mpirun_config"),
         "use_cpu": "sl.make_mesh(device='cpu')",
         "downcast_bf16": "it is for TPUs, and sl.precision says the dtype of parameters",
     },
     {
-        **each("", "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands", _TPU),
+        **each("tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands", _TPU),
         **each(
-            "megatron_lm_config",
             " ".join(f"megatron_lm_{name}" for name in _MEGATRON.split()),
             "Megatron-LM's models are not taken over; take sl.models.gpt, with sl.tensor_slicing and sl.pipeline",
+            "megatron_lm_config",
         ),
         **each(
-            "",
             "ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version transformers_version "
             "py_version sagemaker_inputs_file sagemaker_metrics_file additional_args",
             "jobs of SageMaker are not made here; start torchrun there, and leave it out",

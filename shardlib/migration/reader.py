@@ -64,8 +64,8 @@ class Keys(NamedTuple):
         return Keys(*merged)
 
 
-def each(section: str, names: str, note: str) -> dict[str, str]:
-    """The same note on several keys of a section, whose names are separated by spaces."""
+def each(names: str, note: str, section: str = "") -> dict[str, str]:
+    """The same note on several keys, of a section if there is one, whose names are separated by spaces."""
     return {f"{section}.{name}" if section else name: note for name in names.split()}
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from shardlib.migration import optimizers
 from shardlib.migration.calls import Call
 from shardlib.migration.draft import Draft, rate
+from shardlib.migration.optimizers import warm_stay_decay
 from shardlib.migration.reader import Keys, Reader, each
-from shardlib.migration.schedules import warm_stay_decay
 
 ORIGIN = "torchtitan"
 
@@ -31,30 +31,30 @@ _SCALED = 'sl.precision("fp8") scales each factor by its largest magnitude, and 
 KEYS = Keys(
     {
         "optimizer.name": "sl.optim",
-        **each("optimizer", "lr beta1 beta2 eps weight_decay", "sl.optim.adamw(...)"),
+        **each("lr beta1 beta2 eps weight_decay", "sl.optim.adamw(...)", "optimizer"),
         **each(
-            "lr_scheduler",
             "warmup_steps total_steps decay_ratio decay_type min_lr_factor",
             "the schedule of the learning rate",
+            "lr_scheduler",
         ),
-        **each("training", "local_batch_size global_batch_size", "rows of batches"),
+        **each("local_batch_size global_batch_size", "rows of batches", "training"),
         "training.max_norm": "sl.optim.clip_by_global_norm(...)",
         "training.steps": "the last step of the schedule",
         "training.enable_cpu_offload": 'sl.offload(params="host", gradients="host")',
-        **each("training", "dtype mixed_precision_param mixed_precision_reduce", "sl.precision(...)"),
-        **each("parallelism", "data_parallel_replicate_degree data_parallel_shard_degree", "sl.zero(...)"),
+        **each("dtype mixed_precision_param mixed_precision_reduce", "sl.precision(...)", "training"),
+        **each("data_parallel_replicate_degree data_parallel_shard_degree", "sl.zero(...)", "parallelism"),
         "parallelism.fsdp_reshard_after_forward": 'sl.zero(3), with keep="forward" for never',
         "parallelism.tensor_parallel_degree": "sl.tensor_slicing(rules)",
         **each(
-            "parallelism",
             "pipeline_parallel_degree pipeline_parallel_schedule pipeline_parallel_schedule_csv "
             "pipeline_parallel_microbatch_size",
             "sl.pipeline(...)",
+            "parallelism",
         ),
         "parallelism.context_parallel_degree": 'sl.sequence("seq", "ring")',
         "parallelism.expert_parallel_degree": "sl.experts()",
-        **each("activation_checkpoint", "mode selective_ac_option", "sl.remat(...)"),
-        **each("compile", "enable", "make_train_step(compile=True)"),
+        **each("mode selective_ac_option", "sl.remat(...)", "activation_checkpoint"),
+        **each("enable", "make_train_step(compile=True)", "compile"),
         "compile.backend": "make_train_step(compile='inductor')",
         "model.converters": 'sl.precision("fp8")',
         "quantize.linear.float8.filter_fqns": 'sl.precision("fp8", leaves={glob: "bf16"})',
@@ -62,76 +62,76 @@ KEYS = Keys(
         "debug.deterministic": "sl.reproducible(...) makes bits independent of ranks too",
     },
     {
-        **each("job", "config_file dump_folder description print_config save_config_file custom_config_module", _NAMED),
+        **each("config_file dump_folder description print_config save_config_file custom_config_module", _NAMED, "job"),
         **each(
-            "profiling",
             "enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup enable_memory_snapshot "
             "save_memory_snapshot_folder",
             _PROFILE,
+            "profiling",
         ),
         **each(
-            "metrics",
             "log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks enable_wandb",
             _LOGGED,
+            "metrics",
         ),
-        **each("model", "name flavor hf_assets_path tokenizer_path print_after_conversion", _MODEL),
+        **each("name flavor hf_assets_path tokenizer_path print_after_conversion", _MODEL, "model"),
         "optimizer.implementation": "one kernel updates each group of shards",
         "optimizer.early_step_in_backward": "sl.zero(2) splits gradients as they come",
-        **each("training", "dataset dataset_path seq_len", "batches are what the script gives to train_step"),
-        **each("training.dataloader", "num_workers persistent_workers pin_memory prefetch_factor", _DATA),
-        **each("training", "gc_freq gc_debug", "a step makes no circles of objects"),
+        **each("dataset dataset_path seq_len", "batches are what the script gives to train_step", "training"),
+        **each("num_workers persistent_workers pin_memory prefetch_factor", _DATA, "training.dataloader"),
+        **each("gc_freq gc_debug", "a step makes no circles of objects", "training"),
         **each(
-            "parallelism", "disable_loss_parallel", "rules say it: 'vocab' for a head whose logits are never gathered"
+            "disable_loss_parallel", "rules say it: 'vocab' for a head whose logits are never gathered", "parallelism"
         ),
         "parallelism.enable_async_tensor_parallel": "exchanges of slices begin as soon as their factors are there",
         **each(
-            "parallelism",
             "module_fqns_per_model_part pipeline_parallel_first_stage_less_layers "
             "pipeline_parallel_last_stage_less_layers pipeline_parallel_layers_per_stage",
             _CUT,
+            "parallelism",
         ),
         "parallelism.pipeline_parallel_expert_parallel_overlap": "exchanges of tokens begin as soon as rows are there",
         **each(
-            "parallelism",
             "context_parallel_load_balancer context_parallel_rotate_method",
             "each rank has one chunk from either end of the sequence, and keys travel around the ring",
+            "parallelism",
         ),
         "parallelism.expert_parallel_comm_backend": "rows that there are travel, by one all-to-all",
         **each(
-            "checkpoint",
             "enable enable_ft_dataloader_checkpoints folder interval initial_load_path initial_load_model_only "
             "initial_load_in_hf initial_load_in_hf_quantized last_save_model_only last_save_in_hf export_dtype async_mode "
             "keep_latest_k load_step exclude_from_loading enable_first_step_checkpoint create_seed_checkpoint load_only",
             _FILES,
+            "checkpoint",
         ),
         **each(
-            "activation_checkpoint",
             "per_op_sac_force_recompute_mm_shapes_by_fqns early_stop visualize_memory_budget_pareto preserve_rng_state "
             "determinism_check debug",
             "sl.remat recomputes blocks, whose draws depend on a key alone",
+            "activation_checkpoint",
         ),
         "compile.components": "make_train_step(compile=True) makes one graph of loss, backward and exchanges",
         **each(
-            "quantize.linear.float8",
             "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name emulate",
             _SCALED,
+            "quantize.linear.float8",
         ),
         **each(
-            "comm",
             "init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder save_traces_file_prefix mode",
             _RAN,
+            "comm",
         ),
         **each(
-            "memory_estimation", "enable disable_fake_mode", "sl.make_plan says what ranks hold, before any rank runs"
+            "enable disable_fake_mode", "sl.make_plan says what ranks hold, before any rank runs", "memory_estimation"
         ),
         **each(
-            "validation",
             "enable dataset dataset_path local_batch_size seq_len freq steps dataloader.num_workers "
             "dataloader.persistent_workers dataloader.pin_memory dataloader.prefetch_factor",
             "sl.make_eval_step(fn, params) evaluates on sharded parameters",
+            "validation",
         ),
         "debug.deterministic_warn_only": "operations are torch's, and torch.use_deterministic_algorithms is yours to call",
-        **each("experimental", "custom_import custom_args_module", "the script imports what it needs"),
+        **each("custom_import custom_args_module", "the script imports what it needs", "experimental"),
     },
     {
         "parallelism.expert_tensor_parallel_degree": "rules slice experts: 1 here, and migrate(rules={..: "
@@ -139,19 +139,19 @@ KEYS = Keys(
         "activation_checkpoint.memory_budget": 'sl.make_plan(device_memory="24GiB") chooses how many blocks sl.remat("auto") '
         "recomputes; leave it out",
         **each(
-            "quantize.linear.mx",
             "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns",
             "there is no MX format; take float8",
+            "quantize.linear.mx",
         ),
         **each(
-            "quantize.grouped_mm",
             "float8.fqns mx.recipe_name mx.fqns",
             "products of experts are in 16 bits; leave it out",
+            "quantize.grouped_mm",
         ),
         **each(
-            "fault_tolerance",
             "enable process_group process_group_timeout_ms replica_id group_size min_replica_size semi_sync_method",
             "`shardlib run --ranks 2:4` goes on with the ranks that are left, from the last checkpoint; leave it out",
+            "fault_tolerance",
         ),
         "debug.moe_force_load_balance": "routers balance by their own loss or bias; leave it out",
     },

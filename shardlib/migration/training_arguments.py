@@ -15,8 +15,8 @@ from shardlib.migration import deepspeed, optimizers
 from shardlib.migration.accelerate import FSDP, mixed, read_fsdp
 from shardlib.migration.calls import Call, Verbatim
 from shardlib.migration.draft import Draft, rate
+from shardlib.migration.optimizers import warm_stay_decay
 from shardlib.migration.reader import Keys, Reader, each
-from shardlib.migration.schedules import warm_stay_decay
 
 ORIGIN = "TrainingArguments"
 
@@ -32,79 +32,65 @@ KEYS = Keys(
     {
         "per_device_train_batch_size": "rows of a micro-batch",
         "gradient_accumulation_steps": "sl.accumulate(n)",
-        **each("", "learning_rate adam_beta1 adam_beta2 adam_epsilon weight_decay optim optim_args", "sl.optim"),
-        **each("", "lr_scheduler_type lr_scheduler_kwargs warmup_steps max_steps", "the schedule of the learning rate"),
+        **each("learning_rate adam_beta1 adam_beta2 adam_epsilon weight_decay optim optim_args", "sl.optim"),
+        **each("lr_scheduler_type lr_scheduler_kwargs warmup_steps max_steps", "the schedule of the learning rate"),
         "max_grad_norm": "sl.optim.clip_by_global_norm(...)",
-        **each("", "bf16 fp16", "sl.precision(...)"),
-        **each("", "activation_checkpointing gradient_checkpointing", "sl.remat()"),
-        **each("", "torch_compile torch_compile_backend", "make_train_step(compile=...)"),
+        **each("bf16 fp16", "sl.precision(...)"),
+        **each("activation_checkpointing gradient_checkpointing", "sl.remat()"),
+        **each("torch_compile torch_compile_backend", "make_train_step(compile=...)"),
         "seed": "make_train_step(rng=seed)",
         "deepspeed": "the keys of that configuration, which are in this table too",
-        **each("", "fsdp fsdp_config", "sl.zero(3), and what the settings say"),
+        **each("fsdp fsdp_config", "sl.zero(3), and what the settings say"),
     },
     {
         "output_dir": _SAVED,
         "num_train_epochs": "sl.data.loader(epochs=); a schedule counts steps: migrate(source, steps=...)",
         "average_tokens_across_devices": "a loss that is an sl.Mean weighs tokens over all ranks and micro-batches",
         **each(
-            "",
             "activation_checkpointing_kwargs gradient_checkpointing_kwargs",
             "sl.remat() recomputes blocks, never by re-entering autograd",
         ),
         "tf32": "torch.set_float32_matmul_precision is yours to call",
         "torch_compile_mode": "make_train_step(compile=) has one mode",
         **each(
-            "",
             "use_liger_kernel liger_kernel_config",
             "the library's kernels serve its models and sl.nn; a transformers model keeps its own",
         ),
         "use_cache": "a training step keeps no cache of keys",
         "torch_empty_cache_steps": "buffers are allocated once",
-        **each("", "bf16_full_eval fp16_full_eval", "evaluation has the plan's precision"),
+        **each("bf16_full_eval fp16_full_eval", "evaluation has the plan's precision"),
         **each(
-            "",
             "logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter "
             "include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project "
             "trackio_space_id trackio_bucket_id trackio_static_space_id",
             _LOGGED,
         ),
         **each(
-            "",
             "eval_strategy eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start "
             "eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics",
             _EVALUATED,
         ),
         **each(
-            "",
             "save_only_model save_strategy save_steps save_on_each_node save_total_limit enable_jit_checkpoint "
             "load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip "
             "restore_callback_states_from_checkpoint resume_from_checkpoint",
             _SAVED,
         ),
-        **each(
-            "",
-            "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
-            _HUB,
-        ),
+        **each("push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision", _HUB),
         "full_determinism": "torch.use_deterministic_algorithms is yours to call; sl.reproducible(n) is the same on any mesh",
         "data_seed": "sl.data.loader(seed=)",
         "use_cpu": "sl.make_mesh(device='cpu')",
         **each(
-            "",
             "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
             "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns "
             "label_names",
             _LOADED,
         ),
         "length_column_name": "sl.data.packed makes full rows of documents of any length",
-        **each(
-            "",
-            "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend",
-            _DDP,
-        ),
+        **each("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend", _DDP),
         "ddp_timeout": "sl.make_mesh(timeout=)",
-        **each("", "debug skip_memory_metrics", "sl.profile(...) shows a step's time and memory"),
-        **each("", "do_train do_eval do_predict local_rank", _LOOPED),
+        **each("debug skip_memory_metrics", "sl.profile(...) shows a step's time and memory"),
+        **each("do_train do_eval do_predict local_rank", _LOOPED),
         "accelerator_config": "sl.data.loader gives each rank its share",
     },
     {

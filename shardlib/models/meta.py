@@ -156,11 +156,9 @@ class CountedDraws(OperatorMode):
         return tensor.copy_(draw(key, tensor.shape, *numbers, dtype=tensor.dtype, device=tensor.device))
 
 
-def _normal(key: Key, shape: torch.Size, mean: float = 0.0, std: float = 1.0, **like: Any) -> torch.Tensor:
-    return init.normal(key, shape, std, mean, **like)
-
-
 _DRAWS: dict[Any, Callable[..., torch.Tensor]] = {
-    torch.ops.aten.normal_.default: _normal,
+    torch.ops.aten.normal_.default: lambda key, shape, mean=0.0, std=1.0, **like: init.normal(
+        key, shape, std, mean, **like
+    ),
     torch.ops.aten.uniform_.default: init.uniform,
 }

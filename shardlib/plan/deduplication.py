@@ -66,7 +66,8 @@ def deduplicated(plan: Plan, functions: Sequence[Any] | None = None) -> Deduplic
         functions: of blocks, where every element of the parameters, which are a list, is one: those before and after the
             blocks that are alike, too.
     """
-    stack = _stack(plan.shape.treedef)
+    stacks = _stacks(unflatten(plan.shape.treedef, range(plan.shape.treedef.num_leaves)), ())
+    stack = max(stacks, key=lambda stack: len(stack.blocks), default=None)
     if stack is None or (functions is None and plan.stages.axes):
         return None
     if isinstance(plan.step.keep, int):  # which units fit depends on all of them
@@ -246,12 +247,6 @@ class _Stack(NamedTuple):
     at: tuple[Any, ...]
     blocks: range
     whole: int
-
-
-def _stack(treedef: Any) -> _Stack | None:
-    """The longest stack."""
-    found = _stacks(unflatten(treedef, range(treedef.num_leaves)), ())
-    return max(found, key=lambda stack: len(stack.blocks), default=None)
 
 
 def _stacks(node: Any, at: tuple[Any, ...]) -> Iterator[_Stack]:

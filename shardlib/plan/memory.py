@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -169,14 +168,11 @@ def _updating_bytes(plan: PlanValue) -> int:
 
     live = sum(bucket.size(bucket.grad_level) * bucket.reduce_dtype.itemsize for bucket in stays)
     live += sum(map(shard, gathered))
-    peak, under_way = live, deque[Bucket]()
-    for bucket in gathered:
-        if len(under_way) == 2:
-            first = under_way.popleft()
-            live -= packed(first) + shard(first)
-        under_way.append(bucket)
-        live += packed(bucket)
-        peak = max(peak, live)
+    peak = live
+    for number in range(len(gathered)):
+        if number > 1:
+            live -= shard(gathered[number - 2])
+        peak = max(peak, live + sum(map(packed, gathered[max(0, number - 1) : number + 1])))
     return peak
 
 

@@ -12,11 +12,10 @@ from shardlib.common.tensors import dtype_name
 from shardlib.common.thresholds import Threshold
 from shardlib.mesh.memories import MEMORIES
 from shardlib.mesh.picture import mesh_picture
-from shardlib.plan.leaves import AlikeLeaves, alike, blocks_of, leaf_cells
 from shardlib.plan.memory import ROLE_NAMES, held_bytes, memory_peaks
 from shardlib.plan.program import payload
 from shardlib.plan.tables import count, shortened, size
-from shardlib.plan.text import memories_beside, message_rows, summary
+from shardlib.plan.text import AlikeLeaves, alike, blocks_of, leaf_cells, memories_beside, message_rows, summary
 from shardlib.plan.value import PlanValue
 
 _BLOCKS, _ROWS = 60, 40  # of a tree, and of a block, that are shown; what is left out is counted

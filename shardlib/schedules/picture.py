@@ -28,7 +28,7 @@ def rows_text(events: Events, staged: bool, width: int = 120) -> list[str]:
     if staged:
         spellings.insert(0, str)
     lasting = [event for of_rank in events for event in of_rank if event.end > event.start]
-    makespan = _last(events)
+    makespan = max(of_rank[-1].end for of_rank in events if of_rank)
     for spell in spellings:
         # The least number of characters per unit of time at which every name fits.
         scale = max(len(spell(action)) / (end - start) for action, start, end in lasting)
@@ -65,10 +65,6 @@ def picture(title: str, events: Events, staged: bool, unit: str) -> Picture:
     kinds = {event.action.kind for of_rank in events for event in of_rank}
     legend = {NAMES[kind]: KINDS[kind] for kind in NAMES if kind in kinds}
     return Picture(chart.svg(), "\n".join(rows_text(events, staged, 74)), legend)
-
-
-def _last(events: Events) -> float:
-    return max(of_rank[-1].end for of_rank in events if of_rank)
 
 
 def _letter(action: Action) -> str:

@@ -14,6 +14,7 @@ from shardlib.errors import IllegalComposition, ShardlibError
 from shardlib.execute.stages.tracing import Tracing, traced_once
 from shardlib.mesh.mesh import abstract_mesh
 from shardlib.nn.blocks import Sequential
+from shardlib.optim.combine import added
 from shardlib.plan.buckets import Bucket
 from shardlib.plan.build import build_plan
 from shardlib.plan.deduplication import TraceCache
@@ -81,7 +82,7 @@ class BlockCosts:
             between = 0
         return Trace(
             None,
-            _summed(trace.activations for trace in inner),
+            added(trace.activations for trace in inner),
             live,
             live,  # gradients come as activations go
             kept,
@@ -95,7 +96,7 @@ class BlockCosts:
             flops=_both(trace.flops for trace in inner),
             launches=_both(trace.launches for trace in inner),
             streamed=_both(trace.streamed for trace in inner),
-            collectives=_summed(trace.collectives for trace in inner),
+            collectives=added(trace.collectives for trace in inner),
         )
 
     def shared(self, start: int, stop: int) -> list[BucketCost]:
@@ -106,14 +107,6 @@ class BlockCosts:
 def _both(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
     forward, backward = map(sum, zip(*pairs, strict=True))
     return forward, backward
-
-
-def _summed(tables: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for table in tables:
-        for axis, count in table.items():
-            total[axis] = total.get(axis, 0) + count
-    return total
 
 
 def _at(rows: int, one: Trace, two: Trace) -> Trace:

@@ -55,7 +55,8 @@ def changes(
         yield chain(*(member for member in members if member is not moved))
         yield from edits(moved, _less(moved, elementwise))
     if staged is None:
-        yield from edits(cut, (_cut(cut, n) for n in _smaller(cut.microbatches if cut else 1, rows)))
+        numbers = _smaller(cut.microbatches if cut else 1, rows)
+        yield from edits(cut, (replace(cut, microbatches=n) if cut else accumulate(n) for n in numbers))
     else:
         yield from edits(staged, (replace(staged, microbatches=n) for n in _smaller(staged.microbatches, rows)))
 
@@ -131,10 +132,6 @@ def _smaller(present: int, rows: int) -> Iterator[int]:
         if n >= 2 * present and rows % n == 0:
             present = n
             yield n
-
-
-def _cut(before: Accumulate | None, microbatches: int) -> Accumulate:
-    return replace(before, microbatches=microbatches) if before else accumulate(microbatches)
 
 
 def largest(plan: Plan) -> list[str]:

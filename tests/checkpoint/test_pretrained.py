@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from helpers.decoders import decoder
-from helpers.live import Live
+from helpers.measure import Live
 from helpers.trees import assert_same
 from torch import nn
 

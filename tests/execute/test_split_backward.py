@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import training
-from helpers.measure import WatchStorages, count_payload
+from helpers.measure import WatchPeak, count_payload
 from helpers.models import TINY, OwnProduct, share, tiny_gpt, token_batches
 from helpers.trees import assert_close
 from oracle import one_device
@@ -246,7 +246,7 @@ def test_only_factors_are_kept_between_the_halves():
         sharded = sl.shard(params, mesh, sl.pipeline("zb-v", 1, partition="count"))
         executor = Executor(sharded.plan.of_stage(1), mesh, trained=True)
         x = torch.randn(rows, TINY.sequence, width, requires_grad=True)
-        with WatchStorages() as watch:
+        with WatchPeak() as watch:
             gradients = executor.gradients(default_options(mesh))
             y = executor.open(sharded, gradients, lambda tree: loss_fn.run(tree, x, {}, *layers, None))
             before = watch.alive

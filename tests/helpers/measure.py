@@ -5,6 +5,7 @@ from collections import Counter
 
 import optree
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -170,35 +171,17 @@ class WatchGathered(TorchDispatchMode):
             weakref.finalize(storage, self._alive.pop, key, None)
 
 
-class WatchStorages(TorchDispatchMode):
-    """Bytes of the storages that operations made meanwhile and that are alive."""
-
-    def __init__(self):
-        super().__init__()
-        self._alive = {}
-
-    @property
-    def alive(self):
-        return sum(self._alive.values())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {v.untyped_storage()._cdata for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._alive:
-                    self._alive[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self._alive.pop, storage._cdata, None)
-        return out
-
-
 class WatchPeak(TorchDispatchMode):
-    """A mode that measures the most bytes at once in storages that operations made while it was active."""
+    """A mode that measures the bytes of storages that operations made while it was active: those alive, and the most at
+    once."""
 
     def __init__(self):
         super().__init__()
         self._alive, self._sizes, self._moments = {}, [], []
+
+    @property
+    def alive(self):
+        return sum(self._sizes[number] for number in self._alive.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = {v.untyped_storage()._cdata for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)}
@@ -217,3 +200,29 @@ class WatchPeak(TorchDispatchMode):
         """The peak without the bytes of some tensors."""
         aside = {self._alive.get(tensor.untyped_storage()._cdata) for tensor in without}
         return max(sum(self._sizes[number] for number in alive - aside) for alive in self._moments)
+
+
+class Live(TorchDispatchMode):
+    """Most bytes alive at once, of one device, in storages made under this mode."""
+
+    def __init__(self, device="cpu"):
+        super().__init__()
+        self.peak = self._now = 0
+        self._device, self._known = device, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            # What only pretends to be there (the recording) costs nothing.
+            if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == self._device:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    self._now += storage.nbytes()
+                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self._now)
+        return out
+
+    def _gone(self, key, nbytes):
+        self._known.discard(key)
+        self._now -= nbytes

@@ -3,7 +3,7 @@
 import shardlib as sl
 from helpers import training
 from helpers.cuts import tiny_blocks
-from helpers.models import tiny_gpt, token_batches
+from helpers.models import share, tiny_gpt, token_batches
 from helpers.trees import assert_same
 from shardlib.plan.loss_scale import LossScale
 
@@ -24,6 +24,14 @@ def trained(transforms, mesh, steps, *more):
         lambda mesh: training.train(mesh, loss_fn, params, token_batches(steps), transform, tx(), nonfinite="skip"),
         mesh=mesh,
     )[0]
+
+
+def stepped(state, step, batches):
+    """The state after steps with this rank's shares of ``batches``."""
+    mesh = state.params.mesh
+    for batch in batches:
+        state, _ = step(state, share(batch, mesh.rank, mesh.size))
+    return state
 
 
 def assert_alike(found, wanted):

@@ -6,6 +6,8 @@ As a script, `python step_kernels.py adamw`, it holds the Triton kernels to that
 import contextlib
 import math
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -48,7 +50,22 @@ def same(wanted: torch.Tensor, found: torch.Tensor, using: str) -> None:
     )
 
 
-def check_adamw(
+def hold(using: str, step: Callable[[str], Sequence[torch.Tensor]]) -> None:
+    """What ``step(name)`` returns of an implementation is what it returns of the reference, bit by bit."""
+    with flushed(using):
+        wanted = step("reference")
+    for expected, found in zip(wanted, step(using), strict=True):
+        same(expected, found, using)
+
+
+def factor(scale: float | None) -> torch.Tensor | None:
+    return None if scale is None else torch.tensor(scale, dtype=F64)
+
+
+def check_mixed(
+    kernel: Callable[..., None],
+    old_of: Callable[..., tuple],
+    factors: tuple,
     using: str,
     elements: int,
     dtypes: tuple,
@@ -58,25 +75,27 @@ def check_adamw(
     spoiled: bool = False,
     elsewhere: bool = False,
 ) -> None:
-    """Parameter, moments and copy against the reference, bit by bit; ``elsewhere``: in memory of their own."""
+    """Parameter, moments and copy; ``elsewhere``: in memory of their own."""
     kept, read, narrow = dtypes
-    start = [buffer(elements, kept, seed + k, offset) for k in range(3)]
-    start[2].abs_()
-    before, grad = [tensor.clone() for tensor in start], buffer(elements, read, seed + 3, offset, spoiled)
-    results = []
-    for name in ("reference", using):
-        old = adamw.AdamWOld(*start) if elsewhere and name == using else None
-        param, mu, nu = (buffer(elements, kept, 0, offset).copy_(torch.zeros(()) if old else x) for x in start)
+    states = len(old_of._fields)
+    start = [buffer(elements, kept, seed + k, offset) for k in range(states)]
+    if states > 2:
+        start[2].abs_()
+    before, grad = [tensor.clone() for tensor in start], buffer(elements, read, seed + states, offset, spoiled)
+
+    def step(name):
+        old = old_of(*start) if elsewhere and name == using else None
+        param, *moments = (buffer(elements, kept, 0, offset).copy_(torch.zeros(()) if old else x) for x in start)
         copy = None if narrow is None else buffer(elements, narrow, 0, offset)
-        with flushed(using) if name == "reference" else contextlib.nullcontext():
-            adamw.adamw_(
-                param, grad, mu, nu, adamw.factors_at(3.0, 0.01, **ADAM), copy=copy, using=name, old=old,
-                scale=None if scale is None else torch.tensor(scale, dtype=F64),
-            )  # fmt: skip
-        results.append([param, mu, nu] + ([] if copy is None else [copy]))
-    for wanted, found in zip(*results):
-        same(wanted, found, using)
+        kernel(param, grad, *moments, factors, copy=copy, scale=factor(scale), using=name, old=old)
+        return [param, *moments] + ([] if copy is None else [copy])
+
+    hold(using, step)
     assert all(map(torch.equal, start, before))
+
+
+check_adamw = partial(check_mixed, adamw.adamw_, adamw.AdamWOld, adamw.factors_at(3.0, 0.01, **ADAM))
+check_lion = partial(check_mixed, lion.lion_, lion.LionOld, lion.factors_at(0.01, b1=0.9, b2=0.99, weight_decay=0.1))
 
 
 def check_adamw8(
@@ -88,25 +107,22 @@ def check_adamw8(
     scale: float | None = 0.3,
     spoiled: bool = False,
 ) -> None:
-    """Three steps: parameter, codes, scales and copy against the reference, bit by bit."""
+    """Three steps: parameter, codes, scales and copy."""
     kept, read, narrow = dtypes
     start = buffer(elements, kept, seed, offset)
     mu, nu = (buffer(elements, F32, seed + k, 0) for k in (1, 2))
     coded = [*adamw8.SIGNED.encode(mu), *adamw8.UNSIGNED.encode(nu.abs())]
-    results = []
-    for name in ("reference", using):
+    grads = [buffer(elements, read, seed + 2 + step, offset, spoiled and step == 2) for step in (1, 2, 3)]
+
+    def steps(name):
         param, states = buffer(elements, kept, 0, offset).copy_(start), [tensor.clone() for tensor in coded]
         copy = None if narrow is None else buffer(elements, narrow, 0, offset)
-        with flushed(using) if name == "reference" else contextlib.nullcontext():
-            for step in range(1, 4):
-                adamw8.adamw8_(
-                    param, buffer(elements, read, seed + 2 + step, offset, spoiled and step == 2), *states,
-                    adamw.factors_at(float(step), 0.01, **ADAM), copy=copy, using=name,
-                    scale=None if scale is None else torch.tensor(scale, dtype=F64),
-                )  # fmt: skip
-        results.append([param, *states] + ([] if copy is None else [copy]))
-    for wanted, found in zip(*results):
-        same(wanted, found, using)
+        for step, grad in enumerate(grads, 1):
+            factors = adamw.factors_at(float(step), 0.01, **ADAM)
+            adamw8.adamw8_(param, grad, *states, factors, copy=copy, using=name, scale=factor(scale))
+        return [param, *states] + ([] if copy is None else [copy])
+
+    hold(using, steps)
 
 
 def check_direction(
@@ -118,50 +134,16 @@ def check_direction(
     scale: float | None = 0.3,
     spoiled: bool = False,
 ) -> None:
-    """Adam's direction and both moments against the reference, bit by bit."""
+    """Adam's direction and both moments."""
     start = [buffer(elements, F32, seed + k, offset, spoiled and k < 2) for k in range(4)]
     start[3].abs_()
-    results = []
-    for name in ("reference", using):
-        param, grad, mu, nu = (buffer(elements, F32, 0, offset).copy_(tensor) for tensor in start)
-        with flushed(using) if name == "reference" else contextlib.nullcontext():
-            adamw.adam_direction_(
-                param, grad, mu, nu, adamw.direction_at(count, **ADAM), using=name,
-                scale=None if scale is None else torch.tensor(scale, dtype=F64),
-            )  # fmt: skip
-        results.append([grad, mu, nu])
-    for wanted, found in zip(*results):
-        same(wanted, found, using)
 
+    def step(name):
+        param, *tensors = (buffer(elements, F32, 0, offset).copy_(tensor) for tensor in start)
+        adamw.adam_direction_(param, *tensors, adamw.direction_at(count, **ADAM), using=name, scale=factor(scale))
+        return tensors
 
-def check_lion(
-    using: str,
-    elements: int,
-    dtypes: tuple,
-    seed: int,
-    offset: int = 0,
-    scale: float | None = 0.3,
-    spoiled: bool = False,
-    elsewhere: bool = False,
-) -> None:
-    """Parameter, momentum and copy against the reference, bit by bit; ``elsewhere``: in memory of their own."""
-    kept, read, narrow = dtypes
-    start = [buffer(elements, kept, seed + k, offset) for k in range(2)]
-    before, grad = [tensor.clone() for tensor in start], buffer(elements, read, seed + 2, offset, spoiled)
-    results = []
-    for name in ("reference", using):
-        old = lion.LionOld(*start) if elsewhere and name == using else None
-        param, mu = (buffer(elements, kept, 0, offset).copy_(torch.zeros(()) if old else x) for x in start)
-        copy = None if narrow is None else buffer(elements, narrow, 0, offset)
-        with flushed(using) if name == "reference" else contextlib.nullcontext():
-            lion.lion_(
-                param, grad, mu, lion.factors_at(0.01, b1=0.9, b2=0.99, weight_decay=0.1), copy=copy, old=old,
-                scale=None if scale is None else torch.tensor(scale, dtype=F64), using=name,
-            )  # fmt: skip
-        results.append([param, mu] + ([] if copy is None else [copy]))
-    for wanted, found in zip(*results):
-        same(wanted, found, using)
-    assert all(map(torch.equal, start, before))
+    hold(using, step)
 
 
 def check_frozen_adam(
@@ -173,26 +155,23 @@ def check_frozen_adam(
     scale: float | None = 0.3,
     spoiled: bool = False,
 ) -> None:
-    """Checks all steps against the reference, bit by bit."""
+    """All steps."""
     start = [buffer(elements, F32, seed + k, offset, spoiled and k != 2) for k in range(5)]
     start[2].abs_()
-    results = []
-    for name in ("reference", using):
+
+    def steps(name):
         param, mu, nu, grad, moved = (buffer(elements, F32, 0, offset).copy_(tensor) for tensor in start)
         copy = None if narrow is None else buffer(elements, narrow, 0, offset)
-        own, lr = mu.clone(), torch.tensor(0.01, dtype=F64)
-        factor = None if scale is None else torch.tensor(scale, dtype=F64)
-        with flushed(using) if name == "reference" else contextlib.nullcontext():
-            frozen_adam.frozen_step_(param, mu, nu, lr=lr, eps=1e-8, weight_decay=0.1, copy=copy, using=name)
-            sent = grad.clone()
-            frozen_adam.local_momentum_(sent, mu, b1=0.9, scale=factor, using=name)
-            frozen_adam.local_step_(grad, own, nu, moved, lr=lr, b1=0.9, eps=1e-8, scale=factor, using=name)
-            came, before, fresh = param.clone(), grad.clone(), moved.abs()
-            spread = torch.tensor(1.3, dtype=F64)
-            frozen_adam.fresh_step_(came, before, nu, fresh, spread=spread, b1=0.9, b2=0.999, eps=1e-8, using=name)
-        results.append([param, mu, own, moved, sent, came, before, fresh] + ([] if copy is None else [copy]))
-    for wanted, found in zip(*results):
-        same(wanted, found, using)
+        own, lr, spread = mu.clone(), torch.tensor(0.01, dtype=F64), torch.tensor(1.3, dtype=F64)
+        frozen_adam.frozen_step_(param, mu, nu, lr=lr, eps=1e-8, weight_decay=0.1, copy=copy, using=name)
+        sent = grad.clone()
+        frozen_adam.local_momentum_(sent, mu, b1=0.9, scale=factor(scale), using=name)
+        frozen_adam.local_step_(grad, own, nu, moved, lr=lr, b1=0.9, eps=1e-8, scale=factor(scale), using=name)
+        came, before, fresh = param.clone(), grad.clone(), moved.abs()
+        frozen_adam.fresh_step_(came, before, nu, fresh, spread=spread, b1=0.9, b2=0.999, eps=1e-8, using=name)
+        return [param, mu, own, moved, sent, came, before, fresh] + ([] if copy is None else [copy])
+
+    hold(using, steps)
 
 
 def check_global_norm(using: str, elements: int, dtype: torch.dtype, seed: int) -> None:

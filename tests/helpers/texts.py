@@ -2,8 +2,6 @@
 
 import torch
 
-from shardlib.models.decoding import Sampling
-
 
 def uncached(scores, prompt, max_new, number, sequence, sampling, stop=()):
     """The new tokens of one prompt.
@@ -18,7 +16,3 @@ def uncached(scores, prompt, max_new, number, sequence, sampling, stop=()):
             if text[-1] in stop:
                 break
     return text[len(prompt) :]
-
-
-def greedy(**options):
-    return Sampling(temperature=0, **options)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.live import Live
+from helpers.measure import Live
 from helpers.trees import assert_same
 from torch import nn
 

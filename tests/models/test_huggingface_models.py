@@ -8,7 +8,7 @@ import optree
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES, build
-from helpers.live import Live
+from helpers.measure import Live
 from helpers.training import assert_same_training, optimizer, simulate
 from helpers.trees import assert_same
 from oracle import one_device

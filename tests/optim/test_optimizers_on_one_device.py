@@ -126,23 +126,6 @@ def test_update_maps_over_a_batch_and_has_derivatives(make):
     assert after.count.tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize("make", [*(make for make, _ in OPTIMIZERS.values()), lambda: sl.optim.lamb(0.1)])
-def test_apply_writes_copies_too(make):
-    """Copies are the 16-bit parameters of fp32 masters; one leaf has no copy."""
-    params, all_grads = params_and_grads(torch.float32)
-    tx = sl.optim.chain(sl.optim.clip_by_global_norm(2.0), make())
-    alone, with_copies = copy_of(params), copy_of(params)
-    copies = {"a": torch.zeros(3, 4, dtype=torch.bfloat16), "b": with_copies["b"]}
-    states = tx.init(params), tx.init(params)
-    for grads in all_grads:
-        states = (
-            tx.apply(alone, copy_of(grads), states[0]),
-            tx.apply(with_copies, copy_of(grads), states[1], copies=copies),
-        )
-    assert_same((with_copies, states[1]), (alone, states[0]))
-    assert torch.equal(copies["a"], alone["a"].bfloat16())
-
-
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
 def test_clipping_is_torchs(max_norm):
     _, (grads, *_) = params_and_grads()

@@ -176,52 +176,6 @@ def test_deepspeeds_defaults():
     assert at(warm, 10000) == pytest.approx(1e-4)
 
 
-N = 12
-FIRST_AND_LAST = {  # the values at steps 0 and N
-    "linear": (schedules.linear_schedule(0.1, 0.5, N), 0.1, 0.5),
-    "polynomial": (schedules.polynomial_schedule(0.1, 0.5, 2.0, N), 0.1, 0.5),
-    "cosine": (schedules.cosine_decay_schedule(0.5, N, alpha=0.2), 0.5, 0.1),
-    "exponential": (schedules.exponential_decay(0.5, N, 0.2), 0.5, 0.1),
-    "piecewise": (schedules.piecewise_constant_schedule(0.5, {N: 0.2}), 0.5, 0.1),
-    "interpolated": (schedules.piecewise_interpolate_schedule("linear", 0.5, {N: 0.2}), 0.5, 0.1),
-    "warm-up": (sl.optim.warmup_constant_schedule(0.1, 0.5, N), 0.1, 0.5),
-    "warm-up and line": (sl.optim.warmup_linear_decay_schedule(0.1, 0.5, 3, N, 0.2), 0.1, 0.2),
-    "warm-up and cosine": (sl.optim.warmup_cosine_decay_schedule(0.1, 0.5, 3, N, 0.2), 0.1, 0.2),
-    "warm-up, stable, decay": (sl.optim.warmup_stable_decay_schedule(0.1, 0.5, 3, 4, 5, 0.2), 0.1, 0.2),
-    "linear one-cycle": (sl.optim.linear_onecycle_schedule(N, 0.5, div_factor=5, final_div_factor=2), 0.1, 0.05),
-    "cosine one-cycle": (sl.optim.cosine_onecycle_schedule(N, 0.5, div_factor=5, final_div_factor=2), 0.1, 0.05),
-    "one cycle, up": (sl.optim.one_cycle(0.1, 0.5, N).lr, 0.1, 0.5),
-    "one cycle": (sl.optim.one_cycle(0.1, 0.5, 5, 7).lr, 0.1, 0.1),
-    "one cycle's momentum": (sl.optim.one_cycle(0.1, 0.5, N).momentum, 0.9, 0.8),
-    "range test": (sl.optim.lr_range_test_schedule(0.1, N, 4.0), 0.1, 0.5),
-    "range test in steps": (sl.optim.lr_range_test_schedule(0.1, N, 4.0, staircase=True), 0.1, 0.5),
-}
-
-
-@pytest.mark.parametrize("name", FIRST_AND_LAST)
-def test_all_schedules_count_steps_alike(name):
-    """Step 0 has the first value, and what takes N steps has its last one at step N, and not before."""
-    schedule, first, last = FIRST_AND_LAST[name]
-    assert at(schedule, 0) == pytest.approx(first)
-    assert at(schedule, N) == pytest.approx(last)
-    assert at(schedule, N - 1) != pytest.approx(last)
-
-
-def test_as_deepspeeds_updates():
-    """Its schedulers step after the optimizer, and take ``last_batch_iteration + 1``: n after n updates."""
-    cycle = sl.optim.one_cycle(0.1, 0.5, 4, 6, decay_rate=0.5, decay_steps=3)
-    test = sl.optim.lr_range_test_schedule(0.01, 4, 0.5)
-    for update in range(20):
-        last = update - 1  # what the last call of step() has set; before the first, the least rates are set by hand
-        position = (last + 1) % 10 / 10
-        height = position / 0.4 if position <= 0.4 else (1 - position) / 0.6
-        rate = 0.1 + 0.4 * height if last < 10 else 0.1 / (1 + 0.5 * (last - 10 + 1) / 3)
-        assert at(cycle.lr, update) == pytest.approx(rate)
-        if last < 10:
-            assert at(cycle.momentum, update) == pytest.approx(0.9 - 0.1 * height)
-        assert at(test, update) == pytest.approx(0.01 * (1 + 0.5 * (last + 1) / 4))
-
-
 NUMBERS = {
     "int": 3, "float": 3.0, "NumPy's int": np.int64(3), "NumPy's float": np.float32(3), "array": np.array(3),
     "tensor": torch.tensor(3.0), "int tensor": torch.tensor(3), "in 16 bits": torch.tensor(3, dtype=torch.bfloat16),

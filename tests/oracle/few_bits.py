@@ -23,8 +23,8 @@ def one_bit(spans):
     return quantise
 
 
-def integers(block, largest, length):
-    """c -> (q, s), one s = max|c| / largest per block; q is rounded to even."""
+def in_blocks(block, largest, length, rounded=torch.round):
+    """c -> (q, s), one s = max|c| / largest per block; q is rounded, to even if to integers."""
 
     def quantise(c):
         q, scales = torch.zeros_like(c), torch.zeros_like(c)
@@ -32,27 +32,15 @@ def integers(block, largest, length):
             part = c[start : start + block]
             s = part.abs().max() / largest
             if s > 0:
-                q[start : start + block] = (part / s).round().clamp(-largest, largest)
+                q[start : start + block] = rounded((part / s).clamp(-largest, largest))
                 scales[start : start + block] = s
         return q, scales
 
     return quantise
 
 
-def floats(block, length):
-    """c -> (q, s), q in e4m3 and one s = max|c| / 448 per block."""
-
-    def quantise(c):
-        q, scales = torch.zeros_like(c), torch.zeros_like(c)
-        for start in range(0, length, block):
-            part = c[start : start + block]
-            s = part.abs().max() / 448
-            if s > 0:
-                q[start : start + block] = (part / s).clamp(-448, 448).to(torch.float8_e4m3fn).to(c.dtype)
-                scales[start : start + block] = s
-        return q, scales
-
-    return quantise
+def e4m3(c):
+    return c.to(torch.float8_e4m3fn).to(c.dtype)
 
 
 class FewBits:
@@ -93,7 +81,8 @@ class FewBits:
             blocks = [(at, at + self.form) for at in range(0, len(c), self.form)]
             return one_bit(blocks)(c)
         block, largest = self.form
-        return floats(block, len(c))(c) if largest == "fp8" else integers(block, largest, len(c))(c)
+        how = (448, len(c), e4m3) if largest == "fp8" else (largest, len(c))
+        return in_blocks(block, *how)(c)
 
     def __call__(self, xs):
         """The result of each rank."""

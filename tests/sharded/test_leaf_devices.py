@@ -5,7 +5,7 @@ The meta device stands for that of a mesh: what is on it is counted as on any ot
 
 import pytest
 import torch
-from helpers.live import Live
+from helpers.measure import Live
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl

@@ -124,10 +124,17 @@ def trained(mesh, transform, steps=3, dtype=torch.float32, **kwargs):
     return state, step
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_bad_gradient_is_refused_by_name_and_changes_nothing(stage):
+FACTORS = sl.chain(sl.zero(0), sl.powersgd(2))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [sl.chain(sl.zero(0), sl.onebit()), sl.chain(sl.zero(2), sl.onebit()), FACTORS],
+    ids=["0", "2", "factors"],
+)
+def test_a_bad_gradient_is_refused_by_name_and_changes_nothing(transform):
     def run(mesh):
-        state, step = trained(mesh, sl.chain(sl.zero(stage), sl.onebit()), donate=False)
+        state, step = trained(mesh, transform, donate=False)
         before = optree.tree_map(torch.clone, (state.params.buffers, state.comm))
         x, y = batch_of(mesh.rank, 3, torch.float32)
         if mesh.rank == 1:
@@ -141,9 +148,10 @@ def test_a_bad_gradient_is_refused_by_name_and_changes_nothing(stage):
     assert all(sl.simulate(run, mesh={"data": 2}))
 
 
-def test_old_states_keep_their_residuals_without_donation():
+@pytest.mark.parametrize("transform", [sl.chain(sl.zero(0), sl.onebit()), FACTORS], ids=["1 bit", "factors"])
+def test_old_states_keep_their_residuals_without_donation(transform):
     def run(mesh):
-        state, step = trained(mesh, sl.chain(sl.zero(0), sl.onebit()), donate=False)
+        state, step = trained(mesh, transform, donate=False)
         kept = {name: error.clone() for name, error in state.comm.items()}
         after, _ = step(state, batch_of(mesh.rank, 3, torch.float32))
         again, _ = step(state, batch_of(mesh.rank, 3, torch.float32))
@@ -154,10 +162,10 @@ def test_old_states_keep_their_residuals_without_donation():
     assert all(sl.simulate(run, mesh={"data": 2}))
 
 
-def test_residuals_follow_a_changed_loss_scale():
+@pytest.mark.parametrize("transform", [sl.chain(sl.zero(2), sl.onebit()), FACTORS], ids=["1 bit", "factors"])
+def test_residuals_follow_a_changed_loss_scale(transform):
     def run(mesh):
-        transform = sl.chain(sl.zero(2), sl.precision("fp16"), sl.onebit())
-        state, step = trained(mesh, transform)
+        state, step = trained(mesh, sl.chain(transform, sl.precision("fp16")))
         before = {name: error.clone() for name, error in state.comm.items()}
         scale = state.scale.value
         x, y = batch_of(mesh.rank, 3, torch.float32)

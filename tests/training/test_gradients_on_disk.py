@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 from helpers.faults import BROKEN, FULL, Faults
-from helpers.models import mlp, regression_batch, share
-from helpers.offloaded import OVERFLOWING, assert_alike, trained, tx
+from helpers.models import mlp, regression_batch
+from helpers.offloaded import OVERFLOWING, assert_alike, stepped, trained, tx
 from helpers.trees import assert_same
 
 import shardlib as sl
@@ -65,12 +65,6 @@ def start(mesh, *transforms, **options):
     return sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, sl.chain(*transforms)), tx(), **options)
 
 
-def stepped(state, step, mesh, batches):
-    for batch in batches:
-        state, _ = step(state, share(batch, mesh.rank, mesh.size))
-    return state
-
-
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("params", ["disk", None])
 def test_bytes_are_the_plans(tmp_path, monkeypatch, microbatches, params):
@@ -94,10 +88,10 @@ def test_bytes_are_the_plans(tmp_path, monkeypatch, microbatches, params):
     state, step = start(mesh, *more, on_disk(tmp_path, params))
     (file,) = (tmp_path / FOLDER).glob("*.data")
     assert file.stat().st_size == plan.bytes("grad", "disk") == 3 * 4096 == plan.bytes("grad", "host")
-    state = stepped(state, step, mesh, BATCHES[:1])
+    state = stepped(state, step, BATCHES[:1])
     counted("preadv")
     counted("pwritev")
-    state = stepped(state, step, mesh, BATCHES[1:2])
+    state = stepped(state, step, BATCHES[1:2])
     monkeypatch.undo()
     for way, call in (("read", "preadv"), ("written", "pwritev")):
         planned = sum(sent.bytes for sent in messages(plan, moves=True) if (sent.what, sent.axis) == ("gradients", way))
@@ -132,7 +126,7 @@ def test_gradients_are_not_read_for_the_norm(tmp_path, monkeypatch):
     """A skipped step reads none of them."""
     mesh = sl.make_mesh()
     state, step = start(mesh, on_disk(tmp_path), nonfinite="skip")
-    state = stepped(state, step, mesh, BATCHES[:1])
+    state = stepped(state, step, BATCHES[:1])
     x, y = BATCHES[1]
     with monkeypatch.context() as patch:
         Faults(patch).fails("preadv", BROKEN, f"/{FOLDER}/")
@@ -176,14 +170,14 @@ def test_other_optimizers(tmp_path, monkeypatch, optimizer, fails):
     def run(mesh, fails, *offload):
         transform = sl.chain(sl.zero(3), sl.precision("bf16"), *offload)
         state, step = sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, transform), OTHERS[optimizer]())
-        state = stepped(state, step, mesh, BATCHES[:2])
+        state = stepped(state, step, BATCHES[:2])
         if fails:
             with monkeypatch.context() as patch:
                 if mesh.rank:
                     Faults(patch).fails("preadv", BROKEN, f"/{FOLDER}/rank-1", after=1)
                 with pytest.raises(StorageError if mesh.rank else RankFailure):
-                    stepped(state, step, mesh, BATCHES[2:3])
-        return sl.unshard(stepped(state, step, mesh, BATCHES[2:]).params)
+                    stepped(state, step, BATCHES[2:3])
+        return sl.unshard(stepped(state, step, BATCHES[2:]).params)
 
     wanted = sl.simulate(run, False, mesh={"data": 2})
     assert_same(sl.simulate(run, fails, on_disk(tmp_path), mesh={"data": 2}), wanted)
@@ -203,16 +197,16 @@ def test_a_step_that_fails_on_a_rank_is_none_on_all(tmp_path, monkeypatch, fault
 
     def run(mesh, fails, *offload):
         state, step = start(mesh, sl.zero(3), sl.precision("bf16"), sl.accumulate(microbatches), *offload)
-        state = stepped(state, step, mesh, BATCHES[:2])
+        state = stepped(state, step, BATCHES[:2])
         if fails:
             with monkeypatch.context() as patch:
                 if mesh.rank:
                     FAULTS[fault](Faults(patch))
                 with pytest.raises(StorageError if mesh.rank else RankFailure) as refused:
-                    stepped(state, step, mesh, BATCHES[2:3])
+                    stepped(state, step, BATCHES[2:3])
             assert FOLDER in str(refused.value)
             assert "as it was" in refused.value.__notes__[0]
-        return sl.unshard(stepped(state, step, mesh, BATCHES[2:]).params)
+        return sl.unshard(stepped(state, step, BATCHES[2:]).params)
 
     wanted = sl.simulate(run, False, mesh={"data": 2})
     assert_same(sl.simulate(run, True, on_disk(tmp_path / "files"), mesh={"data": 2}), wanted)
@@ -248,16 +242,16 @@ def test_a_gradient_that_names_what_is_not_finite_cannot_be_read(tmp_path, monke
 
     def run(mesh, fails, *offload):
         state, step = start(mesh, sl.zero(stage), *offload)
-        state = stepped(state, step, mesh, BATCHES[:1])
+        state = stepped(state, step, BATCHES[:1])
         if fails:
             with monkeypatch.context() as patch:
                 if mesh.rank:
                     Faults(patch).fails("preadv", BROKEN, f"/{FOLDER}/rank-1")
                 x, y = BATCHES[1]
                 with pytest.raises(StorageError if mesh.rank else RankFailure) as refused:
-                    stepped(state, step, mesh, [(x * float("inf"), y)])
+                    stepped(state, step, [(x * float("inf"), y)])
             assert "as it was" in refused.value.__notes__[0]
-        return sl.unshard(stepped(state, step, mesh, BATCHES[1:3]).params)
+        return sl.unshard(stepped(state, step, BATCHES[1:3]).params)
 
     wanted = sl.simulate(run, False, mesh={"data": 2})
     assert_same(sl.simulate(run, True, on_disk(tmp_path, None), mesh={"data": 2}), wanted)
@@ -307,8 +301,8 @@ def test_a_sum_that_fails_gives_its_memory_back(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(DiskGradientOffload, "_squares_of", full)
             with pytest.raises(torch.OutOfMemoryError):
-                stepped(state, step, mesh, BATCHES[:1])
-    stepped(state, step, mesh, BATCHES[:1])
+                stepped(state, step, BATCHES[:1])
+    stepped(state, step, BATCHES[:1])
 
 
 def test_a_step_that_cannot_be_made_leaves_no_files_open(tmp_path, monkeypatch):
@@ -322,7 +316,7 @@ def test_a_step_that_cannot_be_made_leaves_no_files_open(tmp_path, monkeypatch):
         with pytest.raises(StorageError) as full:
             sl.make_train_step(LOSS, params, tx())
     state, step = sl.make_train_step(LOSS, params, tx())
-    stepped(state, step, mesh, BATCHES[:1])
+    stepped(state, step, BATCHES[:1])
     assert keeping.tb is not None and full.tb is not None
 
 

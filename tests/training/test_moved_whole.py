@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers.models import mlp, regression_batch, share
+from helpers.models import mlp, regression_batch
+from helpers.offloaded import stepped
 from helpers.trees import assert_same
 
 import shardlib as sl
@@ -22,19 +23,13 @@ def start(mesh, *transforms):
     return sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, sl.chain(*transforms)), sl.optim.adamw(0.1))
 
 
-def stepped(state, step, mesh, batches):
-    for batch in batches:
-        state, _ = step(state, share(batch, mesh.rank, mesh.size))
-    return state
-
-
 @pytest.mark.parametrize("way", ["disk", "host", "host and disk", "another process"])
 def test_states_on_disk_go_along(tmp_path, way):
     """Masters and moments that are in files of their own are part of what is moved, and of what comes back."""
 
     def run(mesh, *offload):
         state, step = start(mesh, sl.zero(1), sl.precision("bf16"), *offload)
-        state = stepped(state, step, mesh, BATCHES[:2])
+        state = stepped(state, step, BATCHES[:2])
         if offload and way == "another process":
             sl.to_disk(state, tmp_path / "parked")
             state, step = start(mesh, sl.zero(1), sl.precision("bf16"), sl.offload("disk", folder=tmp_path / "other"))
@@ -42,7 +37,7 @@ def test_states_on_disk_go_along(tmp_path, way):
         elif offload:
             moved = state if way == "disk" else sl.to_host(state)
             state = sl.to_device(moved if way == "host" else sl.to_disk(moved, tmp_path / "parked"))
-        return sl.unshard(stepped(state, step, mesh, BATCHES[2:]).params)
+        return sl.unshard(stepped(state, step, BATCHES[2:]).params)
 
     disk = sl.offload("disk", folder=tmp_path / "states")
     wanted = sl.simulate(run, mesh={"data": 2})

@@ -8,8 +8,8 @@ import optree
 import pytest
 import torch
 from helpers.faults import BROKEN, FULL, Faults
-from helpers.models import mlp, regression_batch, share
-from helpers.offloaded import OVERFLOWING, assert_alike, trained, tx
+from helpers.models import mlp, regression_batch
+from helpers.offloaded import OVERFLOWING, assert_alike, stepped, trained, tx
 from helpers.trees import assert_same
 
 import shardlib as sl
@@ -48,7 +48,7 @@ def test_first_states_are_those_of_all_parameters(name, tmp_path):
     """What an optimizer begins with depends on paths and values, though a few buckets at a time are in memory."""
 
     def run(mesh, *offload):
-        return sl.unshard(stepped(*start(mesh, *offload, optimizer=CHOOSING[name]()), mesh, BATCHES).params)
+        return sl.unshard(stepped(*start(mesh, *offload, optimizer=CHOOSING[name]()), BATCHES).params)
 
     assert_same(run(sl.make_mesh(), sl.offload("disk", folder=tmp_path)), run(sl.make_mesh()))
 
@@ -60,12 +60,6 @@ BATCHES = [regression_batch(12, 5, 3, torch.float32, seed=seed) for seed in rang
 def start(mesh, *transforms, optimizer=None, **options):
     params = sl.shard(PARAMS, mesh, sl.chain(*transforms))
     return sl.make_train_step(LOSS, params, optimizer or tx(), **options)
-
-
-def stepped(state, step, mesh, batches):
-    for batch in batches:
-        state, _ = step(state, share(batch, mesh.rank, mesh.size))
-    return state
 
 
 def test_the_files_and_the_memory_are_the_plans(tmp_path):
@@ -102,7 +96,7 @@ def test_the_plan_counts_what_is_read_and_written(tmp_path, monkeypatch):
 
     counted("preadv")
     counted("pwritev")
-    stepped(state, step, mesh, BATCHES[:1])
+    stepped(state, step, BATCHES[:1])
     transfers = plan.transfers()
     found = sum(moved["preadv"]), sum(moved["pwritev"])
     assert found == (transfers["read"], transfers["written"]) == (3 * 3 * 4096,) * 2
@@ -118,11 +112,11 @@ def test_a_checkpoint_holds_what_is_on_disk(tmp_path, back):
 
     def run(mesh, kinds):
         state, step = start(mesh, sl.zero(1), sl.precision("bf16"), *kinds[0])
-        state = stepped(state, step, mesh, BATCHES[:2])
+        state = stepped(state, step, BATCHES[:2])
         sl.checkpoint.save(tmp_path / "run", state, keep=1)
         state, step = start(mesh, sl.zero(2), sl.precision("bf16"), *kinds[1])
         state = sl.checkpoint.restore(tmp_path / "run", state)
-        state = stepped(state, step, mesh, BATCHES[2:])
+        state = stepped(state, step, BATCHES[2:])
         return sl.unshard(state.params)
 
     wanted = sl.simulate(run, ([], []), mesh={"data": 2})
@@ -134,9 +128,9 @@ def test_a_checkpoint_holds_what_is_on_disk(tmp_path, back):
 def test_replaced_parameters_are_what_the_next_step_starts_from(tmp_path):
     def run(mesh, *offload):
         state, step = start(mesh, sl.precision("bf16"), *offload)
-        state = stepped(state, step, mesh, BATCHES[:1])
+        state = stepped(state, step, BATCHES[:1])
         doubled = optree.tree_map(lambda leaf: leaf * 2, sl.unshard(state.params))
-        state = stepped(sl.replace_params(state, doubled), step, mesh, BATCHES[1:])
+        state = stepped(sl.replace_params(state, doubled), step, BATCHES[1:])
         return sl.unshard(state.params)
 
     assert_same(run(sl.make_mesh(), sl.offload("disk", folder=tmp_path)), run(sl.make_mesh()))
@@ -147,7 +141,7 @@ def test_parameters_that_cannot_be_replaced_leave_the_state_before(tmp_path, mon
 
     def run(mesh):
         state, step = start(mesh, sl.zero(1), sl.precision("bf16"), sl.offload("disk", folder=tmp_path))
-        state = stepped(state, step, mesh, BATCHES[:1])
+        state = stepped(state, step, BATCHES[:1])
         doubled = optree.tree_map(lambda leaf: leaf * 2, sl.unshard(state.params))
         with pytest.raises(IllegalComposition, match="what is on disk is there once: leave donate=True"):
             sl.replace_params(state, doubled, donate=False)
@@ -158,10 +152,10 @@ def test_parameters_that_cannot_be_replaced_leave_the_state_before(tmp_path, mon
         with pytest.raises(StorageError if mesh.rank else RankFailure, match=r"rank 1: StorageError|Errno 5"):
             sl.replace_params(state, doubled)
         assert all(map(torch.equal, masters, [leaf.unpacked() for leaf in state.opt.masters.values()]))
-        return sl.unshard(stepped(state, step, mesh, BATCHES[1:]).params)
+        return sl.unshard(stepped(state, step, BATCHES[1:]).params)
 
     def plain(mesh):
-        return sl.unshard(stepped(*start(mesh, sl.zero(1), sl.precision("bf16")), mesh, BATCHES).params)
+        return sl.unshard(stepped(*start(mesh, sl.zero(1), sl.precision("bf16")), BATCHES).params)
 
     assert_same(sl.simulate(run, mesh={"data": 2}), sl.simulate(plain, mesh={"data": 2}))
 
@@ -207,11 +201,11 @@ def test_a_checkpoint_reads_a_few_tensors_at_a_time(tmp_path, read, manager):
 
 def test_a_moved_state_leaves_its_files_where_they_are(tmp_path):
     mesh = sl.make_mesh()
-    wanted = stepped(*start(mesh), mesh, BATCHES)
+    wanted = stepped(*start(mesh), BATCHES)
     state, step = start(mesh, sl.offload("disk", folder=tmp_path / "states"))
-    state = stepped(state, step, mesh, BATCHES[:2])
+    state = stepped(state, step, BATCHES[:2])
     state = sl.to_device(sl.to_disk(state, tmp_path / "parked"))
-    assert_same(sl.unshard(stepped(state, step, mesh, BATCHES[2:]).params), sl.unshard(wanted.params))
+    assert_same(sl.unshard(stepped(state, step, BATCHES[2:]).params), sl.unshard(wanted.params))
 
 
 def test_what_cannot_be_on_disk_is_refused(tmp_path):
@@ -285,12 +279,12 @@ def test_a_step_that_fails_leaves_the_state_before_it(tmp_path, monkeypatch, pla
         disk = sl.offload("disk", folder=tmp_path / ("states" if fails else "whole"))
         memory = [sl.zero(stage), *([sl.precision("bf16")] if stage else [])]
         state, step = start(mesh, *memory, disk)
-        state = stepped(state, step, mesh, BATCHES[:2])
+        state = stepped(state, step, BATCHES[:2])
         if fails:
             before = [buffer.clone() for buffer in state.params.buffers.values()]
             primitives.all_gather_object(mesh, ["data"], mesh.rank == 0 and arm(monkeypatch))
             with pytest.raises((StorageError, MemoryError, RankFailure)) as refused:
-                stepped(state, step, mesh, BATCHES[2:3])
+                stepped(state, step, BATCHES[2:3])
             primitives.all_gather_object(mesh, ["data"], mesh.rank == 0 and monkeypatch.undo())
             assert "The state that the step was given is as it was" in refused.value.__notes__[0]
             if mesh.rank + 1 < mesh.size:
@@ -298,8 +292,8 @@ def test_a_step_that_fails_leaves_the_state_before_it(tmp_path, monkeypatch, pla
             assert all(map(torch.equal, before, state.params.buffers.values()))
             sl.checkpoint.save(tmp_path / "run", state)
             restored, again = start(mesh, *memory)
-            restored = stepped(sl.checkpoint.restore(tmp_path / "run", restored), again, mesh, BATCHES[2:])
-        state = stepped(state, step, mesh, BATCHES[2:])
+            restored = stepped(sl.checkpoint.restore(tmp_path / "run", restored), again, BATCHES[2:])
+        state = stepped(state, step, BATCHES[2:])
         if fails:
             assert_same(sl.unshard(restored.params), sl.unshard(state.params))
         return sl.unshard(state.params)
@@ -345,4 +339,4 @@ def test_a_step_waits_for_no_sync(tmp_path, monkeypatch):
     state, step = start(sl.make_mesh(), sl.offload("disk", folder=tmp_path))
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda fd: pytest.fail("it waits for the disk"))
-    stepped(state, step, sl.make_mesh(), BATCHES)
+    stepped(state, step, BATCHES)

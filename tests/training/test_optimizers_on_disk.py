@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers.cuts import tiny_blocks
 from helpers.faults import BROKEN, Faults
-from helpers.models import mlp, regression_batch, share
+from helpers.models import mlp, regression_batch
+from helpers.offloaded import stepped
 from helpers.trees import assert_same
 
 import shardlib as sl
@@ -44,13 +45,6 @@ OPTIMIZERS = {
 def start(mesh, optimizer, *transforms):
     params = sl.shard(PARAMS, mesh, sl.chain(*transforms))
     return sl.make_train_step(LOSS, params, OPTIMIZERS[optimizer]())
-
-
-def stepped(state, step, batches):
-    mesh = state.params.mesh
-    for batch in batches:
-        state, _ = step(state, share(batch, mesh.rank, mesh.size))
-    return state
 
 
 @pytest.mark.parametrize("stage", [1, 3])

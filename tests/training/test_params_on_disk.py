@@ -8,8 +8,8 @@ import optree
 import pytest
 import torch
 from helpers.faults import BROKEN, FULL, Faults, damages
-from helpers.models import mlp, regression_batch, share
-from helpers.offloaded import OVERFLOWING, assert_alike, trained, tx
+from helpers.models import mlp, regression_batch
+from helpers.offloaded import OVERFLOWING, assert_alike, stepped, trained, tx
 from helpers.trees import assert_same
 
 import shardlib as sl
@@ -57,12 +57,6 @@ BATCHES = [regression_batch(12, 5, 3, torch.float32, seed=seed) for seed in rang
 
 def start(mesh, *transforms, params=PARAMS, **options):
     return sl.make_train_step(LOSS, sl.shard(params, mesh, sl.chain(*transforms)), tx(), **options)
-
-
-def stepped(state, step, mesh, batches):
-    for batch in batches:
-        state, _ = step(state, share(batch, mesh.rank, mesh.size))
-    return state
 
 
 def test_tied_and_whole_number_leaves(tmp_path):
@@ -250,11 +244,11 @@ def test_a_checkpoint_holds_what_is_on_disk(tmp_path, back):
 
     def run(mesh, kinds):
         state, step = start(mesh, sl.zero(1), sl.precision("bf16"), *kinds[0])
-        state = stepped(state, step, mesh, BATCHES[:2])
+        state = stepped(state, step, BATCHES[:2])
         sl.checkpoint.save(tmp_path / "run", state, keep=1)
         state, step = start(mesh, sl.zero(3), sl.precision("bf16"), *kinds[1])
         state = sl.checkpoint.restore(tmp_path / "run", state)
-        state = stepped(state, step, mesh, BATCHES[2:])
+        state = stepped(state, step, BATCHES[2:])
         return sl.unshard(state.params)
 
     wanted = sl.simulate(run, ([], []), mesh={"data": 2})
@@ -278,12 +272,12 @@ def test_other_parameters_are_what_the_next_step_starts_from(tmp_path, monkeypat
 
     def run(mesh, *offload):
         state, step = start(mesh, *precision, *offload)
-        state = stepped(state, step, mesh, BATCHES[:1])
+        state = stepped(state, step, BATCHES[:1])
         doubled = optree.tree_map(lambda leaf: leaf * 2, sl.unshard(state.params))
         sl.checkpoint.export_safetensors("double", sl.shard(doubled, mesh))
         state = CHANGES[change](state, doubled)
         assert_same(sl.unshard(state.params), doubled)
-        after = stepped(state, step, mesh, BATCHES[1:]).params
+        after = stepped(state, step, BATCHES[1:]).params
         assert (after.on_disk is not None) == bool(offload)
         return sl.unshard(after)
 
@@ -295,7 +289,7 @@ def test_a_tree_of_earlier_parameters_is_refused(tmp_path):
     state, step = start(mesh, on_disk(tmp_path))
     kept, doubled = state.params, optree.tree_map(lambda leaf: leaf * 2, state.params)
     state.params = doubled
-    state = stepped(state, step, mesh, BATCHES[:1])
+    state = stepped(state, step, BATCHES[:1])
     with pytest.raises(DonatedStateError, match="where a later state is now"):
         kept.buffers["0/float32"]
 
@@ -304,9 +298,9 @@ def test_a_tree_of_earlier_parameters_is_refused(tmp_path):
 def test_a_moved_state_comes_back(tmp_path, way):
     """What is on disk is copied from its files, or stays there."""
     mesh = sl.make_mesh()
-    wanted = stepped(*start(mesh, sl.precision("bf16")), mesh, BATCHES)
+    wanted = stepped(*start(mesh, sl.precision("bf16")), BATCHES)
     state, step = start(mesh, sl.precision("bf16"), on_disk(tmp_path / "files"))
-    state = stepped(state, step, mesh, BATCHES[:2])
+    state = stepped(state, step, BATCHES[:2])
     moved = sl.to_host(state) if way == "host" else sl.to_disk(state, tmp_path / "parked")
     if way == "folder":
         fresh, step = start(mesh, sl.precision("bf16"), on_disk(tmp_path / "others"))
@@ -314,20 +308,20 @@ def test_a_moved_state_comes_back(tmp_path, way):
     else:
         state = sl.to_device(moved)
     assert state.step == 2
-    assert_same(sl.unshard(stepped(state, step, mesh, BATCHES[2:]).params), sl.unshard(wanted.params))
+    assert_same(sl.unshard(stepped(state, step, BATCHES[2:]).params), sl.unshard(wanted.params))
 
 
 def test_a_moved_state_leaves_no_memory_of_its_step(tmp_path):
     """Through which states and parameters pass; the next step makes it anew."""
     mesh = sl.make_mesh()
     state, step = start(mesh, sl.precision("bf16"), on_disk(tmp_path))
-    state = stepped(state, step, mesh, BATCHES[:2])
+    state = stepped(state, step, BATCHES[:2])
     stores = [state.params.on_disk.files.store, next(iter(state.opt.masters.values())).store]
     assert all(store._pool._idle for store in stores)
     moved = sl.to_host(state)
     assert not any(store._pool._idle or store._pool._lent for store in stores)
-    wanted = stepped(*start(mesh, sl.precision("bf16")), mesh, BATCHES)
-    assert_same(sl.unshard(stepped(sl.to_device(moved), step, mesh, BATCHES[2:]).params), sl.unshard(wanted.params))
+    wanted = stepped(*start(mesh, sl.precision("bf16")), BATCHES)
+    assert_same(sl.unshard(stepped(sl.to_device(moved), step, BATCHES[2:]).params), sl.unshard(wanted.params))
 
 
 def test_gradients_and_updates_without_a_step(tmp_path):
@@ -382,23 +376,23 @@ FAULTS = {
 def test_a_step_that_fails_leaves_the_last_one(tmp_path, monkeypatch, fault, part, precision):
     """Its parameters and its states, which can be saved and trained further."""
     mesh = sl.make_mesh()
-    wanted = sl.unshard(stepped(*start(mesh, *precision), mesh, BATCHES).params)
+    wanted = sl.unshard(stepped(*start(mesh, *precision), BATCHES).params)
     state, step = start(mesh, *precision, on_disk(tmp_path / "files"))
-    state = stepped(state, step, mesh, BATCHES[:2])
+    state = stepped(state, step, BATCHES[:2])
     before = sl.unshard(state.params)
     arm, message = FAULTS[fault]
     with monkeypatch.context() as patch:
         arm(Faults(patch), part)
         with pytest.raises(StorageError, match=message) as refused:
-            stepped(state, step, mesh, BATCHES[2:3])
+            stepped(state, step, BATCHES[2:3])
         assert ".data" in str(refused.value)
     assert state.step == 2 and damages(state.params.on_disk.files.store) == []
     assert_same(sl.unshard(state.params), before)
     sl.checkpoint.save(tmp_path / "run", state)
-    assert_same(sl.unshard(stepped(state, step, mesh, BATCHES[2:]).params), wanted)
+    assert_same(sl.unshard(stepped(state, step, BATCHES[2:]).params), wanted)
     fresh, step = start(mesh, *precision)
     fresh = sl.checkpoint.restore(tmp_path / "run", fresh)
-    assert_same(sl.unshard(stepped(fresh, step, mesh, BATCHES[2:]).params), wanted)
+    assert_same(sl.unshard(stepped(fresh, step, BATCHES[2:]).params), wanted)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -408,14 +402,14 @@ def test_a_step_that_fails_on_a_rank_is_taken_back_on_all(tmp_path, monkeypatch,
 
     def run(mesh, fault, *offload):
         state, step = start(mesh, sl.zero(stage), sl.precision("bf16"), *offload)
-        state = stepped(state, step, mesh, BATCHES[:2])
+        state = stepped(state, step, BATCHES[:2])
         if fault:
             with monkeypatch.context() as patch:
                 if mesh.rank:
                     Faults(patch).fails("pwritev", BROKEN, part)
                 with pytest.raises(StorageError if mesh.rank else RankFailure):
-                    stepped(state, step, mesh, BATCHES[2:3])
-        return sl.unshard(stepped(state, step, mesh, BATCHES[2:]).params)
+                    stepped(state, step, BATCHES[2:3])
+        return sl.unshard(stepped(state, step, BATCHES[2:]).params)
 
     wanted = sl.simulate(run, False, mesh={"data": 2})
     assert_same(sl.simulate(run, True, on_disk(tmp_path / "files"), mesh={"data": 2}), wanted)
@@ -424,11 +418,11 @@ def test_a_step_that_fails_on_a_rank_is_taken_back_on_all(tmp_path, monkeypatch,
 def test_a_file_that_is_cut_is_named(tmp_path):
     mesh = sl.make_mesh()
     state, step = start(mesh, on_disk(tmp_path))
-    state = stepped(state, step, mesh, BATCHES[:1])
+    state = stepped(state, step, BATCHES[:1])
     (file,) = (tmp_path / FOLDER).glob("*.data")
     os.truncate(file, 4096)
     with pytest.raises(StorageError, match=r"parameters/rank-0.*\.data.*The file was cut"):
-        stepped(state, step, mesh, BATCHES[1:2])
+        stepped(state, step, BATCHES[1:2])
 
 
 def test_files_close_with_the_last_tree(tmp_path):
@@ -436,7 +430,7 @@ def test_files_close_with_the_last_tree(tmp_path):
 
     mesh = sl.make_mesh()
     state, step = start(mesh, on_disk(tmp_path))
-    state = stepped(state, step, mesh, BATCHES[:1])
+    state = stepped(state, step, BATCHES[:1])
     del state, step
     gc.collect()
     start(mesh, on_disk(tmp_path))

@@ -6,7 +6,8 @@ import optree
 import pytest
 import torch
 from helpers.faults import BROKEN, FULL, Faults
-from helpers.models import mlp, regression_batch, share
+from helpers.models import mlp, regression_batch
+from helpers.offloaded import stepped
 
 import shardlib as sl
 from shardlib.collectives import primitives
@@ -22,13 +23,6 @@ BATCHES = [tuple(part.roll(number, 0) for part in regression_batch(4, 6, 4, torc
 def start(mesh, *transforms, optimizer=None):
     tx = optimizer or sl.optim.adamw(1e-2)
     return sl.make_train_step(LOSS, sl.shard(PARAMS, mesh, sl.chain(*transforms)), tx)
-
-
-def stepped(state, step, batches):
-    mesh = state.params.mesh
-    for batch in batches:
-        state, _ = step(state, share(batch, mesh.rank, mesh.size))
-    return state
 
 
 def halves(params):

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import training
 from helpers.architectures import build
-from helpers.live import Live
-from helpers.measure import count_payload
+from helpers.measure import Live, count_payload
 from helpers.models import share
 from helpers.trees import assert_close
 

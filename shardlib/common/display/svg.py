@@ -171,11 +171,11 @@ def line_chart(
     return drawing(WIDTH, height, "".join(parts), title)
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int = _POINTS) -> list[tuple[float, float]]:
-    """At most ``most`` of the points: of each stretch the lowest and the highest, so that spikes stay."""
-    if len(points) <= most:
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `_POINTS` of the points: of each stretch the lowest and the highest, so that spikes stay."""
+    if len(points) <= _POINTS:
         return list(points)
-    every = -(-2 * len(points) // most)
+    every = -(-2 * len(points) // _POINTS)
     found = []
     for start in range(0, len(points), every):
         stretch = points[start : start + every]

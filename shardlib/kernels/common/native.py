@@ -141,9 +141,7 @@ class Compiled:
     are the same, but for the last argument.
     """
 
-    of_gpus: bool
-
-    of_gpus = False
+    of_gpus: bool = False
     operation: str
     signatures: Mapping[str, str] = MappingProxyType({})
 

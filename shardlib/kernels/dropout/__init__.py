@@ -11,6 +11,7 @@ x, r, y and their gradients are ``[..., columns]`` in fp32, bf16 or fp16 (float6
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -104,24 +105,17 @@ def _backward_fake(bias, draw, using, dy):
     return [rows.like(value) for value in (dy, bias) if value is not None]
 
 
-_alone = differentiable(
-    "dropout",
-    forward=_forward_alone,
+_operator = partial(
+    differentiable,
     forward_fake=lambda x, *_: [rows.like(x)],
     backward=_backward,
     backward_fake=_backward_fake,
     backward_reference=_backward_reference,
-    keep=lambda inputs, outputs: inputs[1:],
 )
-
-
-_onto = differentiable(
+_alone = _operator("dropout", forward=_forward_alone, keep=lambda inputs, outputs: inputs[1:])
+_onto = _operator(
     "dropout_onto",
     forward=_forward,
-    forward_fake=lambda x, *_: [rows.like(x)],
-    backward=_backward,
-    backward_fake=_backward_fake,
-    backward_reference=_backward_reference,
     keep=lambda inputs, outputs: inputs[2:],
     per_input=lambda computed, incoming: [computed[0], incoming[0], *computed[1:]],
 )

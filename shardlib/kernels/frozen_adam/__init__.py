@@ -103,8 +103,7 @@ def frozen_step_(
         copy: is filled with the new parameter, bf16 or fp16.
         using: see `local_momentum_`.
     """
-    step = FrozenStep(param, mu, nu, copy, -float(lr), eps, weight_decay)
-    run("frozen_step_", step, using)
+    run("frozen_step_", FrozenStep(param, mu, nu, copy, -float(lr), eps, weight_decay), using)
 
 
 def frozen_move(
@@ -133,8 +132,7 @@ def local_step_(
         scale: multiplies the gradient first, a 0-d float64 tensor on its device.
         using: see `local_momentum_`.
     """
-    step = LocalStep(grad, mu, nu, moved, -float(lr), b1, 1 - b1, eps, scale)
-    run("local_step_", step, using)
+    run("local_step_", LocalStep(grad, mu, nu, moved, -float(lr), b1, 1 - b1, eps, scale), using)
 
 
 def fresh_step_(
@@ -158,8 +156,7 @@ def fresh_step_(
         spread: the factor by which momentum was multiplied when sent, a 0-d float64 tensor on its device.
         using: see `local_momentum_`.
     """
-    step = FreshStep(mu, before, nu, fresh, b1, 1 - b1, b2, 1 - b2, eps, spread)
-    run("fresh_step_", step, using)
+    run("fresh_step_", FreshStep(mu, before, nu, fresh, b1, 1 - b1, b2, 1 - b2, eps, spread), using)
 
 
 class reference(Plain):

@@ -62,17 +62,13 @@ def _backward(
     return [rows.cast(gradient, value.dtype) for gradient, value in zip(gradients, (x, bias)) if value is not None]
 
 
-def _backward_reference(x, bias, tanh, using, dy):
-    return reference.backward(x, bias, tanh, dy)
-
-
 _gelu = differentiable(
     "gelu",
     forward=_forward,
     forward_fake=lambda x, *_: [rows.like(x)],
     backward=_backward,
     backward_fake=lambda x, bias, *_: [rows.like(value) for value in (x, bias) if value is not None],
-    backward_reference=_backward_reference,
+    backward_reference=lambda x, bias, tanh, using, dy: reference.backward(x, bias, tanh, dy),
 )
 
 

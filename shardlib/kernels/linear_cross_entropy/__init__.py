@@ -159,15 +159,11 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, aim: Aim, wanted: bool, usin
             losses += kernel.losses_(logits, chunk_aim, wanted).sum()
             if wanted:  # losses_ has replaced the logits by their gradients
                 torch.mm(logits, weight, out=dx[first : first + size])
-                _add_product(total, logits, chunk)
+                if wide == chunk.dtype:
+                    total.addmm_(logits.t(), chunk)
+                else:
+                    total += logits.t() @ chunk
     return [losses, dx, dweight.copy_(total)]
-
-
-def _add_product(total: torch.Tensor, dz: torch.Tensor, x: torch.Tensor) -> None:
-    if total.dtype == x.dtype:
-        total.addmm_(dz.t(), x)
-    else:
-        total += dz.t() @ x
 
 
 def _forward_fake(x, weight, aim, wanted, using):
@@ -189,17 +185,13 @@ def _backward(
     return [dx * dtotal.to(dx.dtype), dweight * dtotal.to(dweight.dtype)]
 
 
-def _backward_reference(x, weight, aim, dx, dweight, dtotal):
-    return reference.backward(x, weight, aim, dtotal)
-
-
 _total = differentiable(
     "linear_cross_entropy",
     forward=_forward,
     forward_fake=_forward_fake,
     backward=_backward,
     backward_fake=lambda x, weight, *_: [x.new_empty(x.shape), weight.new_empty(weight.shape)],
-    backward_reference=_backward_reference,
+    backward_reference=lambda x, weight, aim, dx, dweight, dtotal: reference.backward(x, weight, aim, dtotal),
     keep=lambda inputs, outputs: (*inputs[:5], *outputs[1:]),
     backward_only=2,
 )

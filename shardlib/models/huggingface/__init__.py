@@ -2,9 +2,8 @@
 
 from shardlib.models.huggingface.decoders import decoder_blocks
 from shardlib.models.huggingface.experts import balanced, upcycle, with_experts
-from shardlib.models.huggingface.losses import causal_loss, keeps_apart, masked_loss
+from shardlib.models.huggingface.losses import Scores, causal_loss, keeps_apart, masked_loss, with_tiled_loss
 from shardlib.models.huggingface.rules import Rules, expert_rules, sliceable, slicing_rules
-from shardlib.models.huggingface.tiled_loss import Scores, with_tiled_loss
 
 __all__ = [
     "Rules",

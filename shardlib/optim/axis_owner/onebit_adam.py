@@ -117,7 +117,7 @@ def onebit_adam(
             return state._replace(frozen=torch.tensor(float(count >= freeze_step)))
         if count % every:
             return state
-        norm = shards.sum(_absolute_sum, state.nu).to("cpu")
+        norm = shards.sum(partial(torch.sum, dtype=torch.float64), state.nu).to("cpu")  # squares are not negative
         settled = state.norm > 0 and norm >= _SETTLED * state.norm and rate(state.count) <= rate(state.count - 1)
         return state._replace(frozen=torch.tensor(float(settled)), norm=norm)
 
@@ -128,7 +128,3 @@ def onebit_adam(
 def unreduced(state: OneBitAdamState) -> bool:
     """See `shardlib.optim.base.Owned.unreduced`."""
     return bool(state.frozen)
-
-
-def _absolute_sum(leaf: torch.Tensor) -> torch.Tensor:
-    return leaf.sum(dtype=torch.float64)  # running means of squares are not negative

@@ -151,7 +151,7 @@ def adaptive_grad_clip(clipping: float, eps: float = 1e-3) -> GradientTransforma
         for number, index_map, (leaf,) in shards.located(clipped):
             for chunk, chunk_map in index_map.chunks(leaf):
                 grid = _grid(chunk, chunk_map)
-                first, skip = _first(chunk_map), _skip(chunk_map, len(chunk))
+                first, skip = _first(chunk_map), chunk_map.box(len(chunk)).skip if len(chunk_map.shape) > 1 else 0
                 by = factors[number][first : first + len(grid), None].expand(grid.shape).reshape(-1)
                 chunk.mul_(by[skip : skip + len(chunk)])
         return clipped, state
@@ -170,10 +170,6 @@ def _rows(shape: tuple[int, ...]) -> int:
 def _first(index_map: IndexMap) -> int:
     """The row of the first element."""
     return index_map.box(0).first[0] if len(index_map.shape) > 1 else 0
-
-
-def _skip(index_map: IndexMap, count: int) -> int:
-    return index_map.box(count).skip if len(index_map.shape) > 1 else 0
 
 
 def _grid(values: torch.Tensor, index_map: IndexMap) -> torch.Tensor:

@@ -154,8 +154,8 @@ DEFECTS = (
         "stale",
         "common/disk.py",
         "a forked child keeps the descriptors of its parent's locks",
-        "        lock.close()\n\n\nos.register",
-        "        pass\n\n\nos.register",
+        "        lock.close()\n\n\nif hasattr",
+        "        pass\n\n\nif hasattr",
         ("tests/disk/test_store.py::test_a_forked_child_does_not_hold_the_folder",),
     ),
     Defect(
