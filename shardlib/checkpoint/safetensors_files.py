@@ -154,8 +154,8 @@ def finish(folder: Path, tensors: Mapping[str, Place]) -> None:
             "total_size": sum(place.bytes for place in places),
         }
         facts = {"metadata": sizes, "weight_map": {name: place.file for name, place in tensors.items()}}
+        (folder / _ONE).unlink(missing_ok=True)  # first: readers look for it before the index
         index.write_text(json.dumps(facts, indent=2))
-        (folder / _ONE).unlink(missing_ok=True)
     sync_folder(folder)
 
 

@@ -262,9 +262,7 @@ class GradientTransformation:
             updates, params = trained_part(updates), trained_part(params)
         if params is not None:
             check_alike("update", updates, params, ("updates", "parameters"))
-            if (
-                not isinstance(shards, MeshShards) and self.locality is Locality.GLOBAL
-            ):  # in a chain of any locality, too
+            if not isinstance(shards, MeshShards) and self.locality is Locality.GLOBAL:  # in every chain
                 _require_counted_once(params, updates)
         if self.locality is None:
             return self._update(updates, state, params)

@@ -14,6 +14,7 @@ of its own, which is gathered, reduced and updated without a copy, while small l
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -232,10 +233,12 @@ class Bucket:
         return index
 
     def run(self, first: int, stop: int) -> Bucket:
-        """Leaves ``first`` to ``stop`` as a bucket of their own; the bucket itself if these are all its leaves."""
+        """Leaves ``first`` to ``stop`` as a bucket of their own; the bucket itself if these are all its leaves. A run of a
+        run is one of the bucket, and called so."""
         if stop - first == len(self.paths):
             return self
-        name = f"{self.name}[{first}:{stop}]"
+        whole, before, _ = run_of(self.name) or (self.name, 0, 0)
+        name = f"{whole}[{before + first}:{before + stop}]"
         short = tuple((coords, held[first:stop]) for coords, held in self.short)
         return replace(self, name=name, paths=self.paths[first:stop], shapes=self.shapes[first:stop], short=short)
 
@@ -371,6 +374,13 @@ class Bucket:
             return torch.cat([column.to(dtype) for column in columns], dim=1).view(-1)
         out = torch.empty((self.ways, self.owned), dtype=dtype, device=columns[0].device)
         return torch.cat(columns, dim=1, out=out).view(-1)
+
+
+def run_of(name: str) -> tuple[str, int, int] | None:
+    """The name of the bucket that a run (see `Bucket.run`) is of, with its first leaf and the one after its last; None for
+    the name of a bucket."""
+    match = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", name)
+    return match and (match[1], int(match[2]), int(match[3]))
 
 
 def _is_plain(leaf: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ import torch
 
 from shardlib.collectives.styles.base import Style
 from shardlib.mesh.specs import Leaf
-from shardlib.plan.buckets import Bucket
+from shardlib.plan.buckets import Bucket, run_of
 from shardlib.plan.claims import LeafInfo
 from shardlib.plan.drops import DropPlan
 from shardlib.plan.exchanges import Channel, Reductions, Routes, routes_of
@@ -393,10 +392,11 @@ class Numbering:
         """The bucket and the run that ``name`` stands for; None when it is the name of neither a bucket nor a run."""
         if name in self._plan.bucket_of:
             return str(name), self._plan.bucket_of[str(name)]
-        match = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", name) if isinstance(name, str) else None
-        if match is None or match[1] not in self._plan.bucket_of:
+        found = run_of(name) if isinstance(name, str) else None
+        if found is None or found[0] not in self._plan.bucket_of:
             return None
-        return match[1], self._plan.bucket_of[match[1]].run(int(match[2]), int(match[3]))
+        whole, first, stop = found
+        return whole, self._plan.bucket_of[whole].run(first, stop)
 
     def run_along(self, path: Sequence[object]) -> tuple[str, Bucket] | None:
         """`run_named` of the last entry of a path that is such a name: a leaf may be a part of what stands for a run."""

@@ -174,6 +174,7 @@ def test_files_that_are_none(tmp_path):
         (tmp_path / "model.safetensors").write_bytes(wrong)
         with pytest.raises(CheckpointError, match=why):
             sl.checkpoint.import_safetensors(tmp_path, params)
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "other.safetensors"}}))
     with pytest.raises(FileNotFoundError, match=r"other\.safetensors not found"):
         sl.checkpoint.import_safetensors(tmp_path, params)

@@ -357,6 +357,38 @@ def test_nonfinite_values_on_one_rank_are_skipped_on_all():
 # --- hyper-parameters and names --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("memory", ["device", "host"])
+def test_states_of_some_parameters_among_some(tmp_path, memory):
+    """A choice within a choice: checkpoints, offload and replaced parameters know the leaves of it."""
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        name: torch.randn(n, 3, generator=generator, dtype=torch.float64)
+        for name, n in zip("abcdef", (4, 2, 3, 5, 1, 2))
+    }
+    inner = lambda: opt.chain(opt.masked(opt.ema(0.5), "[bd]"), opt.lookahead(opt.adam(0.1), 2, 0.5))  # noqa: E731
+    make = lambda: opt.partition({"some": inner(), "rest": opt.sgd(0.1, momentum=0.9)}, {"[bcde]": "some", "*": "rest"})  # noqa: E731
+    batches = [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(5)]
+
+    def run(mesh, stage, batches, saves):
+        transform = sl.chain(sl.zero(stage), *([sl.offload()] if memory == "host" else []))
+        loss_fn = lambda p, x: sum((x @ leaf.T).square().mean() for leaf in p.values())  # noqa: E731
+        state, step = sl.make_train_step(loss_fn, sl.shard(params, mesh, transform), make())
+        if checkpoint.latest(tmp_path) and not saves:
+            state = checkpoint.restore(tmp_path, state)
+        for batch in batches:
+            state, _ = step(state, share(batch, mesh.rank, mesh.size))
+        if saves:
+            checkpoint.save(tmp_path, state)
+            state = sl.replace_params(state, state.params)
+        return sl.unshard(state.params)
+
+    (wanted,) = sl.simulate(run, 0, batches, False, mesh={"data": 1})
+    sl.simulate(run, 2, batches[:3], True, mesh={"data": 4})
+    for stage, ranks in ((0, 1), (3, 2)):
+        for found in sl.simulate(run, stage, batches[3:], False, mesh={"data": ranks}):
+            assert_close(found, wanted, 1e-12)
+
+
 @pytest.mark.parametrize("kind", [float, np.float32, torch.tensor])
 def test_a_hyperparameter_may_be_replaced(tmp_path, kind):
     """By any number, as optax's may; a checkpoint has it before the next step, too."""

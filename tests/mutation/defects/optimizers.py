@@ -308,7 +308,7 @@ DEFECTS = (
         "a global norm over a plain tree counts tied leaves twice",
         "and self.locality is Locality.GLOBAL:",
         "and self.locality is Locality.LEAF:",
-        ("tests/optim/test_plain_trees.py::test_a_global_norm_that_would_count_tied_leaves_twice_is_refused[sgd]",),
+        ("tests/optim/test_plain_trees.py::test_a_global_norm_that_would_count_tied_leaves_twice_is_refused",),
     ),
     Defect(
         "states in memory that is written to",
