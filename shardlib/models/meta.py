@@ -24,6 +24,7 @@ from shardlib.common._compat import (
 from shardlib.errors import TreeError, listing
 from shardlib.models.copying import joined
 from shardlib.models.peft import require_no_adapters
+from shardlib.models.quantized_linears import QuantizedLinear
 from shardlib.rng import Key
 
 
@@ -110,7 +111,7 @@ def _owners(module: nn.Module, start: Start = None) -> Iterator[tuple[nn.Module,
 def _begin(owner: nn.Module, start: Start) -> None:
     if callable(getattr(owner, "reset_parameters", None)):
         owner.reset_parameters()  # type: ignore[operator]
-    if start is not None:
+    if start is not None and not isinstance(owner, QuantizedLinear):  # whose weight is made anew for each look at it
         start(owner)
 
 

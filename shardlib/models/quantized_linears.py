@@ -155,7 +155,8 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The weight in fp32, made anew: adapters look at a layer's weight where they are added."""
-        return decode(self.packed, self.form, self.shape, torch.float32).as_subclass(_Decoded)
+        made = decode(self.packed, self.form, self.shape, torch.float32)
+        return made.as_subclass(_Decoded) if type(made) is torch.Tensor else made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = _QuantizedProduct.apply(x, self.packed.view(-1), self.form, self.shape)

@@ -69,8 +69,8 @@ DEFECTS = (
         "reduction",
         "execute/shard_tracking.py",
         "a mean of a part of a sequence is subtracted from its positions as if it were that of all",
-        "if elementwise and by and any(",
-        "if elementwise and by and kwargs and any(",
+        "is torch.einsum) and by and any(",
+        "is torch.einsum) and by and kwargs and any(",
         ("tests/transforms/test_parts_of_sequences.py::test_what_mixes_positions_is_refused",),
     ),
     Defect(

@@ -35,8 +35,8 @@ DEFECTS = (
         "stale",
         "models/original.py",
         "a list of a module that is written to in place is not followed",
-        "isinstance(inside, dict | list) and key not in NO_ATTRIBUTES",
-        "isinstance(inside, dict) and key not in NO_ATTRIBUTES",
+        "isinstance(value, dict | list | set",
+        "isinstance(value, dict | set",
         (f"{_DONE}[a list in place]",),
     ),
     Defect(
