@@ -18,6 +18,7 @@ from shardlib.debug.replay import PlanTrial, Replay, replay, share_of
 from shardlib.debug.subject import drawn, eagerly, in_float64, left_out, plan_of, widened
 from shardlib.debug.update import norm, update
 from shardlib.debug.view import StepView, side_by_side
+from shardlib.debug.watching import own_copy
 from shardlib.evaluate import make_eval_step
 from shardlib.execute.batches import as_tensors
 from shardlib.execute.losses import read_loss
@@ -245,7 +246,7 @@ class _Subject:
         """An evaluation gives the loss of one device."""
         name, batch = "an evaluation gives the loss of one device", self.trial.batch
         try:
-            whole = read_loss(self.trial.loss_fn(self.trial.params, batch), False)
+            whole = read_loss(self.trial.loss_fn(own_copy(self.trial.params), own_copy(batch)), False)
         except Exception as error:  # a loss function that is for training alone, with dropout say
             yield Law(name, None, f"not tested, as the loss function needs more than a batch ({type(error).__name__})")
             return
@@ -256,7 +257,11 @@ class _Subject:
 
         for rank, value in enumerate(simulate(of_rank, mesh=self.plan.sizes)):
             rows = share_of(batch, self.plan, coordinates(self.plan.sizes, rank))
-            outcome = whole if whole.weighted else read_loss(self.trial.loss_fn(self.trial.params, rows), False)
+            outcome = (
+                whole
+                if whole.weighted
+                else read_loss(self.trial.loss_fn(own_copy(self.trial.params), own_copy(rows)), False)
+            )
             due = outcome.total.double() / outcome.weights[0]
             got = torch.as_tensor(value[0] if isinstance(value, tuple) else value, dtype=torch.float64)
             apart = difference(got.reshape(()), due)

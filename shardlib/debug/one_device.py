@@ -15,7 +15,7 @@ from shardlib.common.environment import within
 from shardlib.debug.finding import Difference, Finding, difference
 from shardlib.debug.replay import PlanTrial, cells
 from shardlib.debug.subject import in_float64, widened
-from shardlib.debug.watching import LossWatch, NotedRun, copied
+from shardlib.debug.watching import LossWatch, NotedRun, copied, own_copy
 from shardlib.errors import BatchError, LossError, ShardlibError
 from shardlib.execute.context import casting
 from shardlib.execute.layer_dropping import Layers
@@ -126,7 +126,7 @@ class OneDevice:
             within(rows=_OneOfSeveral() if several else None),
             casting(self._plan.step.autocast, torch.device("cpu")),
         ):
-            value = watch.watched(self._loss_fn)(tree, batch, **extra)
+            value = watch.watched(self._loss_fn)(tree, own_copy(batch), **extra)
         (run,) = watch.runs
         total = read_loss(value, False).total
         leaves = [used[path] for path in self._trained]

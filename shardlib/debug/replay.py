@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardlib.debug.layout import number
-from shardlib.debug.watching import LossWatch, NotedRun, copied
+from shardlib.debug.watching import LossWatch, NotedRun, copied, own_copy
 from shardlib.errors import BatchError, listing
 from shardlib.execute.losses import require_function, require_no_buffers
 from shardlib.mesh.launch import simulate
@@ -226,7 +226,7 @@ def _chunks(leaf: Any, count: int) -> Sequence[Any]:
 def share_of(batch: Tree, plan: Plan, coords: Mapping[str, int]) -> Tree:
     """A rank's rows of the global batch."""
     index = number(plan.batch_axes, plan.sizes, coords)
-    return tree_map(lambda leaf: _chunks(leaf, plan.batch_ranks)[index], batch)
+    return own_copy(tree_map(lambda leaf: _chunks(leaf, plan.batch_ranks)[index], batch))
 
 
 def replay(plan: Plan, trial: PlanTrial) -> Replay:

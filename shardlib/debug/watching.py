@@ -23,7 +23,7 @@ from shardlib.errors import LossError
 from shardlib.execute.handles import Handle
 from shardlib.execute.losses import read_loss
 from shardlib.nn.blocks import Runner, Sequential
-from shardlib.tree import flatten, leaves_of
+from shardlib.tree import flatten, leaves_of, tree_map
 
 
 @dataclass
@@ -98,6 +98,11 @@ class NotedRun:
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that nothing writes to, with all of its elements: an embedding's gradient may be sparse."""
     return tensor.detach().to_dense() if tensor.is_sparse else tensor.detach().clone()
+
+
+def own_copy(tree: Any) -> Any:
+    """A tree in containers and memory of its own, for one call of a function, which may write to what is there."""
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 _OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))

@@ -127,6 +127,28 @@ def test_a_loss_that_is_drawn_anew_is_told():
     assert any("the loss function computes" in law.name for law in result.failures)
 
 
+def test_a_loss_that_takes_apart_what_it_is_given():
+    """It is called again and again, each time with all of it."""
+
+    def taking(params, batch):
+        params["layers"].reverse()
+        params["layers"][0] = params["layers"][0] / 2
+        batch["x"] /= 2
+        x, y = batch.pop("x"), batch.pop("y")
+        for layer in params.pop("layers"):
+            x = torch.tanh(x @ layer)
+        return (x - y).square().mean()
+
+    params = {"layers": [torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]}
+    batch = {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(2)), "y": torch.ones(8, 4)}
+    given = {name: rows.clone() for name, rows in batch.items()}
+    plan = {"data": 2}, sl.chain(sl.zero(3), sl.accumulate(2))
+    result = sl.debug.check(plan, taking, batch, params=params)
+    assert result and "not tested" not in str(result), result
+    assert "nothing differs" in str(sl.debug.bisect(taking, params, plan, None, batch))
+    assert batch.keys() == given.keys() and all(torch.equal(batch[name], rows) for name, rows in given.items())
+
+
 def test_wrong_arguments():
     loss_fn, params, batch = matrices()
     with pytest.raises(TypeError, match="give params= with a pair"):
