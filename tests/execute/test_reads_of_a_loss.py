@@ -429,3 +429,15 @@ def test_seeds_and_values_that_are_read(loss_fn, caplog):
     (eager, _), (compiled, step) = run(False), run(True)
     assert compiled == eager and len(set(eager)) == 3
     assert len(step.graph.graphs) == (loss_fn in (drawn, assigned))
+
+
+def test_a_later_form_that_cannot_be_traced(caplog):
+    def loss_fn(params, batch):
+        return plain(params, batch) * (float(batch["factor"]) if "factor" in batch else 1.0)
+
+    def run(compile):
+        batches = [{"x": X}, {"x": X}, {"x": X, "factor": torch.tensor(2.0)}, {"x": X}]
+        return losses(loss_fn, lambda value: None, compile, batches)[0]
+
+    assert run(True) == run(False)
+    assert "for a batch of another form" in caplog.text and 'float(batch["factor"])' in caplog.text

@@ -340,14 +340,14 @@ def _recorded(of: MicroBatch, forward: Any, backward: Any, more: Sequence[torch.
                 recorder.turn()
                 recorder.outputs(backward(loss, found, now.more, recorder))
                 del found, now
-            first = outside.values()
+            after = outside.values()
             again = Repeated(recorder)
             inputs = again.inputs(*given)
             with again, Values(), _without_seeds(again, device):
                 forward(loss, GivenInputs(of, inputs, Stands()))
         again.end()
-        outside.require_same(before, first)
-        outside.require_same(first, outside.values())
+        outside.require_same(before, after)
+        outside.require_same(after, outside.values())
         outside.tell(again)
     finally:
         outside.restore()
