@@ -401,13 +401,16 @@ class FunctionalCopies:
         device = next((value.device for value in held if isinstance(value, torch.Tensor)), None)
         made: dict[str, FunctionalModule] = self._local.made.setdefault(device, {})
         # A call in another one goes on with what the outer one began with, and compiled functions read no weak references.
-        if made and not torch.compiler.is_compiling() and not _in_call() and made[""].follow():
-            self._local.made[device] = made = {"": made[""]}  # the others have the old buffers
-        if name not in made:
-            # Made outside of whatever surrounds the call: a trace on fake tensors, a recomputed block, inference mode.
-            with no_modes(), torch.inference_mode(False):
-                if not made:
-                    made[""] = self._whole(device)
+        follows = made and not torch.compiler.is_compiling() and not _in_call()
+        if not follows and name in made:
+            return made[name]
+        # Copied outside of whatever surrounds the call: a trace on fake tensors, a recomputed block, inference mode.
+        with no_modes(), torch.inference_mode(False):
+            if follows and made[""].follow():
+                self._local.made[device] = made = {"": made[""]}  # the others have the old buffers
+            if not made:
+                made[""] = self._whole(device)
+            if name not in made:
                 made[name] = made[""].part(name)
         return made[name]
 

@@ -384,3 +384,60 @@ def test_what_a_loss_leaves_for_others_is_told(caplog):
     _, step = losses(loss_fn, lambda value: None, True)
     assert len(step.graph.graphs) == 1 and type(seen.hidden) is torch.Tensor
     assert "writes to seen.hidden" in caplog.text
+
+
+WEIGHTS = torch.tensor([1.0, 2.0])
+
+
+def seeded(params, batch, rng):
+    torch.manual_seed(3)
+    return (batch["x"] @ params["w"] * torch.rand(3)).square().mean()
+
+
+def forked(params, batch, rng):
+    with torch.random.fork_rng():
+        noise = torch.rand(3)
+    return (batch["x"] @ params["w"] * noise * torch.rand(3)).square().mean()
+
+
+def by_a_seed(params, batch, rng):
+    return plain(params, batch) * numpy.random.default_rng(rng.seed).random()
+
+
+def by_values(params, batch, rng):
+    return plain(params, batch) * sum(WEIGHTS.tolist()) * float(WEIGHTS.numpy()[0])
+
+
+def drawn(params, batch, rng):
+    torch.rand(5)
+    return (F.dropout(batch["x"] @ params["w"], 0.5) * torch.rand(3)).square().mean()
+
+
+def assigned(params, batch, rng):
+    hidden = batch["x"] @ params["w"]
+    noise = torch.zeros_like(hidden)
+    noise.data = noise.data + hidden.detach()
+    return (hidden * noise).mean()
+
+
+@pytest.mark.parametrize("loss_fn", [seeded, forked, by_a_seed, by_values, drawn, assigned], ids=lambda fn: fn.__name__)
+def test_seeds_and_values_that_are_read(loss_fn, caplog):
+    def run(compile):
+        WEIGHTS.fill_(1)
+        return losses(loss_fn, lambda value: WEIGHTS.fill_(value), compile)
+
+    (eager, _), (compiled, step) = run(False), run(True)
+    assert compiled == eager and len(set(eager)) == 3
+    assert len(step.graph.graphs) == (loss_fn in (drawn, assigned))
+
+
+def test_a_later_form_that_cannot_be_traced(caplog):
+    def loss_fn(params, batch):
+        return plain(params, batch) * (float(batch["factor"]) if "factor" in batch else 1.0)
+
+    def run(compile):
+        batches = [{"x": X}, {"x": X}, {"x": X, "factor": torch.tensor(2.0)}, {"x": X}]
+        return losses(loss_fn, lambda value: None, compile, batches)[0]
+
+    assert run(True) == run(False)
+    assert "for a batch of another form" in caplog.text and 'float(batch["factor"])' in caplog.text

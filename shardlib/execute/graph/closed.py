@@ -146,7 +146,7 @@ class Held:
 
 def _get(holder: Any, key: Any) -> Any:
     if isinstance(holder, dict):
-        return holder.get(key, _ABSENT)
+        return dict.get(holder, key, _ABSENT)  # a class may have its own
     try:
         return getattr(holder, key, _ABSENT)
     except ValueError:  # a variable of a closure that has no value yet
@@ -155,9 +155,9 @@ def _get(holder: Any, key: Any) -> Any:
 
 def _set(holder: Any, key: Any, value: Any) -> None:
     if value is _ABSENT:
-        holder.pop(key, None) if isinstance(holder, dict) else delattr(holder, key)
+        dict.pop(holder, key, None) if isinstance(holder, dict) else delattr(holder, key)
     elif isinstance(holder, dict):
-        holder[key] = value
+        dict.__setitem__(holder, key, value)
     else:
         setattr(holder, key, value)
 
@@ -186,6 +186,7 @@ def _told(value: Any) -> str | None:
 
 def _attributes(name: str, value: Any, names: Collection[str]) -> Iterator[_Named]:
     """The attributes of these names that an object has, or its class."""
+    held: list[Mapping[str, Any]]
     if isinstance(value, ModuleType):
         package = value.__name__.partition(".")[0]
         held = [] if package in _FOREIGN or package in sys.stdlib_module_names else [vars(value)]

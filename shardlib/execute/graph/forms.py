@@ -48,7 +48,10 @@ class Graphs(Generic[T]):
 
     Attributes:
         order: that of the first graph; None before.
+        failed: the error of the last trace that failed.
     """
+
+    failed: Exception | None
 
     def __init__(self, order_of: Callable[[T], list[Any]], symbolic: bool) -> None:
         self._order_of, self._symbolic = order_of, symbolic
@@ -59,6 +62,7 @@ class Graphs(Generic[T]):
         self._tokens: tuple[int | None, ...] = ()
         self._count, self._told = 0, False
         self.order: list[Any] | None = None
+        self.failed = None
 
     def named(self) -> Iterator[tuple[str, T]]:
         """The graphs that there are, each with a name."""
@@ -88,7 +92,11 @@ class Graphs(Generic[T]):
         if len(self._made) >= MOST:
             self._drop((kinds, *rest), layouts)
         start = time.perf_counter()
-        lengths, (graph, modules) = self._traced(layouts, trace)
+        try:
+            lengths, (graph, modules) = self._traced(layouts, trace)
+        except Exception as error:
+            self.failed = error
+            raise
         order = self._order_of(graph)
         if self.order is None:
             self.order = order
@@ -96,7 +104,6 @@ class Graphs(Generic[T]):
             raise HandleError(
                 "compile=True: a batch of another form exchanges in another order. Keep the order of layers"
             )
-        _, *rest = form()  # after the trace: a count of the loss's own calls goes on in it
         self._count += 1
         self._made.append(_MadeGraph(self._count, graph, time.perf_counter() - start, (kinds, *rest), lengths))
         self._modules.update(modules)
@@ -179,19 +186,27 @@ class Trial:
         try:
             order = trace()
         except Exception as error:
-            why = str(error) if isinstance(error, IllegalComposition) else _told(error)
-        told = primitives.all_gather_object(mesh, list(mesh.shape), (why, alike, order))
-        failed = [(rank, text) for rank, (text, _, _) in enumerate(told) if text]
+            why = told(error)
+        everyone = primitives.all_gather_object(mesh, list(mesh.shape), (why, alike, order))
+        failed = [(rank, text) for rank, (text, _, _) in enumerate(everyone) if text]
         self.passed = not failed
         if failed and mesh.rank == 0:
             _log.warning(
                 "compile=True: the loss function cannot be traced, and steps run as without it (rank %d: %s)",
                 *failed[0],
             )
-        if not failed and any(other != order for _, theirs, other in told if theirs == alike):
+        if not failed and any(other != order for _, theirs, other in everyone if theirs == alike):
             raise RankMismatch(
                 "compile=True: the ranks exchange in different orders. Run the same layers on every rank"
             )
+
+    def stop(self, error: Exception) -> None:
+        """Run later steps without graphs, after a batch of another form than the first that could not be traced."""
+        self.passed = False
+        _log.warning(
+            "compile=True: the loss function cannot be traced for a batch of another form, and steps run as without it (%s)",
+            told(error),
+        )
 
 
 def form_of(*trees: Tree) -> tuple[tuple[Any, ...], tuple[InputLayout, ...]]:
@@ -228,8 +243,10 @@ def _changing(form: Any, layouts: Sequence[InputLayout], old: Any, old_layouts: 
     )
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
     """An error of a trace, with the line of the user's that raised it, or else the last one, and a remedy."""
+    if isinstance(error, IllegalComposition):
+        return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -111,7 +112,7 @@ def _numbers(arguments: Any) -> Iterator[int]:
             yield from _numbers(each)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TracedKey(Key):
     """A key of which only the way is known on which it was made from the step's.
 
@@ -121,7 +122,14 @@ class TracedKey(Key):
     """
 
     path: Path = ()
-    stands: Stands = field(default_factory=Stands, compare=False, repr=False)
+    stands: Stands = field(default_factory=Stands, repr=False)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "seed" and not sys._getframe(1).f_globals["__name__"].startswith(("shardlib.", "dataclasses")):
+            raise IllegalComposition(
+                "the loss function reads rng.seed, which a graph would do once for all steps. Draw by sl.dropout(x, p, rng)"
+            )
+        return super().__getattribute__(name)
 
     def fold_in(self, data: int | str) -> TracedKey:
         return replace(self, path=(*self.path, data))

@@ -29,6 +29,7 @@ from shardlib.common._compat import (
     number_at,
     pad_operator,
     padded,
+    pytree,
     set_arguments,
     sym_size,
     symbol,
@@ -36,7 +37,7 @@ from shardlib.common._compat import (
     writes,
 )
 from shardlib.errors import IllegalComposition
-from shardlib.execute.graph.nodes import DEVICE
+from shardlib.execute.graph.nodes import DEVICE, draws
 
 
 class InputLayout(NamedTuple):
@@ -240,6 +241,7 @@ class Recorder(OperatorMode):
         super().__init__()
         self.graph, self.constants = Graph(), dict[str, torch.Tensor]()
         self.fakes = fakes
+        self.drawn: list[torch.device] = []  # of each operator that draws from a default generator
         self._read: dict[int, Node] = {}  # identity of a constant -> its node
         self._made_by: dict[Any, Callable[..., Any]] = {chunk_cat_operator: self._chunks}
         if fakes.lengths.vary:
@@ -285,7 +287,12 @@ class Recorder(OperatorMode):
             args, named_args = _mapped(self._without_values, (args, list(kwargs.values())))
             kwargs = dict(zip(kwargs, named_args))
         result, forms = self.fakes.result(known, lambda: call(*args, **kwargs))
-        self._note(self._node("call_function", lift_copy if func is lift else func, given, named), result, forms)
+        node = self._node("call_function", lift_copy if func is lift else func, given, named)
+        self._note(node, result, forms)
+        if draws(node) and "generator" not in named:
+            device = next(each.device for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor))
+            self.drawn.append(device)
+            draw_on(device)
         return result
 
     def _chunks(self, tensors: Sequence[torch.Tensor], dim: int, ways: int) -> torch.Tensor:
@@ -387,6 +394,12 @@ class Recorder(OperatorMode):
                     self._note(item, each, form)
                     values[number] = item.meta.get("val")
             node.meta["val"] = values
+
+
+def draw_on(device: torch.device) -> None:
+    """Draw from a device's default generator, for code that looks at its state after an operator without values."""
+    with no_dispatch():
+        torch.empty((), device=device).random_()
 
 
 # Kinds of numbers that are known in a run alone -> Python's.

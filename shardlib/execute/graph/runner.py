@@ -11,7 +11,7 @@ import torch
 from shardlib.execute.gradients import ReductionOptions
 from shardlib.execute.graph.analysis import described, order_of
 from shardlib.execute.graph.closed import closed_over
-from shardlib.execute.graph.forms import Graphs, Trial, form_of
+from shardlib.execute.graph.forms import Graphs, Trial, form_of, told
 from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.passes import GraphOptions, optimise
 from shardlib.execute.graph.recorder import Lengths
@@ -82,6 +82,19 @@ class GraphStage(OneStage):
             self._terms = len(totals.losses) // len(call.microbatches)
             self._trial.end(call, lambda: self._order(call, self._kept(options)))
             return held
+        try:
+            return self._train_graphs(call, totals, options)
+        except Exception as error:
+            if error not in (self._graphs.failed, self._halves.graphs.failed):
+                raise
+            if totals.losses or self._mesh.size > 1:  # the other ranks run graphs, whose exchanges these would not be
+                error.add_note(f"compile=True: no graph for a batch of another form than the first ({told(error)})")
+                raise
+            held = super().train(call, totals, options)  # or an error of the user's own is raised again
+            self._trial.stop(error)
+            return held
+
+    def _train_graphs(self, call: StepInputs, totals: Totals, options: ReductionOptions) -> dict[str, torch.Tensor]:
         self._begin(call)
         if self._halved:
             return self._train_in_halves(call, totals, options)

@@ -15,8 +15,16 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch.fx import Node
+from torch.overrides import TorchFunctionMode
 
-from shardlib.common._compat import next_number, number_of_derivative, pytree, storage_id, without_autocast_cache
+from shardlib.common._compat import (
+    next_number,
+    no_dispatch,
+    number_of_derivative,
+    pytree,
+    storage_id,
+    without_autocast_cache,
+)
 from shardlib.common.environment import Decision, within
 from shardlib.errors import IllegalComposition
 from shardlib.execute.activation_offload import may_move
@@ -36,14 +44,14 @@ from shardlib.execute.graph.nodes import (
     draws,
     roots_of,
 )
-from shardlib.execute.graph.recorder import Fakes, Lengths, Recorder, as_traced
+from shardlib.execute.graph.recorder import Fakes, Lengths, Recorder, as_traced, draw_on
 from shardlib.execute.losses import Outcome, read_loss, require_gradient
 from shardlib.execute.stages.one import detached
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.nn.blocks import Runner
 from shardlib.nn.functional import Mean
 from shardlib.plan.drops import DropPlan
-from shardlib.rng import Key
+from shardlib.rng import Key, restore_generators, states_of_generators
 from shardlib.tree import Tree, TreeDef, flatten, tensors_of, unflatten
 
 _log = logging.getLogger("shardlib.execute")
@@ -319,26 +327,27 @@ def recorded(
 def _recorded(of: MicroBatch, forward: Any, backward: Any, more: Sequence[torch.Tensor], fakes: Fakes) -> Traced:
     recorder, stands, outside = TraceRecorder(fakes), Stands(), Outside(of.reads)
     loss = of.function(recorder.runner)
+    device = loss.mesh.device
     given = list(of.stored.values()), tensors_of(of.trees), more
     try:
         with torch.enable_grad(), without_autocast_cache(), fakes.mode:
             inputs = recorder.inputs(*given)
             with _without_random_numbers(), recorder:
                 now = GivenInputs(of, inputs, stands)
-                with recorder.noting(outside.follow):
+                with recorder.noting(outside.follow), Values(), _without_seeds(recorder, device):
                     found = forward(loss, now)
                 before = outside.values()
                 recorder.turn()
                 recorder.outputs(backward(loss, found, now.more, recorder))
                 del found, now
-            first = outside.values()
+            after = outside.values()
             again = Repeated(recorder)
             inputs = again.inputs(*given)
-            with again:
+            with again, Values(), _without_seeds(again, device):
                 forward(loss, GivenInputs(of, inputs, Stands()))
         again.end()
-        outside.require_same(before, first)
-        outside.require_same(first, outside.values())
+        outside.require_same(before, after)
+        outside.require_same(after, outside.values())
         outside.tell(again)
     finally:
         outside.restore()
@@ -384,6 +393,50 @@ def _without_random_numbers() -> Iterator[None]:
             raise IllegalComposition(
                 f"the loss draws by {name}, which a graph does once. Pass torch.tensor({call}) in the batch"
             )
+
+
+@contextmanager
+def _without_seeds(recorder: Recorder, device: torch.device) -> Iterator[None]:
+    """A context for a function's call. Raises `IllegalComposition` if its code seeds torch's generators."""
+    before, already = states_of_generators(device), len(recorder.drawn)
+    try:
+        yield
+        now = states_of_generators(device)
+        restore_generators(before)
+        for each in recorder.drawn[already:]:
+            draw_on(each)
+        with no_dispatch():
+            alike = [found.equal(due) for (_, found), (_, due) in zip(now, states_of_generators(device))]
+        if not all(alike):
+            raise IllegalComposition(
+                "the loss function seeds torch's generators (torch.manual_seed, fork_rng), and a graph would draw what "
+                "follows on the step's seed. Draw outside of the loss, or by sl.dropout(x, p, rng.fold_in(name))"
+            )
+    finally:
+        restore_generators(before)
+
+
+class Values(TorchFunctionMode):
+    """A mode for a function's call, in which nothing but an operator gives a tensor other values, or reads them.
+
+    Raises:
+        IllegalComposition: values of a tensor that the function closes over are read.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READ and type(args[0]) is torch.Tensor:
+            raise IllegalComposition(
+                f"the loss function reads values of a tensor of its closure, by {func.__name__}(), which a graph would do "
+                "once for all steps. Put them into the batch"
+            )
+        result = func(*args, **(kwargs or {}))
+        if func == _ASSIGN_DATA and hasattr(args[1], "recorded"):
+            args[0].recorded = args[1].recorded
+        return result
+
+
+_READ = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__)
+_ASSIGN_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Outside:
