@@ -44,3 +44,28 @@ def test_documents_of_a_row_do_not_see_each_other(kind):
 def test_models_that_would_mix_them_are_refused(kind):
     with pytest.raises(TreeError, match=f"{kind} is not known to keep documents of one row apart"):
         losses(kind)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_rank_without_rows_of_the_last_batch_takes_part(masked):
+    """Five rows in batches of four: the first of two ranks has none of the last."""
+    kind = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    rows = sl.data.packed([*DOCUMENTS, DOCUMENTS[0]], 16, together=False)
+
+    def evaluated(mesh):
+        torch.manual_seed(3)
+        config = transformers.AutoConfig.for_model("bert" if masked else "llama", **SIZES)
+        apply, params = sl.from_module(kind.from_config(config).eval())
+        fn = huggingface.masked_loss(apply, 63, 64, [0], 1.0) if masked else huggingface.causal_loss(apply)
+        given = {"rng": sl.Key(0)} if masked else {}
+        sharded = sl.shard(params, mesh, stage=3)
+        evaluate = sl.make_eval_step(lambda params, batch: {"loss": fn(params, batch, **given)}, sharded)
+        batches = sl.data.loader(rows, sharded, 4, epochs=1, shuffle=False)
+        seen = [len(batch["tokens"]) for batch in batches]
+        return seen, float(evaluate.over(sharded, batches.seek(0))["loss"])
+
+    (first, one), (second, other) = sl.simulate(evaluated, mesh={"data": 2})
+    assert (first, second) == ([2, 0], [2, 1]) and one == other
+    if not masked:  # whose draws follow the rows of a rank
+        ((_, alone),) = sl.simulate(evaluated, mesh={"data": 1})
+        assert one == pytest.approx(alone, rel=1e-6)

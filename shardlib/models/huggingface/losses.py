@@ -160,6 +160,7 @@ def causal_loss(apply: Callable[..., Any]) -> Callable[[Tree, Mapping[str, torch
     apart = keeps_apart(apply)
 
     def loss(params: Tree, batch: Mapping[str, torch.Tensor]) -> Mean:
+        batch = _with_a_row(batch)
         if not apart and "segments" in batch and int(batch["segments"].max()) > 0:
             kind = getattr(getattr(apply, "config", None), "model_type", "a model without a config")
             raise TreeError(
@@ -201,16 +202,26 @@ def masked_loss(
     kept_apart = torch.tensor(sorted(special), dtype=torch.int64)
 
     def loss(params: Tree, batch: Mapping[str, torch.Tensor], rng: Key) -> Mean:
+        any_rows, batch = len(batch["tokens"]) > 0, _with_a_row(batch)
         tokens, there = batch["tokens"], batch["segments"] >= 0
         drawn, kind, other = (
             uniform(rng.fold_in(name), tokens.shape, tokens.device) for name in ("drawn", "kind", "word")
         )
-        drawn = (drawn < share) & there & ~torch.isin(tokens, kept_apart.to(tokens.device))
+        drawn = (drawn < share * any_rows) & there & ~torch.isin(tokens, kept_apart.to(tokens.device))
         replaced = torch.where(kind < 0.8, mask, torch.where(kind < 0.9, (other * words).long(), tokens))
         given = {"input_ids": torch.where(drawn, replaced, tokens), "attention_mask": there.long()}
         return _scored(apply(params, **given).logits, torch.where(drawn, tokens, IGNORED))
 
     return loss
+
+
+def _with_a_row(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """A batch; of a rank that has no rows of it one without a target, since transformers' models take at least one row."""
+    if len(batch["tokens"]):
+        return batch
+    row = batch["tokens"].new_zeros(1, max(1, batch["tokens"].shape[1]))
+    places = torch.arange(row.shape[1], device=row.device)[None]
+    return {"tokens": row, "targets": row + IGNORED, "segments": row, "positions": places}
 
 
 def _scored(logits: Any, targets: torch.Tensor) -> Mean:
