@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import sysconfig
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
@@ -37,6 +38,7 @@ _CALLED = (
     ),
     *("__enter__", "forward", "backward", "jvp", "setup_context"),
 )
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _ABSENT = object()
 _LRU_CACHE = type(functools.cache(len))
 
@@ -74,7 +76,7 @@ class Reached:
                 self.values.append((name, told))
             elif id(value) not in seen:
                 seen.add(id(value))
-                if isinstance(value, FunctionType):
+                if isinstance(value, FunctionType) and not _is_installed(value.__code__.co_filename):
                     new = _names_in(value.__code__) - self._names
                     self._names |= new
                     todo += [each for known in self._objects for each in _attributes(*known, new)]
@@ -91,13 +93,15 @@ class Reached:
             if isinstance(value, FunctionType):
                 for free, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
                     held.add(free, cell, ["cell_contents"])
-                held.add("", value.__globals__, _names_in(value.__code__) & value.__globals__.keys())
+                if not _is_installed(value.__code__.co_filename):
+                    held.add("", value.__globals__, _names_in(value.__code__) & value.__globals__.keys())
             elif isinstance(value, list | deque | set):
                 held.tables.append((name, value, value.copy()))
             elif isinstance(value, _LRU_CACHE):
                 held.caches.append((value, value.cache_info()))
             elif isinstance(value, type):
-                held.add(name, value, vars(value).keys() & self._names)
+                if _is_own(value.__module__):
+                    held.add(name, value, {key for key in vars(value).keys() & self._names if key[:2] != "__"})
             elif isinstance(value, dict) or hasattr(value, "__dict__"):
                 held.add(name, value if isinstance(value, dict) else vars(value), None)
         return held
@@ -188,12 +192,15 @@ def _attributes(name: str, value: Any, names: Collection[str]) -> Iterator[_Name
     """The attributes of these names that an object has, or its class."""
     held: list[Mapping[str, Any]]
     if isinstance(value, ModuleType):
-        package = value.__name__.partition(".")[0]
-        held = [] if package in _FOREIGN or package in sys.stdlib_module_names else [vars(value)]
+        held = [vars(value)] if _is_own(value.__name__) else []
     else:
         kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
-        held = [vars(kind) for kind in kinds if kind.__module__.partition(".")[0] not in _FOREIGN]
-        if isinstance(value, FunctionType) or (held and not isinstance(value, type) and hasattr(value, "__dict__")):
+        held = [vars(kind) for kind in kinds if _is_own(kind.__module__)]
+        if isinstance(value, FunctionType) or (
+            not isinstance(value, type)
+            and type(value).__module__.partition(".")[0] not in _FOREIGN
+            and hasattr(value, "__dict__")
+        ):
             held.append(vars(value))
     for each in held:
         for used in sorted(each.keys() & names):
@@ -229,6 +236,19 @@ def _inside(name: str, value: Any) -> Iterator[_Named]:
         yield from ((f"{name}[{key!r}]", each) for key, each in itertools.islice(list(entries), _MOST))
 
 
+@functools.cache
+def _is_own(module: str) -> bool:
+    """Whether a module is the user's own, and not installed."""
+    package = module.partition(".")[0]
+    if package in _FOREIGN or package in sys.stdlib_module_names:
+        return False
+    return not _is_installed(getattr(sys.modules.get(module), "__file__", None) or "")
+
+
+def _is_installed(path: str) -> bool:
+    return path.startswith(_INSTALLED)
+
+
 def _read_by(fn: FunctionType) -> Iterator[_Named]:
     if (fn.__module__ or "").partition(".")[0] in _FOREIGN:
         return
@@ -237,6 +257,8 @@ def _read_by(fn: FunctionType) -> Iterator[_Named]:
             yield free, cell.cell_contents
         except ValueError:  # not assigned yet
             continue
+    if _is_installed(fn.__code__.co_filename):
+        return
     yield from ((used, fn.__globals__[used]) for used in sorted(_names_in(fn.__code__)) if used in fn.__globals__)
     yield from ((fn.__name__, each) for each in (fn.__defaults__, fn.__kwdefaults__))
 
