@@ -203,8 +203,12 @@ def _of_deepspeed(
         _schedule(reader, asked, steps)
     draft, inside = deepspeed.read(config, ranks, rules, filled, "deepspeed: ", asked.schedule)
     draft.origin = ORIGIN
+    clip = draft.clip
     if not inside.given("optimizer"):
         _optimizer(reader, draft)
+    draft.clip = clip
+    if not inside.given("gradient_clipping"):
+        reader.skip("max_grad_norm", "DeepSpeed clips by gradient_clipping, which its configuration lacks")
     for name in ("lr_scheduler_type", "lr_scheduler_kwargs", "optim", "optim_args"):
         if name not in reader.marks:
             reader.skip(name, "the DeepSpeed configuration has its own")

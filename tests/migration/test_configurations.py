@@ -430,10 +430,11 @@ def test_a_deepspeed_configuration_without_a_schedule_has_that_of_the_arguments(
     """As transformers' integration says: "HF scheduler + DS optimizer" go together, and "DS scheduler + HF optimizer"."""
     given = arguments(tmp_path, max_steps=100, warmup_steps=10, learning_rate=2e-3, lr_scheduler_type="cosine")
     optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
-    for config in ({"optimizer": optimizer}, {}):
+    for config in ({"optimizer": optimizer}, {"zero_optimization": {"stage": 1}}):
         given.deepspeed = config
         made = sl.migrate(given)
         assert "schedule" in made.code.partition("optimizer =")[2].partition("def ")[0]
+        assert "clip" not in made.code  # which accelerate leaves to DeepSpeed, by gradient_clipping alone
         assert [float(made.schedule(step)) for step in (0, 10, 55)] == pytest.approx([0, 2e-3, 1e-3])
     cosine = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}}
     given.deepspeed = {"scheduler": cosine}
