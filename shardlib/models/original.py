@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -206,6 +206,8 @@ def _changes_in_place(value: Any) -> bool:
 def _elements(value: Any, depth: int = 4) -> Any:
     """What a value holds that may change in place: by identity, or as it is; of a large one, such as a vocabulary, the
     size."""
+    if type(value) in _TABLES and not value:  # most often, a module's seven tables of hooks
+        return ()
     if isinstance(value, torch.Tensor):
         return 0 if value.is_inference() else version_of(value)
     if isinstance(value, np.ndarray):
@@ -224,6 +226,7 @@ def _elements(value: Any, depth: int = 4) -> Any:
 
 
 _FEW = 64
+_TABLES = {dict, OrderedDict, list, set}
 
 
 def _slots(value: Any) -> dict[str, Any]:
