@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from shardlib.collectives import pairs, primitives
 from shardlib.collectives.styles.slices import Slices
 from shardlib.collectives.tokens import PendingRows, TokenExchange
-from shardlib.common._compat import outside_of_graphs, pytree
+from shardlib.common._compat import autocasts, outside_of_graphs, pytree
 from shardlib.common.environment import environment, within
 from shardlib.common.writes import owner_of
 from shardlib.errors import HandleError, LossError
@@ -263,7 +263,7 @@ def casting(dtype: torch.dtype | None, device: torch.device) -> AbstractContextM
 def casting_losses(device: torch.device) -> Iterator[None]:
     """A context for a step in which an autocast around it casts for its loss function alone, as in a loop of torch's: not for
     exchanges and the optimizer, whose products it would round."""
-    if not torch.is_autocast_enabled(device.type):
+    if not autocasts() or not torch.is_autocast_enabled(device.type):
         yield
         return
     dtype = torch.get_autocast_dtype(device.type)

@@ -90,6 +90,7 @@ class Gradients:
         self._idle: dict[str, Residuals] = {}  # of the exchanges of idle units, by unit
         self._first = batch_index(plan, mesh) * plan.step.microbatches  # the first micro-batch of this rank, among all
         self._flying: deque[tuple[Reduction, int]] = deque()
+        self._unfinished: list[Reduction] = []  # those of them that have exchanges left to start
         self._to_free = 0  # elements of the whole gradients that are freed when the reductions under way have ended
 
     def begin(self, turn: Turn, gathering: Gathering) -> None:
@@ -346,11 +347,13 @@ class Gradients:
 
     def _fly(self, sums: list[Sum], routes: Sequence[Sequence[Exchange]]) -> None:
         freed = sum(each.buffer.numel() for each in sums if each.within is not each.buffer)
-        self._flying.append((self._reduction(sums, routes), freed))
+        reduction = self._reduction(sums, routes)
+        self._flying.append((reduction, freed))
         self._to_free += freed
         # A sum over a second axis runs under the backward of the units that follow, with their sums over the first one.
-        for earlier, _ in list(self._flying)[:-1]:
+        for earlier in self._unfinished:
             earlier.go_on()
+        self._unfinished = [each for each in (*self._unfinished, reduction) if each.more]
         # Whole gradients that are freed after their exchange must not pile up behind a slow network. Those of tiles must not
         # be there beside the next tile's.
         tiles = any(self._leaf_of[each.bucket.name].tiles > 1 for each in sums)

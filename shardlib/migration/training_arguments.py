@@ -261,10 +261,8 @@ def _schedule(reader: Reader, draft: Draft, steps: int | None) -> None:
         return
     warmup = int(warm) if warm >= 1 or steps is None else math.ceil(steps * warm)
     total = steps or warmup
-    if kind == "constant_with_warmup":
+    if kind == "constant_with_warmup" or total <= warmup:  # of which no step decays
         draft.schedule = Call("optim.warmup_constant_schedule", (0.0, peak, warmup))
-    elif total <= warmup:
-        reader.refuse("warmup_steps", f"{warmup} of {total} steps leave none to decay; take fewer")
     elif kind in ("linear", "cosine", "polynomial", "cosine_with_min_lr", "cosine_with_restarts"):
         draft.schedule = _decaying(reader, kind, given, peak, warmup, total)
     elif kind == "warmup_stable_decay":

@@ -129,6 +129,11 @@ class Reduction:
         """Whether no exchange is left, so that `wait` returns at once."""
         return not self._under_way
 
+    @property
+    def more(self) -> bool:
+        """Whether exchanges of the route are left to start."""
+        return bool(self._todo)
+
     def go_on(self) -> None:
         """Start the next exchange of the route, if there is one, as soon as the one under way has ended."""
         if self._todo:

@@ -142,7 +142,7 @@ def test_heads_that_a_raw_plan_cuts_are_explained():
         "invalid for input of size",
         "model/layers/0/self_attn/k_proj/weight: 4 of 16 outputs (axis 'model' of size 4)",
         "sl.column(heads=...)",
-        "huggingface.slicing_rules(model)",
+        "models.huggingface.slicing_rules",
     ):
         assert message in str(error.value)
     rules = huggingface.slicing_rules(model)

@@ -299,7 +299,7 @@ def test_causal_rings_share_the_work_evenly():
     """The elements of score blocks that each rank computes are equal on all ranks, and half of all except its own."""
 
     def work(mesh):
-        trip, met = _Trip(mesh, "seq", True), 0
+        trip, met = _Trip(mesh, "seq", True, None), 0
         for step in range(4):
             rows, columns, _ = trip.block(step, 6)
             met += (rows.stop - rows.start) * (columns.stop - columns.start)

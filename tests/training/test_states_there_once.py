@@ -204,5 +204,5 @@ def test_a_state_that_was_lost_names_what_can_be_done(tmp_path, monkeypatch):
             step(state, BATCHES[0])
     assert "roll_back" not in str(refused.value)
     assert "The states are lost" in refused.value.__notes__[0] and "restore a checkpoint" in refused.value.__notes__[0]
-    with pytest.raises(DonatedStateError, match="or restore a checkpoint"):
+    with pytest.raises(DonatedStateError, match="Restore a checkpoint"):
         step(state, BATCHES[0])

@@ -143,7 +143,7 @@ def test_what_is_refused():
         sl.make_plan(PARAMS, sl.abstract_mesh(data=2), sl.chain(sl.zero(3), sl.tile("first/w", 4), sl.precision("fp8")))
     compiled = torch.compile(lambda x, w, b: F.linear(x, w, b), backend="eager")
     for layer, what in ((sl.block(compiled), "block"), (compiled, "function")):
-        with pytest.raises(HandleError, match=rf"a compiled {what} .* in 8 bits"):
+        with pytest.raises(HandleError, match=rf"a compiled {what} .* in fp8"):
             gradients(
                 lambda params, batch, layer=layer: model(params, batch, layer), sl.chain(sl.zero(1), BITS), data=1
             )

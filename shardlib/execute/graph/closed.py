@@ -17,6 +17,7 @@ import numpy
 import torch
 
 from shardlib.common._compat import NO_ATTRIBUTES, FakeTensor, pytree
+from shardlib.common.environment import environment
 from shardlib.nn.blocks import Sequential
 from shardlib.tree import Tree, leaves_of
 
@@ -45,12 +46,10 @@ _LRU_CACHE = type(functools.cache(len))
 _Named = tuple[str, Any]
 
 
-def closed_over(fn: Any, trees: Sequence[Tree], device: torch.device) -> tuple[tuple[str, str], ...]:
+def closed_over(fn: Any, trees: Sequence[Tree]) -> tuple[tuple[str, str], ...]:
     """Names and values of what functions, and those that they call by name, read outside of the tensors in ``trees``, which
     they are given (see `Reached`), and of what is set around them."""
-    kind = device.type
-    casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    around = ("torch.autocast", str(casts)), ("torch.get_default_dtype()", str(torch.get_default_dtype()))
+    around = ("torch.autocast", str(environment().casts)), ("torch.get_default_dtype()", str(torch.get_default_dtype()))
     objects = [leaf for tree in trees for leaf in leaves_of(tree) if _told(leaf) is None]
     return *around, *Reached(fn, *objects).values
 

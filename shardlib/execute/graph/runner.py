@@ -15,7 +15,7 @@ from shardlib.execute.graph.forms import Graphs, Trial, form_of, told
 from shardlib.execute.graph.fuse import Inductor
 from shardlib.execute.graph.passes import GraphOptions, optimise
 from shardlib.execute.graph.recorder import Lengths
-from shardlib.execute.graph.stage import GraphedStage, GraphRun, micro_batch, note, shards_of, without_casts
+from shardlib.execute.graph.stage import GraphedStage, GraphRun, micro_batch, note, shards_of
 from shardlib.execute.graph.sums import GradientSums, Land, StageSums
 from shardlib.execute.graph.trace import Traced, trace
 from shardlib.execute.losses import Outcome
@@ -170,7 +170,7 @@ class GraphStage(OneStage):
         start = call.loss_scale * (1.0 if traced.form.weighted else call.share)
         seed = torch.full((), start, dtype=torch.float64, device=self._mesh.device)
         draws = [] if key is None else traced.stands.values(key, lengths)
-        with without_casts(self._mesh.device), seeding_torch(key, self._mesh.device), closing(self._between):
+        with torch.no_grad(), seeding_torch(key, self._mesh.device), closing(self._between):
             outputs = traced.module(*stored, *tensors_of(trees), *kept.values(), seed, *draws, land, *sums.values())
         outcome, rest = traced.form.outcome(outputs, storages_of(call.params))
         names = [] if sums else [bucket.name for bucket in self._plan.tiled.trained]
@@ -210,9 +210,7 @@ class GraphStage(OneStage):
             optimise(found, self._between, self._options, lands, summed)
             return found
 
-        return self._graphs.of(
-            lambda: (form_of(*trees), key is None, closed_over(self._fn, trees, mesh.device)), traced
-        )
+        return self._graphs.of(lambda: (form_of(*trees), key is None, closed_over(self._fn, trees)), traced)
 
 
 class GraphPipe(Pipe):

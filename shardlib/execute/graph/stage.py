@@ -5,8 +5,7 @@ A plan without a pipeline is one stage, where something must happen between forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,9 +244,7 @@ class GraphedStage:
             return trace_stage(of, self._last, halved, self.number is None, self.between, self._options)
 
         key = call.keys[index]
-        return self.graphs.of(
-            lambda: (form_of(*trees), key is None, closed_over(self._reads, trees, self.mesh.device)), traced
-        )
+        return self.graphs.of(lambda: (form_of(*trees), key is None, closed_over(self._reads, trees)), traced)
 
 
 class GraphRun(Run):
@@ -313,7 +310,7 @@ class GraphRun(Run):
         """The results of one of the stage's graphs. The last one adds gradients to the stage's sums."""
         parts = self._graph.parts
         sums = self._sums.tensors if number == len(parts) - 1 else ()
-        with without_casts(self._stage.mesh.device):
+        with torch.no_grad():
             return parts[number](self._store, [*self._given, *sums])
 
     def close(self) -> None:
@@ -341,13 +338,6 @@ def _like(stored: torch.Tensor | BufferOnDisk, bucket: Bucket) -> torch.Tensor:
     if isinstance(stored, torch.Tensor):
         return stored
     return torch.zeros((), dtype=bucket.dtype).expand(bucket.size(bucket.param_level))
-
-
-@contextmanager
-def without_casts(device: torch.device) -> Iterator[None]:
-    """A context for a graph's run, in which the casts of autocast around it are operations already, and gradients too."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
 
 
 def note(traced: Traced, options: ReductionOptions, record: Record) -> None:
