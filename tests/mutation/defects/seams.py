@@ -5,6 +5,7 @@ from ..planting import Defect
 _SEAMS = "tests/models/test_seams.py"
 _HELD = f"{_SEAMS}::test_what_holds_parts_of_a_module_trains_as_in_torch"
 _DIRECT = "tests/kernels/test_direct_calls.py"
+_READS = "tests/execute/test_reads_of_a_loss.py"
 _GRAPH = "tests/execute/test_graph.py"
 _LENGTHS = "tests/execute/test_dynamic_lengths.py"
 _AROUND = "tests/execute/test_func_around.py"
@@ -551,5 +552,59 @@ DEFECTS = (
         "if dispatch_modes() or profiling() or jit_trace() is not None:",
         "if profiling() or jit_trace() is not None:",
         (f"{_DIRECT}::test_a_mode_sees_operators",),
+    ),
+    Defect(
+        "gradients in 16 bits that small terms are added to",
+        "numerics",
+        "optim/base.py",
+        "a decay or noise that is added to a gradient in 16 bits is rounded away",
+        "return wide if scale is None else wide * scale.to(wide.dtype)",
+        "return updates if scale is None else wide * scale.to(wide.dtype)",
+        ("tests/optim/test_optimizers_on_one_device.py::test_nothing_is_lost_beside_a_gradient_in_16_bits",),
+    ),
+    Defect(
+        "changed gradients in the parameters' dtype",
+        "numerics",
+        "sharded/tree.py",
+        "gradients that a caller changes are rounded to the dtype of parameters",
+        'dtype = bucket.dtype if self.role == "param" else functools.reduce(torch.promote_types, dtypes)',
+        "dtype = bucket.dtype",
+        ("tests/sharded/test_parts_of_trees.py::test_changed_gradients_keep_the_dtype_that_holds_them",),
+    ),
+    Defect(
+        "a mixture in a mixture",
+        "data",
+        "data/mixture.py",
+        "a mixture that is a source of another loses its proportions",
+        'if (own := getattr(source, "order", None)) is not None:',
+        "if (own := None) is not None:",
+        ("tests/data/test_mixture.py::test_a_mixture_in_a_mixture_keeps_its_proportions",),
+    ),
+    Defect(
+        "one optimizer of torch for all steps",
+        "choice",
+        "optim/wrappers/from_torch.py",
+        "from_torch takes an optimizer that counts in its groups, which each step makes anew",
+        "rows, anew=True)[0]",
+        "rows, anew=False)[0]",
+        ("tests/optim/test_optax_trajectories.py::test_optimizers_that_know_more_than_their_state_are_refused",),
+    ),
+    Defect(
+        "casts around a compiled step",
+        "stale",
+        "execute/graph/closed.py",
+        "a graph goes on with the casts of the autocast that was around its trace",
+        'around = ("torch.autocast", str(environment().casts)), (',
+        'around = ("torch.autocast", str(None)), (',
+        (f"{_READS}::test_autocast_and_conjugates_around_steps",),
+    ),
+    Defect(
+        "classes that a compiled loss reads",
+        "stale",
+        "execute/graph/closed.py",
+        "a graph keeps the value of a class's attribute that changes",
+        "held = [vars(kind) for kind in kinds if _is_own(kind.__module__)]",
+        "held = [vars(kind) for kind in kinds if kind is None]",
+        (f"{_READS}::test_changes_are_seen",),
     ),
 )
