@@ -261,8 +261,10 @@ def _schedule(reader: Reader, draft: Draft, steps: int | None) -> None:
         return
     warmup = int(warm) if warm >= 1 or steps is None else math.ceil(steps * warm)
     total = steps or warmup
-    if kind == "constant_with_warmup" or total <= warmup:  # of which no step decays
+    if kind == "constant_with_warmup":
         draft.schedule = Call("optim.warmup_constant_schedule", (0.0, peak, warmup))
+    elif total <= warmup and kind == "warmup_stable_decay":
+        reader.refuse("warmup_steps", f"{warmup} of {total} steps leave none to decay; take fewer")
     elif kind in ("linear", "cosine", "polynomial", "cosine_with_min_lr", "cosine_with_restarts"):
         draft.schedule = _decaying(reader, kind, given, peak, warmup, total)
     elif kind == "warmup_stable_decay":
@@ -290,6 +292,8 @@ def _decaying(reader: Reader, kind: str, given: Mapping[str, Any], peak: float, 
         )
         return None
     left = total - warmup
+    if left <= 0:  # no step decays
+        return Call("optim.warmup_constant_schedule", (0.0, peak, warmup))
     if kind == "linear":
         return warm_stay_decay(0.0, peak, warmup, 0, left, 0.0)
     if kind == "polynomial":

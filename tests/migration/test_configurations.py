@@ -385,15 +385,20 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_schedules_are_those_of_transformers(kind, tmp_path):
+@pytest.mark.parametrize("steps", [20, 3], ids=["", "all of a warm-up"])
+def test_schedules_are_those_of_transformers(kind, steps, tmp_path):
     from transformers import get_scheduler
 
-    given = arguments(tmp_path, max_steps=20, warmup_steps=4, learning_rate=1e-3, lr_scheduler_type=kind)
+    given = arguments(tmp_path, max_steps=steps, warmup_steps=4, learning_rate=1e-3, lr_scheduler_type=kind)
     given.lr_scheduler_kwargs = SCHEDULES[kind]
+    if kind == "warmup_stable_decay" and steps < 4:
+        with pytest.raises(MigrationError, match="4 of 3 steps leave none to decay"):
+            sl.migrate(given)
+        return
     ours = sl.migrate(given).schedule
     theirs = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1e-3)
-    scheduler = get_scheduler(kind, theirs, 4, 20, SCHEDULES[kind])
-    for step in range(20):
+    scheduler = get_scheduler(kind, theirs, 4, steps, SCHEDULES[kind])
+    for step in range(steps):
         assert float(ours(step)) == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-6), step
         theirs.step()
         scheduler.step()
