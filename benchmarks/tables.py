@@ -55,9 +55,10 @@ _OF_THE_CPU = (
     Table(
         "kernels_cpu",
         "Kernels of optimizers and of a dense layer on one core",
-        (optimizer_kernels.CASE, layer_kernels.CASE, host_time.CASE),
+        (optimizer_kernels.CASE, layer_kernels.CASE),
         plots.ratios,
     ),
+    Table("host_time", "Kernels on small tensors on one core", (host_time.CASE,)),
     Table("checkpoints", "Checkpoints on one disk", checkpoints.CASES),
     Table("disk", "Buffers on one disk", (disk.CASE,)),
     Table("budget", "Memory beyond the device", (budget.CASE,)),
