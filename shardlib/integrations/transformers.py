@@ -62,9 +62,10 @@ class Trainer(_Trainer):
     that is divided by the number of its tokens is averaged over the tokens of all ranks and micro-batches; of others the mean
     is of micro-batches, as Trainer's.
 
-    While it trains the model's parameters are on the meta device, since the shards have the values; when `train` returns they
-    are the trained ones, whole on each rank, on the CPU. Checkpoints have the files that Trainer's have, for
-    ``from_pretrained``, and the train state, which resumes on any number of ranks.
+    While it trains the model's parameters have no values, since the shards have them; when `train` returns they are the
+    trained ones, whole on each rank, on the CPU (in 16 bits where `sl.precision` keeps them so, whose fp32 masters are in the
+    train state). Checkpoints have the files that Trainer's have, for ``from_pretrained``, and the train state, which resumes
+    on any number of ranks.
 
     Args:
         transforms: the chain, such as ``sl.zero(3)``, without what the arguments say; by default ``sl.zero(0)``.
