@@ -286,7 +286,7 @@ UNCUT = {
     ),
     "array of strings": (
         {"xy": BATCH, "names": np.array(list("abcdefgh"))},
-        r"names: a NumPy array of <U1, which no tensor",
+        r"names: a NumPy array of <U1 with 8 rows, which no tensor",
     ),
     "sparse": ({"xy": BATCH, "s": torch.eye(8).to_sparse()}, r"s: layout torch.sparse_coo, .*call .to_dense\(\)"),
     "user's mapping": (collections.UserDict(x=BATCH[0]), r"batch: UserDict is not a pytree, .*pass dict\(...\) of it"),
