@@ -334,7 +334,7 @@ def _recorded(of: MicroBatch, forward: Any, backward: Any, more: Sequence[torch.
             inputs = recorder.inputs(*given)
             with _without_random_numbers(), recorder:
                 now = GivenInputs(of, inputs, stands)
-                with recorder.noting(outside.follow), Values(), _without_seeds(recorder, device):
+                with recorder.noting(outside.follow), WithoutReads(), _without_seeds(recorder, device):
                     found = forward(loss, now)
                 before = outside.values()
                 recorder.turn()
@@ -343,7 +343,7 @@ def _recorded(of: MicroBatch, forward: Any, backward: Any, more: Sequence[torch.
             after = outside.values()
             again = Repeated(recorder)
             inputs = again.inputs(*given)
-            with again, Values(), _without_seeds(again, device):
+            with again, WithoutReads(), _without_seeds(again, device):
                 forward(loss, GivenInputs(of, inputs, Stands()))
         again.end()
         outside.require_same(before, after)
@@ -416,7 +416,7 @@ def _without_seeds(recorder: Recorder, device: torch.device) -> Iterator[None]:
         restore_generators(before)
 
 
-class Values(TorchFunctionMode):
+class WithoutReads(TorchFunctionMode):
     """A mode for a function's call, in which nothing but an operator gives a tensor other values, or reads them.
 
     Raises:
