@@ -32,7 +32,7 @@ INSIDE = {
     if is_private(name)
 }
 # Of named tuples, handles, and transformers' models.
-OTHERS = {"_fields", "_path", "_tp_plan", "_init_weights", "_is_expert_parallel"} | {
+OTHERS = {"_fields", "_path", "_tp_plan", "_init_weights", "_attn_implementation", "_is_expert_parallel"} | {
     f"_keys_to_ignore_on_{when}" for when in ("load_unexpected", "load_missing", "save")
 }
 

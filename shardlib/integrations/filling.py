@@ -25,12 +25,12 @@ class Elsewhere(torch.Tensor):
         like: a tensor of its shape and dtype.
     """
 
-    _name: str
+    _path: str
 
     @staticmethod
     def __new__(cls, name: str, like: torch.Tensor) -> Elsewhere:
         made: Elsewhere = wrapper_subclass(cls, like.shape, dtype=like.dtype, device=torch.device("meta"))
-        made._name = name
+        made._path = name
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -41,8 +41,8 @@ class Elsewhere(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:
-            return Elsewhere(args[0]._name, args[0])
-        name = next(each._name for each in leaves_of((args, kwargs or {})) if isinstance(each, Elsewhere))
+            return Elsewhere(args[0]._path, args[0])
+        name = next(each._path for each in leaves_of((args, kwargs or {})) if isinstance(each, Elsewhere))
         raise TreeError(
             f"{name} has its value in shards while the model trains: wait for the end, when the module has it, or read "
             "sl.unshard(train_state), on all ranks, of the Trainer or its strategy"
