@@ -101,6 +101,8 @@ class _GatherNothing:
 class _ReduceNothing:
     """A reduction on one rank, which returns its input."""
 
+    more = False
+
     def __init__(self, mesh: sl.Mesh, sums: Any, *_: Any) -> None:
         self._sums = sums
 
