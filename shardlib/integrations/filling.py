@@ -1,4 +1,4 @@
-"""A module whose values lie in shards: its parameters are on the meta device meanwhile, and whole again afterwards."""
+"""A module whose values lie in shards: what stands for its parameters has none meanwhile; they are whole again afterwards."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class ShardedStrategy(_Strategy):
     ``gradient_clip_val`` clips by the global norm. ``accumulate_grad_batches`` batches are the micro-batches of a step, whose
     loss is the mean of those that there are, where an epoch's last step has fewer.
 
-    While it fits, the module's parameters are on the meta device, since the shards have the values; afterwards they are the
+    While it fits, the module's parameters have no values, since the shards have them; afterwards they are the
     trained ones, whole on each rank, on the CPU. A checkpoint is Lightning's file, for ``load_from_checkpoint``, and beside
     it a folder ``<file>.shardlib`` with the train state, from which ``fit(ckpt_path=)`` goes on, on any number of ranks.
 

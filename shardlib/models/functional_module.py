@@ -294,8 +294,8 @@ class _Call:
 
 
 def _marked(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """Those of some tensors that were no parameters for isinstance, and are now: modules ask it, and a list of parameters
-    that is made of others would have copies."""
+    """Let tensors be parameters for isinstance, which modules ask: a list of parameters that is made of others would have
+    copies. Returns those that were none before."""
     others: list[Any] = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
     for tensor in others:
         tensor._is_param = True

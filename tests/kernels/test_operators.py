@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import shardlib as sl
 from shardlib.kernels.common import differentiable, opaque
-from shardlib.kernels.common.operators import layout_of
+from shardlib.kernels.common.records import layout_of
 
 calls: list[str] = []
 

@@ -26,19 +26,9 @@ _MOST = 1000  # values of a table that are read, so that a step takes no longer 
 _FOREIGN = ("torch", "shardlib", "numpy", "builtins")  # packages whose own state nobody changes
 # Methods that code calls without naming them.
 _CALLED = (
-    *(
-        "__call__",
-        "__getattr__",
-        "__getitem__",
-        "__len__",
-        "__iter__",
-        "__contains__",
-        "__float__",
-        "__int__",
-        "__bool__",
-    ),
-    *("__enter__", "forward", "backward", "jvp", "setup_context"),
-)
+    "__call__", "__getattr__", "__getitem__", "__len__", "__iter__", "__contains__", "__float__", "__int__", "__bool__",
+    "__enter__", "forward", "backward", "jvp", "setup_context",
+)  # fmt: skip
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _ABSENT = object()
 _LRU_CACHE = type(functools.cache(len))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import random
 import sys
 from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,14 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch.fx import Node
-from torch.overrides import TorchFunctionMode
 
 from shardlib.common._compat import (
     next_number,
-    no_dispatch,
     number_of_derivative,
     pytree,
     storage_id,
@@ -29,7 +24,6 @@ from shardlib.common.environment import Decision, within
 from shardlib.errors import IllegalComposition
 from shardlib.execute.activation_offload import may_move
 from shardlib.execute.context import Surroundings
-from shardlib.execute.graph.closed import Reached
 from shardlib.execute.graph.keys import Stands
 from shardlib.execute.graph.nodes import (
     BACKWARD,
@@ -44,17 +38,16 @@ from shardlib.execute.graph.nodes import (
     draws,
     roots_of,
 )
-from shardlib.execute.graph.recorder import Fakes, Lengths, Recorder, as_traced, draw_on
+from shardlib.execute.graph.outside import CallsDiffer, Outside, WithoutReads, without_random_numbers, without_seeds
+from shardlib.execute.graph.recorder import Fakes, Lengths, Recorder, as_traced
 from shardlib.execute.losses import Outcome, read_loss, require_gradient
 from shardlib.execute.stages.one import detached
 from shardlib.execute.values.function import Function, gradients_of
 from shardlib.nn.blocks import Runner
 from shardlib.nn.functional import Mean
 from shardlib.plan.drops import DropPlan
-from shardlib.rng import Key, restore_generators, states_of_generators
+from shardlib.rng import Key
 from shardlib.tree import Tree, TreeDef, flatten, tensors_of, unflatten
-
-_log = logging.getLogger("shardlib.execute")
 
 
 class TreeForm(NamedTuple):
@@ -332,9 +325,9 @@ def _recorded(of: MicroBatch, forward: Any, backward: Any, more: Sequence[torch.
     try:
         with torch.enable_grad(), without_autocast_cache(), fakes.mode:
             inputs = recorder.inputs(*given)
-            with _without_random_numbers(), recorder:
+            with without_random_numbers(), recorder:
                 now = GivenInputs(of, inputs, stands)
-                with recorder.noting(outside.follow), WithoutReads(), _without_seeds(recorder, device):
+                with recorder.noting(outside.follow), WithoutReads(), without_seeds(recorder, device):
                     found = forward(loss, now)
                 before = outside.values()
                 recorder.turn()
@@ -343,7 +336,7 @@ def _recorded(of: MicroBatch, forward: Any, backward: Any, more: Sequence[torch.
             after = outside.values()
             again = Repeated(recorder)
             inputs = again.inputs(*given)
-            with again, WithoutReads(), _without_seeds(again, device):
+            with again, WithoutReads(), without_seeds(again, device):
                 forward(loss, GivenInputs(of, inputs, Stands()))
         again.end()
         outside.require_same(before, after)
@@ -369,118 +362,6 @@ def _recorded(of: MicroBatch, forward: Any, backward: Any, more: Sequence[torch.
 
 # A look at whether a loss function computes the same when it is called again, as a graph of it would.
 # What it takes from no tensor is a constant of a graph: Python's and NumPy's random numbers, and a count of its own calls.
-
-
-class CallsDiffer(IllegalComposition):
-    """A function computed something else when it was called again."""
-
-
-@contextmanager
-def _without_random_numbers() -> Iterator[None]:
-    """A context for a trace. Raises `IllegalComposition` if its code draws from global generators of Python or NumPy."""
-
-    def states() -> dict[tuple[str, str], Any]:
-        words = numpy.random.get_state(legacy=False)["state"]
-        return {
-            ("Python's random", "random.random()"): random.getstate(),
-            ("numpy.random", "numpy.random.rand()"): (words["key"].tobytes(), words["pos"]),
-        }
-
-    before = states()
-    yield
-    for (name, call), now in states().items():
-        if now != before[name, call]:
-            raise IllegalComposition(
-                f"the loss draws by {name}, which a graph does once. Pass torch.tensor({call}) in the batch"
-            )
-
-
-@contextmanager
-def _without_seeds(recorder: Recorder, device: torch.device) -> Iterator[None]:
-    """A context for a function's call. Raises `IllegalComposition` if its code seeds torch's generators."""
-    before, already = states_of_generators(device), len(recorder.drawn)
-    try:
-        yield
-        now = states_of_generators(device)
-        restore_generators(before)
-        for each in recorder.drawn[already:]:
-            draw_on(each)
-        with no_dispatch():
-            alike = [found.equal(due) for (_, found), (_, due) in zip(now, states_of_generators(device))]
-        if not all(alike):
-            raise IllegalComposition(
-                "the loss function seeds torch's generators (torch.manual_seed, fork_rng), and a graph would draw what "
-                "follows on the step's seed. Draw outside of the loss, or by sl.dropout(x, p, rng.fold_in(name))"
-            )
-    finally:
-        restore_generators(before)
-
-
-class WithoutReads(TorchFunctionMode):
-    """A mode for a function's call, in which nothing but an operator gives a tensor other values, or reads them.
-
-    Raises:
-        IllegalComposition: values of a tensor that the function closes over are read.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READ and type(args[0]) is torch.Tensor:
-            raise IllegalComposition(
-                f"the loss function reads values of a tensor of its closure, by {func.__name__}(), which a graph would do "
-                "once for all steps. Put them into the batch"
-            )
-        result = func(*args, **(kwargs or {}))
-        if func == _ASSIGN_DATA and hasattr(args[1], "recorded"):
-            args[0].recorded = args[1].recorded
-        return result
-
-
-_READ = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__)
-_ASSIGN_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-class Outside:
-    """What a function reaches outside of its arguments, which calls in a trace may change and a graph does not. After a trace
-    it is as it was before: what calls left there are tensors without values."""
-
-    def __init__(self, reads: Any) -> None:
-        self._roots, self._seen = [reads], set[int]()
-        self._held = [Reached(reads).held()]
-
-    @contextmanager
-    def follow(self, module: torch.nn.Module, _: Any) -> Iterator[None]:
-        """A context for the call of a module, whose attributes are outside too."""
-        if id(module) not in self._seen:
-            self._seen.add(id(module))
-            self._roots.append(module)
-            self._held.append(Reached(module).held())
-        yield
-
-    def values(self) -> list[tuple[str, str]]:
-        """Plain values, with their names, and which tensors there are; but for those of the trace."""
-        return [each for each in Reached(*self._roots).values if not each[1].startswith("a FakeTensor")]
-
-    def require_same(self, before: list[tuple[str, str]], now: list[tuple[str, str]]) -> None:
-        """Refuse what a call changed. Raises `CallsDiffer`."""
-        if before != now:
-            names = ", ".join(sorted({name for name, _ in {*before} ^ {*now}}))
-            raise CallsDiffer(
-                f"the loss function changes {names}, which a graph would not do. Return it as aux, or change it between steps"
-            )
-
-    def tell(self, last: Recorder) -> None:
-        """Tell what a call leaves for others to read."""
-        left = {name for name, fake in self._held[0].fakes() if last.node_of(fake)}
-        if left:
-            _log.warning(
-                "compile=True: the loss function writes to %s, which stays as it was after the first step. Return it as aux",
-                ", ".join(sorted(left)),
-            )
-
-    def restore(self) -> None:
-        """Let everything be as it was."""
-        for held in self._held:
-            held.restore()
 
 
 class Repeated(Recorder):
